@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,27 +71,24 @@ def same(rows: Any) -> Any:
 
 def _begin() -> None:
     folder = os.environ[FOLDER]
-    from pipedist.worker.driver import _COMMANDS, Driver  # the table holds functions, not names
+    from pipedist.worker.leases import Leases
 
     spans = Spans()
     spans.install(PARTS)
     spans.reset()
     began, cpu = time.perf_counter(), time.process_time()
-    leave = Driver._do_leave
+    close = Leases.close
 
-    def leaving(driver: Driver, command: Any) -> None:
+    def close_and_record(leases: Leases) -> None:
         record = {
             "parts": {name: [part.calls, part.ns / 1e9] for name, part in spans.parts.items()},
             "wall_s": time.perf_counter() - began,
             "cpu_s": time.process_time() - cpu,
         }
         (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(record))
-        leave(driver, command)
+        close(leases)
 
-    table: dict[type, Callable[..., None]] = _COMMANDS
-    for kind, function in table.items():
-        if function is leave:
-            table[kind] = leaving
+    Leases.close = close_and_record  # type: ignore[method-assign]  # `Driver.run` calls it at its end
 
 
 if os.environ.get(FOLDER) and Path("/proc/self/comm").read_text().startswith(WORKER_NAME):

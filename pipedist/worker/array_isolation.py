@@ -16,8 +16,7 @@ from pipedist.core import dlpack, trees
 from pipedist.core.types import Tree
 from pipedist.protocol.encoder import UnsendableError
 
-_COPIED_BYTES = 512
-"""Copying an array of this size takes less time than to decide whether it must be copied."""
+_COPIED_BYTES = 512  # copying an array of this size takes less time than to decide whether it must be copied
 
 _IMMUTABLE = (int, float, str, bool, bytes, complex, type(None))
 
@@ -30,16 +29,10 @@ def as_readonly(value: Tree) -> Tree:
 
 
 def take_ownership(box: list[Tree]) -> tuple[Tree, int]:
-    """Return a value that no other code can change, and its size in bytes.
+    """Empty a list that holds a value; return it unchangeable by other code, and its size in bytes.
 
-    A larger array is copied only if there is another reference to it, or to the memory that it is a view of.
-
-    Args:
-        box: a list that holds the value, and is emptied, so that the caller's reference does not count as
-            another one.
-
-    Returns:
-        The same tree in new containers, and its approximate size in bytes.
+    A larger array is copied only if there is another reference to it, or to the memory that it is a view of; the
+    caller's own reference would count, hence the list.
 
     Raises:
         UnsendableError: NumPy cannot convert an array of another library; the text has its path.

@@ -40,9 +40,7 @@ THREAD_VARIABLES = (
 def command(module: str, arguments: Mapping[str, object]) -> list[str]:
     """Return the command line that calls `main(arguments)` of a module.
 
-    Args:
-        module: its full name.
-        arguments: JSON values. No secrets: other users can see command lines.
+    `arguments` are JSON values, and no secrets: other users can see command lines.
     """
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     flags = ["-P"]
@@ -57,22 +55,12 @@ def command(module: str, arguments: Mapping[str, object]) -> list[str]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Return this environment with a number of threads for numeric libraries.
-
-    The libraries read it when they are loaded, and their results depend on it.
-
-    Args:
-        threads: BLAS and OpenMP threads of a worker, >= 1.
-    """
+    """Return this environment with a number of BLAS and OpenMP threads."""
     return {**os.environ, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
 
 
 def describe_exit(code: int) -> str:
-    """Return the end of a process as text: "exit code 3", "signal 9 (SIGKILL)".
-
-    Args:
-        code: as `Popen.returncode`; negative for a signal.
-    """
+    """Return a `Popen.returncode` as text: "exit code 3", "signal 9 (SIGKILL)"."""
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -20,20 +20,14 @@ class Ending(enum.Enum):
 
 
 class Send(Struct, frozen=True):
-    """Send a message without payload."""
-
     message: Message
 
 
 class SendResults(Struct, frozen=True):
-    """Send a message with the results that the driver has just reported.
-
-    Args:
-        cache_pass: the pass under whose key the results are cached first; 0: no caching.
-    """
+    """Send a message with the results that the driver has just reported."""
 
     message: Results
-    cache_pass: int = 0
+    cache_pass: int = 0  # they are cached first under the key of this pass; 0: no caching
 
 
 class SendExchange(Struct, frozen=True):
@@ -49,16 +43,11 @@ class Join(Struct, frozen=True):
 
 
 class OpenPass(Struct, frozen=True):
-    """Store the program that came with the message.
-
-    Args:
-        key: cache results of the pass under this key until they are durable; "": do not cache them.
-        elsewhere: the scheduler runs on another host: check for the data files here (`events.DataFound`).
-    """
+    """Store the program that came with the message."""
 
     pass_id: int
-    key: str = ""
-    elsewhere: bool = False
+    key: str = ""  # results are cached under it until they are durable; "": no caching
+    elsewhere: bool = False  # the scheduler runs on another host: look for the data files (`DataFound`)
 
 
 class StoreCode(Struct, frozen=True):
@@ -74,11 +63,7 @@ class DropPass(Struct, frozen=True):
 
 
 class StoreLease(Struct, frozen=True):
-    """Store the shards that came with the message.
-
-    Args:
-        gang: the assignment, if the lease is one member's part of a gang.
-    """
+    """Store the shards that came with the message; `gang`: its assignment if it belongs to one."""
 
     lease: int
     gang: AssignGang | None = None
@@ -126,23 +111,17 @@ class Execute(Struct, frozen=True):
     """Execute a slice of a lease, from its first unreported call on.
 
     The slice begins when all received messages are handled, and ends with `SliceEnded`.
-
-    Args:
-        slice_s: start no call after this time, seconds.
-        slice_bytes: start no call once results of this size are waiting.
     """
 
     lease: int
     pass_id: int
     lo: int
     hi: int
-    slice_s: float
-    slice_bytes: int
+    slice_s: float  # start no call after this time
+    slice_bytes: int  # start no call once results of this size are waiting
 
 
 class Leave(Struct, frozen=True):
-    """End the process."""
-
     ending: Ending
     reason: str
 

@@ -14,8 +14,7 @@ import hashlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -46,19 +45,13 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class ClusterTask:
-    """The program of a cluster in which a replica function runs.
-
-    Args:
-        type: its role: "chief", "worker", ...
-        index: its number among the programs of that role.
-    """
+    """The role ("chief", "worker", ...) and index of a program of a cluster."""
 
     type: str
     index: int
 
 
-_task: ClusterTask | None = None
-"""The program of this process."""
+_task: ClusterTask | None = None  # the program of this process
 
 
 def set_task(text: str) -> None:
@@ -69,10 +62,7 @@ def set_task(text: str) -> None:
 
 
 class Collectives(Protocol):
-    """The collectives of one replica."""
-
-    is_async: bool
-    """Whether the function is async, and collectives must be awaited."""
+    is_async: bool  # whether the function is async, and collectives must be awaited
 
     def call(self, request: CollectiveRequest) -> Any:
         """Execute a collective; return its result, or an awaitable of it."""
@@ -310,7 +300,6 @@ class ReplicaContext:
     def _collective(
         self, kind: str, tree: Tree, op: ReduceOp | str = "sum", source: int = 0, label: str = ""
     ) -> Any:
-        """Execute a collective on behalf of another operation, its label."""
         if kind == _requests().ALL_REDUCE:
             request = _requests().all_reduce(op, tree, None, _call_site())
         else:
@@ -344,10 +333,7 @@ async def _merged(result: Any, variables: VariablesOfReplica) -> Tree:
 
 @cache
 def _requests() -> Any:  # a module
-    """Return the module of requests.
-
-    Most functions call no collectives; the others call many.
-    """
+    """Return the module of requests: most functions call no collectives, the others many."""
     from pipedist.collectives import requests
 
     return requests
@@ -390,22 +376,14 @@ def _in_cross_replica_context(fn: Callable[..., Tree], replicas: int) -> Callabl
 
     def body(*args: Any, **kwargs: Any) -> Tree:
         strategy, ctx = MergeStrategy(replicas), current.get()
+        context, own = current.set(None), current_strategy.set(strategy)
         try:
-            with _cross_replica(strategy):
-                return fn(strategy, *args, **kwargs)
+            return fn(strategy, *args, **kwargs)
         finally:
+            current_strategy.reset(own)
+            current.reset(context)
             if process_setup.is_copy:
                 process_setup.end_copy("" if ctx is None else ctx.stage)
 
     body.__qualname__ = str(getattr(fn, "__qualname__", None) or type(fn).__qualname__)  # its name in errors
     return body
-
-
-@contextmanager
-def _cross_replica(strategy: MergeStrategy) -> Iterator[None]:
-    context, own = current.set(None), current_strategy.set(strategy)
-    try:
-        yield
-    finally:
-        current_strategy.reset(own)
-        current.reset(context)

@@ -16,11 +16,8 @@ from typing import Final
 from pipedist.core.gpus import VISIBLE
 from pipedist.errors import UsageError
 
-CPU: Final = "cpu"
-"""The device of replicas without an assigned one."""
-
-GPU: Final = "cuda:0"
-"""The first GPU that a worker owns; the worker sees no others, and they are renumbered."""
+CPU: Final = "cpu"  # the device of replicas without an assigned one
+GPU: Final = "cuda:0"  # the first GPU that a worker owns; the worker sees no others, and they are renumbered
 
 LIBRARIES: Final = ("torch", "cupy", "jax", "numba.cuda", "tensorflow")
 """Libraries that read the variable when they are loaded, or first used."""
@@ -31,13 +28,6 @@ class DevicesUnseen(Exception):
 
 
 class Devices:
-    """The devices of this process.
-
-    Args:
-        environment: contains CUDA_VISIBLE_DEVICES.
-        loaded: names of loaded modules.
-    """
-
     def __init__(
         self,
         environment: MutableMapping[str, str] = os.environ,
@@ -45,16 +35,10 @@ class Devices:
     ) -> None:
         self._environment = environment
         self._loaded = loaded
-        self._initial = environment.get(VISIBLE)
-        """The value with which the worker was started; None: all devices are visible."""
+        self._initial = environment.get(VISIBLE)  # the worker was started with it; None: sees all
 
     def show(self, devices: Sequence[str]) -> None:
-        """Make the CUDA devices of this process's replicas visible.
-
-        Other devices always are.
-
-        Args:
-            devices: of its replicas, "cuda:1", "cpu:0".
+        """Make the CUDA devices of this process's replicas visible; others always are.
 
         Raises:
             DevicesUnseen: a library has already read an earlier value.
@@ -89,11 +73,7 @@ class Devices:
         return [name for name in LIBRARIES if name in self._loaded]
 
     def name_of(self, device: str) -> str:
-        """Return the name, in this process, of a device.
-
-        Args:
-            device: the assigned one, "cuda:3".
-        """
+        """Return the name, in this process, of an assigned device ("cuda:3")."""
         kind, _, number = device.partition(":")
         visible = _listed(self._environment.get(VISIBLE, ""))
         if kind == "cuda" and number in visible:

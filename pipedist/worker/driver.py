@@ -19,27 +19,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, assert_never
 
 from pipedist.errors import PipedistError
 from pipedist.protocol.code_archive import CodeStore
 from pipedist.protocol.codec import Frame
 from pipedist.transport.zeromq.client_socket import ConnectionLost
 from pipedist.worker import commands
+from pipedist.worker import events as ev
 from pipedist.worker.commands import Ending, Execute
 from pipedist.worker.devices import DevicesUnseen
-from pipedist.worker.events import (
-    CollectiveOverdue,
-    CollectiveReached,
-    DataFound,
-    Event,
-    LeaveRequested,
-    ProtocolState,
-    RestartNeeded,
-    SliceEnded,
-    Started,
-    TimePassed,
-)
 from pipedist.worker.identity import JoinReporter
 from pipedist.worker.lease_queue import WorkerLimits
 from pipedist.worker.leases import Leases
@@ -51,35 +40,22 @@ from pipedist.worker.result_cache import ResultCache, ResultReporter
 if TYPE_CHECKING:
     from pipedist.worker.leases import Run
 
-IDLE_POLL_S = 1.0
-"""How long an idle worker waits for a message before it checks its deadlines."""
-
-LISTEN_S = 0.1
-"""How long a replica waits for another member before printed lines are sent."""
+IDLE_POLL_S = 1.0  # how long an idle worker waits for a message before it checks its deadlines
+LISTEN_S = 0.1  # how long a replica waits for another member before printed lines are sent
 
 
 class _Interrupted(Exception):
     """Ends the wait for a message (`Driver.leave`)."""
 
 
-def _ignore(_text: str) -> None:
-    return
-
-
 class Driver:
     """Executes the machine's commands over a socket.
 
     Args:
-        socket: the connection to the scheduler.
-        machine: the protocol.
-        threads: BLAS and OpenMP threads of this process.
         join_s: maximum time until the connection is made, seconds.
-        progress: records the running call.
         die: ends the process; called with a text when the reporter thread fails.
         report: prints, for people, that the worker has joined, or waits for a scheduler.
         diagnose: returns a problem of the scheduler's endpoint, as for `JoinReporter`.
-        cache: holds results until they are durable.
-        code: local copies of the scheduler's code folders.
     """
 
     def __init__(
@@ -91,7 +67,7 @@ class Driver:
         join_s: float,
         progress: CallProgress,
         die: Callable[[str], None],
-        report: Callable[[str], None] = _ignore,
+        report: Callable[[str], None] = lambda _text: None,
         diagnose: Callable[[], str] = str,
         cache: ResultCache | None = None,
         code: CodeStore | None = None,
@@ -102,51 +78,44 @@ class Driver:
         self._progress = progress
         self._die = die
         self._join_reporter = JoinReporter(report, threads=threads, join_s=join_s, diagnose=diagnose)
-        self._lock = threading.Lock()
-        """Held by the thread that uses `_machine` or `_socket`."""
+        self._lock = threading.Lock()  # held by the thread that uses `_machine` or `_socket`
         self._log_forwarder = LogForwarder(socket, self._lock)
         self._code = CodeStore("", "") if code is None else code
         self._leases = Leases(self, threads, progress.clock, self._code)
         self._reports = ResultReporter(self._handle, ResultCache() if cache is None else cache)
-        self._leave_reason = ""
-        """Reason to leave as soon as possible; "": none."""
-        self._interruptible = False
-        """Whether the main thread only waits for a message."""
-        self._frames: list[memoryview] = []
-        """Payload of the message being handled."""
-        self._contribution: Sequence[Frame] = ()
-        """The replicas' part of a collective that is being sent."""
-        self._slice: Execute | None = None
-        """The slice that executes, or is next."""
-        self._run: Run | None = None
-        """The run of the executing lease."""
+        self._leave_reason = ""  # reason to leave as soon as possible; "": none
+        self._interruptible = False  # whether the main thread only waits for a message
+        self._frames: list[memoryview] = []  # payload of the message being handled
+        self._contribution: Sequence[Frame] = ()  # the replicas' part of a collective that is being sent
+        self._slice: Execute | None = None  # the slice that executes, or is next
+        self._run: Run | None = None  # the run of the executing lease
         self._left: tuple[Ending, str] | None = None
-        self._working = threading.Event()
-        """Set while there is work; the reporter waits for it."""
+        self._working = threading.Event()  # set while there is work; the reporter waits for it
         self._over = threading.Event()
         self.output = OutputCapture(self._log_forwarder.put)
 
     def run(self) -> tuple[Ending, str]:
         """Work until the machine commands to leave; return the reason.
 
-        Raises:
-            ProtocolError: the scheduler broke the protocol.
-            BaseException: user code raised it to end the process.
+        An exception with which user code ends the process passes through.
         """
         threading.Thread(target=self._report_regularly, name="pipedist-reporter", daemon=True).start()
         try:
             self._join_reporter.begin()
             with self._lock:
-                self._handle(Started())
+                self._handle(ev.Started())
             while self._left is None:
                 if self._leave_reason:
                     with self._lock:
-                        self._handle(LeaveRequested(self._leave_reason))
+                        self._handle(ev.LeaveRequested(self._leave_reason))
                 elif self._slice is None:
                     with contextlib.suppress(_Interrupted):
                         self._wait()
                 elif self._slice.lease in self._reports.recalls:
-                    self._report_recalled(self._slice)
+                    with self._lock:
+                        self._reports.recalled(self._slice)
+                        self._handle(ev.SliceEnded(self._slice.lease))
+                        self._receive()
                 else:
                     self._execute(self._slice)
         finally:
@@ -162,21 +131,16 @@ class Driver:
         return self._left
 
     def leave(self, reason: str) -> None:
-        """Leave as soon as the running calls are over.
-
-        For a signal handler, in the main thread.
-
-        Finished calls are reported; calls that have not begun return to the scheduler.
-        """
+        """Leave as soon as the running calls are over; for a signal handler, in the main thread."""
         self._leave_reason = reason
         if self._interruptible:
             raise _Interrupted
 
     # -- the machine -------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: ev.Event) -> None:
         for command in self._machine.handle(event, time.monotonic()):
-            _COMMANDS[type(command)](self, command)
+            self._do(command)
 
     def _wait(self) -> None:
         """Wait for messages while there is nothing to execute."""
@@ -187,7 +151,7 @@ class Driver:
                 self._receive()
             else:
                 self._working.clear()
-                self._handle(TimePassed())
+                self._handle(ev.TimePassed())
                 self._join_reporter.check()
             self._log_forwarder.send_lines()
 
@@ -210,10 +174,12 @@ class Driver:
 
     def _execute(self, slice_: Execute) -> None:
         try:
-            run = self._begin(slice_)
+            if self._run is None:
+                self._run = self._leases.begin(slice_, self._progress.of_lease(slice_.lease))
+            run = self._run
         except DevicesUnseen as error:
             with self._lock:
-                self._handle(RestartNeeded(str(error)))
+                self._handle(ev.RestartNeeded(str(error)))
             return
         if not self._working.is_set():
             self._working.set()
@@ -227,9 +193,13 @@ class Driver:
         self._progress.idle()
         self.output.finish()
         with self._lock:
-            if self._log_forwarder.fault is not None:
-                self._cache_rest(slice_.lease, run)
-                raise self._log_forwarder.fault
+            if (fault := self._log_forwarder.fault) is not None:
+                if isinstance(fault, ConnectionLost) and self._run is run:
+                    with contextlib.suppress(
+                        ConnectionLost
+                    ):  # the next incarnation offers the finished calls
+                        self._reports.finished(slice_.lease, run)
+                raise fault
             if self._run is not run or self._left is not None:
                 return  # the lease of a gang was dropped while its replicas handled messages
             self._reports.finished(slice_.lease, run)
@@ -237,51 +207,27 @@ class Driver:
             if failure is not None:
                 run.skip()
                 self._reports.failed(slice_.lease, failure)
-            self._handle(SliceEnded(slice_.lease))
+            self._handle(ev.SliceEnded(slice_.lease))
             if self._slice is not None:  # else `run` waits for messages next
                 self._receive()
-
-    def _cache_rest(self, lease: int, run: Run) -> None:
-        """Cache the calls that finished after the connection was lost.
-
-        The next incarnation offers them.
-        """
-        if isinstance(self._log_forwarder.fault, ConnectionLost) and self._run is run:
-            with contextlib.suppress(ConnectionLost):
-                self._reports.finished(lease, run)
-
-    def _report_recalled(self, slice_: Execute) -> None:
-        """Report calls that were finished for an earlier scheduler."""
-        with self._lock:
-            self._reports.recalled(slice_)
-            self._handle(SliceEnded(slice_.lease))
-            self._receive()
-
-    def _begin(self, slice_: Execute) -> Run:
-        if self._run is None:
-            self._run = self._leases.begin(slice_, self._progress.of_lease(slice_.lease))
-        return self._run
 
     # -- gangs: called by replicas, in their threads ----------------------------------------
 
     def contribute(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
-        """Send a gang's part of an exchange; see `relay_channel.RelayClient`."""
         with self._listening(lease):
             self._contribution = payload
-            self._handle(CollectiveReached(lease, number))
+            self._handle(ev.CollectiveReached(lease, number))
             self._contribution = ()
 
     def listen(self, lease: int, timeout_s: float) -> None:
-        """Handle received messages; see `relay_channel.RelayClient`."""
         with self._listening(lease):
             if self._socket.poll(min(timeout_s, LISTEN_S)):
                 self._receive()
             self._log_forwarder.send_lines()
 
     def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
-        """Report an overdue collective; see `pipedist.worker.gangs.GangClient`."""
         with self._listening(lease):
-            self._handle(CollectiveOverdue(lease, tuple(map(str, members)), text))
+            self._handle(ev.CollectiveOverdue(lease, tuple(map(str, members)), text))
 
     @contextlib.contextmanager
     def _listening(self, lease: int) -> Iterator[None]:
@@ -289,7 +235,7 @@ class Driver:
         from pipedist.collectives.channel import GangAborted  # loaded already
 
         with self._lock:
-            if self._log_forwarder.fault is None and self._holds(lease):
+            if self._log_forwarder.fault is None and self._left is None and self._leases.is_gang_lease(lease):
                 try:
                     yield
                 except BaseException as error:  # the main thread raises it after the user code
@@ -298,16 +244,10 @@ class Driver:
                     return
             raise GangAborted("the scheduler has cancelled the step")
 
-    def _holds(self, lease: int) -> bool:
-        return self._left is None and self._leases.is_gang_lease(lease)
-
     # -- reporting -----------------------------------------------------------------------
 
     def _report_regularly(self) -> None:
-        """Send finished calls while the main thread is in a long one.
-
-        The body of the reporter thread.
-        """
+        """Send finished calls while the main thread is in a long one (reporter thread)."""
         try:
             pause_s = WorkerLimits().flush_s
             while not self._over.is_set():
@@ -330,87 +270,58 @@ class Driver:
 
     # -- commands ------------------------------------------------------------------------
 
-    def _do_send(self, command: commands.Send) -> None:
-        joining = self._machine.state is ProtocolState.JOINING
-        self._socket.send(command.message, timeout_s=self._join_s if joining else math.inf)
+    def _do(self, command: commands.Command) -> None:
+        match command:
+            case commands.Send(message):
+                joining = self._machine.state is ev.ProtocolState.JOINING
+                self._socket.send(message, timeout_s=self._join_s if joining else math.inf)
+            case commands.SendResults(message, cache_pass):
+                if cache_pass:
+                    self._reports.store(cache_pass, message)
+                self._log_forwarder.send_lines()  # first: these results may end the run, and with it all listeners
+                # No timeout: a slow reader is back-pressure. No copy: `take_ownership` has made the payload exclusive.
+                self._socket.send(message, self._reports.payload, copy=False, timeout_s=math.inf)
+            case Execute():
+                self._slice = command
+            case commands.StoreLease(lease, gang):
+                self._leases.store(lease, self._frames, gang)
+            case commands.DropLease(lease):
+                self._drop_lease(lease)
+            case commands.SendExchange(message):
+                # Copied: the replicas own the memory, and continue when the other parts have arrived.
+                self._socket.send(message, self._contribution, timeout_s=math.inf)
+            case commands.StoreRelay(relay):
+                self._leases.store_relay(relay, self._frames)
+            case commands.StoreState(space, version):
+                self._leases.states.receive(space, version, self._frames)
+            case commands.ReleaseState(space):
+                self._leases.states.drop(space)
+            case commands.ReleaseResults(pass_id, before):
+                self._reports.release(pass_id, before)
+            case commands.RecallLease(lease):
+                self._reports.recalls.add(lease)
+            case commands.OpenPass(pass_id, key, elsewhere):
+                self._reports.open_pass(pass_id, key)
+                self._leases.open_pass(pass_id, self._frames, elsewhere=elsewhere)
+                if elsewhere and self._leases.sees_data(pass_id):
+                    self._handle(ev.DataFound(pass_id))
+            case commands.DropPass(pass_id):
+                self._reports.drop_pass(pass_id)
+                self._leases.drop_pass(pass_id)
+            case commands.StoreCode(code):
+                self._code.add(code, self._frames)
+            case commands.Join(welcome):
+                self._join_reporter.joined(welcome)
+            case commands.Leave(ending, reason):
+                self._left = (ending, reason)
+            case _:
+                assert_never(command)
 
-    def _do_send_results(self, command: commands.SendResults) -> None:
-        if command.cache_pass:
-            self._reports.store(command.cache_pass, command.message)
-        self._log_forwarder.send_lines()  # first: these results may end the run, and with it all listeners
-        # No timeout: a slow reader is back-pressure. No copy: `take_ownership` has made the payload exclusive.
-        self._socket.send(command.message, self._reports.payload, copy=False, timeout_s=math.inf)
-
-    def _do_send_exchange(self, command: commands.SendExchange) -> None:
-        # Copied: the replicas own the memory, and continue when the other parts have arrived.
-        self._socket.send(command.message, self._contribution, timeout_s=math.inf)
-
-    def _do_join(self, command: commands.Join) -> None:
-        self._join_reporter.joined(command.welcome)
-
-    def _do_open_pass(self, command: commands.OpenPass) -> None:
-        self._reports.open_pass(command.pass_id, command.key)
-        self._leases.open_pass(command.pass_id, self._frames, elsewhere=command.elsewhere)
-        if command.elsewhere and self._leases.sees_data(command.pass_id):
-            self._handle(DataFound(command.pass_id))
-
-    def _do_store_code(self, command: commands.StoreCode) -> None:
-        self._code.add(command.code, self._frames)
-
-    def _do_drop_pass(self, command: commands.DropPass) -> None:
-        self._reports.drop_pass(command.pass_id)
-        self._leases.drop_pass(command.pass_id)
-
-    def _do_store_lease(self, command: commands.StoreLease) -> None:
-        self._leases.store(command.lease, self._frames, command.gang)
-
-    def _do_recall_lease(self, command: commands.RecallLease) -> None:
-        self._reports.recalls.add(command.lease)
-
-    def _do_release_results(self, command: commands.ReleaseResults) -> None:
-        self._reports.release(command.pass_id, command.before)
-
-    def _do_store_relay(self, command: commands.StoreRelay) -> None:
-        self._leases.store_relay(command.relay, self._frames)
-
-    def _do_store_state(self, command: commands.StoreState) -> None:
-        self._leases.states.receive(command.space, command.version, self._frames)
-
-    def _do_release_state(self, command: commands.ReleaseState) -> None:
-        self._leases.states.drop(command.space)
-
-    def _do_drop_lease(self, command: commands.DropLease) -> None:
-        if self._slice is not None and self._slice.lease == command.lease:
+    def _drop_lease(self, lease: int) -> None:
+        if self._slice is not None and self._slice.lease == lease:
             self._slice = None
-        if command.lease in self._reports.recalls:
-            self._reports.recalls.discard(command.lease)
-            return
-        if not self._leases.drop(command.lease) and self._run is not None:
+        if lease in self._reports.recalls:
+            self._reports.recalls.discard(lease)
+        elif not self._leases.drop(lease) and self._run is not None:
             run, self._run = self._run, None
             run.abandon()
-
-    def _do_execute(self, command: Execute) -> None:
-        self._slice = command
-
-    def _do_leave(self, command: commands.Leave) -> None:
-        self._left = (command.ending, command.reason)
-
-
-_COMMANDS: dict[type, Callable[[Driver, Any], None]] = {
-    commands.Send: Driver._do_send,
-    commands.SendResults: Driver._do_send_results,
-    commands.SendExchange: Driver._do_send_exchange,
-    commands.Join: Driver._do_join,
-    commands.StoreCode: Driver._do_store_code,
-    commands.OpenPass: Driver._do_open_pass,
-    commands.DropPass: Driver._do_drop_pass,
-    commands.StoreLease: Driver._do_store_lease,
-    commands.RecallLease: Driver._do_recall_lease,
-    commands.ReleaseResults: Driver._do_release_results,
-    commands.StoreRelay: Driver._do_store_relay,
-    commands.StoreState: Driver._do_store_state,
-    commands.ReleaseState: Driver._do_release_state,
-    commands.DropLease: Driver._do_drop_lease,
-    Execute: Driver._do_execute,
-    commands.Leave: Driver._do_leave,
-}

@@ -10,23 +10,7 @@ import enum
 
 from msgspec import Struct
 
-from pipedist.protocol.messages import (
-    Assign,
-    AssignGang,
-    Bind,
-    Cancel,
-    Code,
-    Committed,
-    DropState,
-    Message,
-    Recall,
-    Refuse,
-    Relay,
-    StateVersion,
-    Stop,
-    Unbind,
-    Welcome,
-)
+from pipedist.protocol import messages as msg
 
 
 class Started(Struct, frozen=True):
@@ -40,7 +24,7 @@ class DataFound(Struct, frozen=True):
 
 
 class CallsFinished(Struct, frozen=True):
-    """Calls [lo, hi) returned; the driver holds their encoded results."""
+    """Calls [lo, hi) returned; the driver holds their results."""
 
     lease: int
     lo: int
@@ -78,14 +62,10 @@ class CollectiveOverdue(Struct, frozen=True):
 
 
 class RestartNeeded(Struct, frozen=True):
-    """An assignment needs a new process."""
-
     reason: str
 
 
 class LeaveRequested(Struct, frozen=True):
-    """The launcher or supervisor ends the worker."""
-
     reason: str
 
 
@@ -100,7 +80,7 @@ class TimePassed(Struct, frozen=True):
 
 
 Event = (
-    Message
+    msg.Message
     | Started
     | DataFound
     | CallsFinished
@@ -115,65 +95,50 @@ Event = (
 
 
 class ProtocolState(enum.Enum):
-    """The state of a worker; see the diagram in `pipedist.worker.machine`."""
-
     JOINING = "joining"
     READY = "ready"
     EXECUTING = "executing"
     STOPPING = "stopping"
 
 
+_JOINING, _READY, _EXECUTING, _STOPPING = ProtocolState
+
+
+def _to(*states: ProtocolState, on: tuple[type, ...]) -> dict[type, frozenset[ProtocolState]]:
+    return dict.fromkeys(on, frozenset(states))
+
+
+_STORED = (
+    msg.Code,
+    msg.Bind,
+    DataFound,
+    msg.Committed,
+    msg.StateVersion,
+    msg.DropState,
+    msg.Relay,
+    TimePassed,
+)
+_ASSIGNED = (msg.Assign, msg.AssignGang, msg.Recall)
+_REPORTED = (CallsFinished, CallRaised, CollectiveReached, CollectiveOverdue)
+_LAST = (msg.Refuse, msg.Stop, LeaveRequested)
+
 TRANSITIONS: dict[ProtocolState, dict[type, frozenset[ProtocolState]]] = {
-    ProtocolState.JOINING: {
-        Started: frozenset({ProtocolState.JOINING}),
-        TimePassed: frozenset({ProtocolState.JOINING, ProtocolState.STOPPING}),
-        Welcome: frozenset({ProtocolState.READY}),
-        Refuse: frozenset({ProtocolState.STOPPING}),
-        Stop: frozenset({ProtocolState.STOPPING}),
-        LeaveRequested: frozenset({ProtocolState.STOPPING}),
+    _JOINING: {
+        **_to(_JOINING, on=(Started,)),
+        **_to(_JOINING, _STOPPING, on=(TimePassed,)),
+        **_to(_READY, on=(msg.Welcome,)),
+        **_to(_STOPPING, on=_LAST),
     },
-    ProtocolState.READY: {
-        TimePassed: frozenset({ProtocolState.READY}),
-        Code: frozenset({ProtocolState.READY}),
-        Bind: frozenset({ProtocolState.READY}),
-        DataFound: frozenset({ProtocolState.READY}),
-        Unbind: frozenset({ProtocolState.READY}),
-        Assign: frozenset({ProtocolState.EXECUTING}),
-        Recall: frozenset({ProtocolState.EXECUTING}),
-        Committed: frozenset({ProtocolState.READY}),
-        LeaveRequested: frozenset({ProtocolState.STOPPING}),
-        AssignGang: frozenset({ProtocolState.EXECUTING}),
-        StateVersion: frozenset({ProtocolState.READY}),
-        DropState: frozenset({ProtocolState.READY}),
-        Relay: frozenset({ProtocolState.READY}),
-        Cancel: frozenset({ProtocolState.READY}),
-        Refuse: frozenset({ProtocolState.STOPPING}),
-        Stop: frozenset({ProtocolState.STOPPING}),
+    _READY: {
+        **_to(_READY, on=(*_STORED, msg.Unbind, msg.Cancel)),
+        **_to(_EXECUTING, on=_ASSIGNED),
+        **_to(_STOPPING, on=_LAST),
     },
-    ProtocolState.EXECUTING: {
-        TimePassed: frozenset({ProtocolState.EXECUTING}),
-        Code: frozenset({ProtocolState.EXECUTING}),
-        Bind: frozenset({ProtocolState.EXECUTING}),
-        DataFound: frozenset({ProtocolState.EXECUTING}),
-        Unbind: frozenset({ProtocolState.EXECUTING, ProtocolState.READY}),
-        Assign: frozenset({ProtocolState.EXECUTING}),
-        Recall: frozenset({ProtocolState.EXECUTING}),
-        Committed: frozenset({ProtocolState.EXECUTING}),
-        LeaveRequested: frozenset({ProtocolState.STOPPING}),
-        AssignGang: frozenset({ProtocolState.EXECUTING}),
-        StateVersion: frozenset({ProtocolState.EXECUTING}),
-        DropState: frozenset({ProtocolState.EXECUTING}),
-        Relay: frozenset({ProtocolState.EXECUTING}),
-        Cancel: frozenset({ProtocolState.EXECUTING, ProtocolState.READY}),
-        CallsFinished: frozenset({ProtocolState.EXECUTING}),
-        CallRaised: frozenset({ProtocolState.EXECUTING}),
-        CollectiveReached: frozenset({ProtocolState.EXECUTING}),
-        CollectiveOverdue: frozenset({ProtocolState.EXECUTING}),
-        SliceEnded: frozenset({ProtocolState.EXECUTING, ProtocolState.READY}),
-        Refuse: frozenset({ProtocolState.STOPPING}),
-        Stop: frozenset({ProtocolState.STOPPING}),
-        RestartNeeded: frozenset({ProtocolState.STOPPING}),
+    _EXECUTING: {
+        **_to(_EXECUTING, on=(*_STORED, *_ASSIGNED, *_REPORTED)),
+        **_to(_EXECUTING, _READY, on=(msg.Unbind, msg.Cancel, SliceEnded)),
+        **_to(_STOPPING, on=(*_LAST, RestartNeeded)),
     },
-    ProtocolState.STOPPING: {},
+    _STOPPING: {},
 }
 """Events that each state accepts, and the states that may follow."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import Token
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import Struct
@@ -31,70 +33,45 @@ from pipedist.worker.context import Collectives, ReplicaContext, current
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards, Shard, ShardFinder, States
 from pipedist.worker.log_forwarding import importer
-from pipedist.worker.progress import CallProgress, StageClock, Stepped
+from pipedist.worker.progress import StageClock, Stepped
 from pipedist.worker.stages import Stage
 
 if TYPE_CHECKING:
     from pipedist.worker.variables.replica import ReplicaVariables
 
 
-Outcome = dict[str, Tree]
-"""The values that one call sends back: {slot: tree}."""
-
-Result = tuple[Outcome, int]
-"""An outcome, and its size in bytes."""
+Outcome = dict[str, Tree]  # the values that one call sends back: {slot: tree}
+Result = tuple[Outcome, int]  # an outcome, and its size in bytes
 
 
 class GangCallContext(NamedTuple):
-    """The additional context of a call in a gang.
+    """The context of a call in a gang."""
 
-    Args:
-        collectives: returns the collectives of an async (True) or a plain function.
-        device: the device of the replica, see `ReplicaContext.device`; "" for none.
-        variables: the variables of the step; None if it has none.
-    """
-
-    collectives: Callable[[bool], Collectives]
-    device: str
+    collectives: Callable[[bool], Collectives]  # of an async (True) or a plain function
+    device: str  # as in `ReplicaContext`; "": none
     variables: ReplicaVariables | None
 
 
+@dataclass(slots=True, eq=False)
 class Call:
-    """One call while it runs.
+    """One call while it runs; `number` counts in the pass."""
 
-    Args:
-        number: its number in the pass.
-        stage: the current stage; the first one while its shard is read.
-        gang: its context in a gang; None outside of one.
-        permanent: whether an error now would recur on every attempt.
-        reading: whether its shard is being read.
-        in_user_code: whether a stage's function runs.
-    """
-
-    __slots__ = ("gang", "in_user_code", "number", "permanent", "reading", "replica", "stage", "step")
-
-    def __init__(self, number: int, replicas: int, stage: str, gang: GangCallContext | None = None) -> None:
-        self.number = number
-        self.step, self.replica = divmod(number, replicas)
-        self.stage = stage
-        self.gang = gang
-        self.permanent = False
-        self.reading = False
-        self.in_user_code = False
+    number: int
+    step: int
+    replica: int
+    stage: str  # the current one; the first one while its shard is read
+    gang: GangCallContext | None
+    permanent: bool = False  # whether an error now would recur on every attempt
+    reading: bool = False  # whether its shard is being read
+    in_user_code: bool = False
 
 
 class PassExecutor:
-    """Executes calls of one pass.
+    """Executes calls of one pass; `threads` is this process's number of BLAS and OpenMP threads."""
 
-    Args:
-        program: the pass's program.
-        threads: BLAS and OpenMP threads that this process was started with.
-        clock: records the running stage.
-    """
-
-    def __init__(self, program: Program, threads: int, clock: StageClock = CallProgress.clock) -> None:
+    def __init__(self, program: Program, threads: int, clock: StageClock | None = None) -> None:
         self.program = program
-        self.clock = clock
+        self.clock = clock or StageClock()
         self._threads = threads
         self._stages = [Stage(stage, program.code) for stage in program.stages]
         self._records_stage = len(self._stages) > 1 or any(stage.limit_ns for stage in self._stages)
@@ -104,8 +81,7 @@ class PassExecutor:
         self._slots = [emit.slot for emit in emits]
         self._reduced = [(e, Reduction.of(e.op, e.axis)) for e in emits if e.op]
         self._whole = [e for e in emits if not e.op]
-        self._assigned = [emit.slot for emit in program.emits if emit.of < -1]
-        """Slots under which a call sends back its assignments to variables."""
+        self._assigned = [emit.slot for emit in program.emits if emit.of < -1]  # slots of variables
         self._sole = emits[0] if len(emits) == 1 and not emits[0].op and emits[0].of >= 0 else None
         """The emit of a program that sends back the whole value of one stage only."""
         # A pass without functions emits for its reductions, whose stages are named by slot.
@@ -115,36 +91,23 @@ class PassExecutor:
         self._shard_is_shared = (readers + [emit.of for emit in program.emits]).count(-1) > 1
 
     def stage_of(self, slot: str) -> str:
-        """Return the name of the stage whose value is emitted as `slot`."""
         return next((self._stage_name(e) for e in self.program.emits if e.slot == slot), self.first_stage)
 
     def _stage_name(self, emit: Emit) -> str:
         return self._stages[emit.of].name if emit.of >= 0 else self.first_stage
 
     def call(self, number: int, gang: GangCallContext | None = None) -> Call:
-        """Return a call that has not begun."""
-        return Call(number, self.program.replicas, self.first_stage, gang)
+        return Call(number, *divmod(number, self.program.replicas), self.first_stage, gang)
 
     def use(self, states: States, values: Mapping[str, Tree]) -> None:
-        """Set the states that the next lease reads.
-
-        Args:
-            states: their versions.
-            values: the value of each in the functions' arguments, by name.
-
-        Raises:
-            RemoteProtocolError: the lease lacks a state that a stage reads.
-        """
+        """Set the states that the next lease reads, and their values by name."""
         for stage in self._stages:
             stage.use(states, values)
 
     def overlaps(self, call: Call) -> bool:
-        """Return whether calls may overlap.
+        """Load the functions; return whether calls may overlap.
 
-        Loads the functions; the calls raise its errors.
-
-        Args:
-            call: the first call; output of the imported modules belongs to it.
+        Output of the imported modules belongs to `call`, the first one. The calls raise errors of loading.
         """
         for stage in self._stages:
             try:
@@ -161,16 +124,12 @@ class PassExecutor:
             importer.reset(token)
 
     def run(self, call: Call, shards: LeaseShards, wait: Callable[[Awaitable[Any]], Any]) -> Result:
-        """Execute one call, in this thread.
+        """Execute one call in this thread; return its outcome, which no other code can change.
 
-        Args:
-            wait: waits for an awaitable that an async function returned; returns its result.
-
-        Returns:
-            The outcome, which no other code can change, and its size in bytes.
+        `wait` waits for an awaitable that an async function returned, and returns its result.
         """
         shard = self._find(call, shards)
-        empty = call.gang is not None and shards.is_empty(shard)
+        empty = call.gang is not None and self.finder.is_empty(shard)
         values = self._values(call, shard, empty, wait)
         if self.program.verify:
             first = self._digests(values)
@@ -182,7 +141,6 @@ class PassExecutor:
     def _values(
         self, call: Call, shard: Shard, empty: bool, wait: Callable[[Awaitable[Any]], Any]
     ) -> list[Tree]:
-        """Execute the stages; return their values."""
         values: list[Tree] = []
         for stage in self._stages:
             if empty and (not stage.collectives or (stage.of >= 0 and values[stage.of] is _ABSENT)):
@@ -197,18 +155,11 @@ class PassExecutor:
                 values.append(self._end(call, result))
                 del result  # `take_ownership` would count it as another reference
             finally:
-                if process_setup.is_copy:
-                    process_setup.end_copy(stage.name)
-                if stage.limit_ns:
-                    self.clock.stop(call.number)
-                current.reset(token)
+                self._leave(stage, call, token)
         return values
 
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
-        """Execute one call outside of a gang, as a task of the running loop.
-
-        See `run`.
-        """
+        """Execute one call outside of a gang, as a task of the running loop; see `run`."""
         shard = self._find(call, shards)
         values = await self._values_among_others(call, shard)
         if self.program.verify:
@@ -230,19 +181,21 @@ class PassExecutor:
                 values.append(self._end(call, result))
                 del result
             finally:
-                if process_setup.is_copy:
-                    process_setup.end_copy(stage.name)
-                if stage.limit_ns:
-                    self.clock.stop(call.number)
-                current.reset(token)
+                self._leave(stage, call, token)
         return values
 
-    def _digests(self, values: list[Tree]) -> list[Digests]:
-        """Return the digests of the stages' values."""
+    def _leave(self, stage: Stage, call: Call, token: Token[ReplicaContext | None]) -> None:
+        if process_setup.is_copy:
+            process_setup.end_copy(stage.name)
+        if stage.limit_ns:
+            self.clock.stop(call.number)
+        current.reset(token)
+
+    @staticmethod
+    def _digests(values: list[Tree]) -> list[Digests]:
         return [digests_of(None if value is _ABSENT else value) for value in values]
 
     def _check_same(self, call: Call, first: list[Digests], values: list[Tree]) -> None:
-        """Compare the stages' values with those of the first execution."""
         call.permanent = True
         for stage, before, now in zip(self._stages, first, self._digests(values), strict=True):
             call.stage = stage.name
@@ -251,7 +204,11 @@ class PassExecutor:
 
     def _find(self, call: Call, shards: LeaseShards) -> Shard:
         if self.program.threads != self._threads:
-            self._reject_threads(call)
+            call.permanent = True
+            raise PipedistError(
+                f"the spec requires threads_per_replica: {self.program.threads}, but this worker was started "
+                f"with {self._threads}, which can change bits: start workers with the number in the spec"
+            )
         call.reading = True
         shard = shards.find(call.number)
         call.reading = False
@@ -306,10 +263,7 @@ class PassExecutor:
         return plain(result)
 
     def _emit(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
-        """Collect the outcome of the call.
-
-        Empties `values`, so that new arrays need no copy.
-        """
+        """Collect the outcome of the call; empties `values`, so that new arrays need no copy."""
         call.permanent = True
         gang = call.gang
         if self._sole is not None and not empty and (gang is None or gang.variables is None):
@@ -346,33 +300,13 @@ class PassExecutor:
                 owned[of], bytes_ = take_ownership(box)
                 size += bytes_
             outcome[emit.slot] = owned[of]
-        if gang is not None and gang.variables is not None:
-            size += self._emit_assigned(gang.variables, outcome)
+        if gang is not None and gang.variables is not None and (assigned := gang.variables.assigned()):
+            outcome |= dict.fromkeys(self._assigned, assigned)  # read-only, and not referenced elsewhere
+            size += sum(value.nbytes for value in assigned.values())
         return outcome, size
 
-    def _emit_assigned(self, variables: ReplicaVariables, outcome: Outcome) -> int:
-        from pipedist.worker.variables.replica import size_of
-
-        assigned = variables.assigned()
-        if assigned is None:
-            return 0
-        for slot in self._assigned:
-            outcome[slot] = assigned  # read-only, and not referenced elsewhere
-        return size_of(assigned)
-
-    def _reject_threads(self, call: Call) -> None:
-        call.permanent = True
-        raise PipedistError(
-            f"the spec requires threads_per_replica: {self.program.threads}, but this worker was started "
-            f"with {self._threads}, which can change bits: start workers with the number in the spec"
-        )
-
     def failure(self, call: Call, error: BaseException, *, aborted: bool = False) -> CallFailure:
-        """Return the failure of a call that raised.
-
-        Args:
-            aborted: its gang was ended by another call.
-        """
+        """Return the failure of a call that raised, or whose gang another call has ended."""
         final = call.permanent or (call.reading and isinstance(error, PipedistError)) or not _is_plain(error)
         return failures.describe(
             error,
@@ -384,7 +318,6 @@ class PassExecutor:
         )
 
     def unsendable(self, number: int, outcome: Outcome) -> CallFailure | None:
-        """Return the failure of a call whose outcome cannot be sent, or None."""
         for slot, value in outcome.items():
             try:
                 encode(value)
@@ -397,13 +330,11 @@ class PassExecutor:
         return None
 
     def close(self) -> None:
-        """Drop functions and instances, and close the reader's files."""
         self._stages.clear()
         self.finder.close()
 
 
-_ABSENT = object()
-"""Placeholder for the value of a stage that was not called."""
+_ABSENT = object()  # placeholder for the value of a stage that was not called
 
 
 def _is_plain(error: BaseException) -> bool:
@@ -416,19 +347,13 @@ _DIGEST_BYTES = 16
 
 
 class Digests(Struct, frozen=True):
-    """The digests of a value.
-
-    Args:
-        leaves: digest of each leaf, by its path; "" is the path of a bare leaf.
-        structure: the structure of the tree around them.
-    """
+    """The structure of a value, and the digest of each leaf by path ("" for a bare leaf)."""
 
     leaves: Mapping[str, bytes]
     structure: str
 
 
 def digests_of(value: Tree) -> Digests:
-    """Return the digests of a value, which user code may change later."""
     leaves, structure = trees.flatten(value)
     paths = trees.treedef_paths(structure)
     found = ((path, _digest(leaf)) for path, leaf in zip(paths, leaves, strict=True))
@@ -447,23 +372,17 @@ def _digest(leaf: trees.Leaf) -> bytes | None:
 
 
 def check_same(first: Digests, second: Digests) -> None:
-    """Compare two executions of a stage's function on one shard.
-
-    Raises:
-        NonDeterministicError: they differ; the text has the first path that does.
-    """
+    """Compare two executions of a stage's function on one shard."""
     before, now = first.leaves, second.leaves
-    for path in dict.fromkeys((*before, *now)):
-        if before.get(path) != now.get(path):
-            place = f"at {path!r} in its value" if path else "in its value"
-            one = path not in before or path not in now
-            raise NonDeterministicError(_text(f"{place}{', which only one of them has' if one else ''}"))
-    if first.structure != second.structure:
-        raise NonDeterministicError(_text(f"{first.structure} and then {second.structure}"))
-
-
-def _text(where: str) -> str:
-    return (
+    path = next((p for p in (*before, *now) if before.get(p) != now.get(p)), None)
+    if path is not None:
+        where = f"at {path!r} in its value" if path else "in its value"
+        where += "" if path in before and path in now else ", which only one of them has"
+    elif first.structure != second.structure:
+        where = f"{first.structure} and then {second.structure}"
+    else:
+        return
+    raise NonDeterministicError(
         f"two executions of this call gave different results, {where}: the function is not deterministic in "
         "(shard, with, ctx), so another run may give other results. Usual causes: clocks; random numbers "
         "that do not come from ctx.rng; state that one call leaves for the next, in globals or in an instance; "

@@ -18,11 +18,8 @@ from pipedist.core import functions
 from pipedist.core.remote_errors import class_names, exception_text, within_limit
 from pipedist.errors import PipedistError
 
-TEXT_CHARS_MAX = 16_384
-"""Maximum length of an exception's text; longer texts are cut in the middle."""
-
-TRACEBACK_CHARS_MAX = 65_536
-"""Maximum length of a formatted traceback."""
+TEXT_CHARS_MAX = 16_384  # maximum length of an exception's text; longer texts are cut in the middle
+TRACEBACK_CHARS_MAX = 65_536  # maximum length of a formatted traceback
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CALLERS = frozenset(os.path.join(_FOLDER, name) for name in ("execution.py", "lease_run.py", "stages.py"))
@@ -49,26 +46,16 @@ _WITHOUT_TRACEBACK = (PipedistError, TypeError, ValueError)
 
 
 class CallFailure(Struct, frozen=True):
-    """The failure of a call; see `pipedist.protocol.messages.Failed`.
-
-    Args:
-        call: its number in the pass.
-        stage: name of the stage; the first one if the call's shard could not be read.
-        module, name: the exception's class.
-        text: `str(exception)`.
-        traceback: formatted, from the first frame of user code on; "" if there is none.
-        retryable: another attempt may help.
-        aborted: whether the call failed only because its gang was ended.
-    """
+    """The failure of a call; see `pipedist.protocol.messages.Failed`."""
 
     call: int
-    stage: str
+    stage: str  # the first one if the call's shard could not be read
     module: str
     name: str
     text: str
-    traceback: str
+    traceback: str  # from the first frame of user code on; "" if there is none
     retryable: bool
-    aborted: bool = False
+    aborted: bool = False  # the call failed only because its gang was ended
 
 
 def describe(
@@ -80,12 +67,7 @@ def describe(
     in_user_code: bool,
     aborted: bool = False,
 ) -> CallFailure:
-    """Return the failure to report for an exception.
-
-    Args:
-        in_user_code: whether a stage's function raised it.
-        aborted: whether the call failed only because its gang was ended.
-    """
+    """Return the failure to report; `in_user_code`: a stage's function raised the error."""
     module, name = class_names(error)
     return CallFailure(
         call=call,

@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pipedist.collectives.channel import Channel, GangAborted
 from pipedist.collectives.gang import LocalGang
@@ -42,24 +43,10 @@ if TYPE_CHECKING:
     from pipedist.worker.variables.replica import BoundVariables
 
 
-class GangClient(RelayClient, Protocol):
-    """The methods of the worker's driver that gangs call, from any thread."""
-
-    def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
-        """Report that a collective has waited too long for members."""
-
-
 class GangRunFactory:
-    """Makes the runs of gang leases.
+    """Makes the runs of gang leases; owns the threads, event loops and memory that they share."""
 
-    Owns the threads, event loops and mapped memory that they share.
-
-    Args:
-        client: the connection to the scheduler.
-        loop: the loop of the main thread, which runs the first replica of each gang.
-    """
-
-    def __init__(self, client: GangClient, loop: PersistentLoop) -> None:
+    def __init__(self, client: RelayClient, loop: PersistentLoop) -> None:
         self._client = client
         self._loops = [loop]
         self._threads = ReplicaThreadPool()
@@ -77,14 +64,7 @@ class GangRunFactory:
         begin: Callable[[int], None],
         on_success: Callable[[], None],
     ) -> GangRun:
-        """Return the run of a lease.
-
-        Raises:
-            RemoteProtocolError: the calls do not belong to this member.
-            UsageError: shared memory is required, but the members share none.
-            SegmentUnavailable: the shared memory cannot be mapped.
-            DevicesUnseen: only a new process can see the devices of its replicas.
-        """
+        """Return the run of a lease, or raise DevicesUnseen, and PipedistError if it cannot be executed."""
         program, lo, hi = executor.program, assigned.lo, assigned.hi
         local = local_replicas(lo, hi, program.replicas, assigned.member, assigned.members)
         devices = program.devices
@@ -104,7 +84,7 @@ class GangRunFactory:
         return GangRun(
             executor,
             self._loops,
-            executor.finder.of_lease(shards, lo, hi),
+            LeaseShards(executor.finder, shards, lo, hi),
             lo,
             hi,
             gang=gang,
@@ -135,7 +115,6 @@ class GangRunFactory:
         return RelayChannel(self._client, assigned.lease, buffer, assigned.member, assigned.members)
 
     def close(self) -> None:
-        """End the threads, close all loops but the main one, unmap the memory."""
         self._threads.close()
         for loop in self._loops[1:]:
             loop.close()
@@ -143,11 +122,7 @@ class GangRunFactory:
 
 
 def local_replicas(lo: int, hi: int, replicas: int, member: int, members: int) -> range:
-    """Return the replicas of a gang's calls [lo, hi).
-
-    Raises:
-        RemoteProtocolError: the calls belong to several steps, or to another member.
-    """
+    """Return the replicas of a gang's calls [lo, hi); RemoteProtocolError if they are another member's."""
     local = range(lo % replicas, lo % replicas + hi - lo)
     if members > replicas or local != range(*spans(replicas, members)[member]):
         raise RemoteProtocolError(
@@ -162,78 +137,43 @@ NOT_SHARED = (
 )
 
 
+@dataclass(eq=False)
 class GangRun:
-    """The execution of a lease that belongs to a gang; used like a `LeaseRun`.
+    """The execution of a lease that belongs to a gang; used like a `LeaseRun`."""
 
-    Args:
-        executor: of the lease's pass.
-        loops: run async functions: the main thread's loop, then those of other replicas; extended as needed.
-        shards: of calls [lo, hi).
-        lo, hi: the calls, all of one step.
-        gang: of these replicas; run once.
-        channel: closed when the gang is over; None if there are no other members.
-        can_share: whether the members share memory.
-        device_of: returns this process's name of a replica's device; "" for none.
-        bound: the variables of the step; None if it has none.
-        begin: called with the number of a call before it runs.
-        on_success: called when every call has returned.
-    """
+    executor: PassExecutor
+    loops: list[PersistentLoop]  # the main thread's, then those of other replicas; extended as needed
+    shards: LeaseShards
+    lo: int
+    hi: int
+    gang: LocalGang  # of these replicas; run once
+    channel: Channel | None  # closed when the gang is over; None if there are no other members
+    can_share: bool
+    device_of: Callable[[int], str]  # this process's name of a replica's device; "": none
+    bound: BoundVariables | None
+    begin: Callable[[int], None]  # called with the number of a call before it runs
+    on_success: Callable[[], None]  # called when every call has returned
 
-    def __init__(
-        self,
-        executor: PassExecutor,
-        loops: list[PersistentLoop],
-        shards: LeaseShards,
-        lo: int,
-        hi: int,
-        *,
-        gang: LocalGang,
-        channel: Channel | None,
-        can_share: bool,
-        device_of: Callable[[int], str],
-        bound: BoundVariables | None,
-        begin: Callable[[int], None],
-        on_success: Callable[[], None],
-    ) -> None:
-        self.executor = executor
-        self._loops = loops
-        self._shards = shards
-        self._gang = gang
-        self._channel = channel
-        self._can_share = can_share
-        self._device_of = device_of
-        self._bound = bound
-        self._begin = begin
-        self._on_success = on_success
-        self._next = lo
-        """The first call that has neither been taken nor raised."""
-        self._hi = hi
-        self._outcomes: list[Outcome] = []
-        """Of calls from `_next` on, up to the first that did not return."""
-        self._over: dict[int, Result | CallFailure] | None = None
-        """The result or failure of each call; None until the gang is over."""
+    def __post_init__(self) -> None:
+        self._next = self.lo  # the first call that has neither been taken nor raised
+        self._outcomes: list[Outcome] = []  # of calls from `_next` on, up to the first that did not return
+        self._over: dict[int, Result | CallFailure] | None = None  # by call, when the gang is over
         self._busy_ns = 0
 
     def advance(self, _slice_s: float, _slice_bytes: int) -> CallFailure | None:
-        """Execute all calls at the first time; then go to the next failure.
-
-        Returns:
-            Its failure; None if all remaining calls returned.
-        """
+        """Execute all calls at the first time; then go to the next failure, and return it."""
         if self._over is None:
             start = time.perf_counter_ns()
             self._over = self._execute()
             self._busy_ns = time.perf_counter_ns() - start
-        at = self._next
         outcomes: list[Outcome] = []
         failure: CallFailure | None = None
-        while at < self._hi:
-            found = self._over.pop(at)
+        for number in range(self._next, self.hi):
+            found = self._over.pop(number)
             if isinstance(found, CallFailure):
                 failure = found
                 break
             outcomes.append(found[0])
-            at += 1
         self._outcomes = outcomes
         return failure
 
@@ -245,55 +185,49 @@ class GangRun:
         return FinishedCalls(lo, outcomes, busy_ns)
 
     def skip(self) -> None:
-        """Record that the call after the last outcome has been reported as failed."""
         self._next += 1
 
     def abandon(self) -> None:
-        """End the replicas that wait for others.
-
-        `advance` returns when all replicas have ended.
-        """
-        self._gang.abort("the scheduler has cancelled the step")
+        """End the replicas that wait for others; `advance` returns when all have ended."""
+        self.gang.abort("the scheduler has cancelled the step")
 
     def _execute(self) -> dict[int, Result | CallFailure]:
-        numbers = range(self._next, self._hi)
-        while len(self._loops) < len(numbers):
-            self._loops.append(PersistentLoop())
+        numbers = range(self._next, self.hi)
+        while len(self.loops) < len(numbers):
+            self.loops.append(PersistentLoop())
         calls: list[Call] = []
         bodies: list[Callable[[], Result]] = []
-        for number, loop in zip(numbers, self._loops, strict=False):
+        for number, loop in zip(numbers, self.loops, strict=False):
             replica = number % self.executor.program.replicas
             collectives = ReplicaCollectives(
-                self._gang, replica, can_share=self._can_share, clock=self.executor.clock, call=number
+                self.gang, replica, can_share=self.can_share, clock=self.executor.clock, number=number
             )
-            variables = None if self._bound is None else self._bound.of(replica)
-            gang_context = GangCallContext(collectives.of, self._device_of(replica), variables)
+            variables = None if self.bound is None else self.bound.of(replica)
+            gang_context = GangCallContext(collectives.of, self.device_of(replica), variables)
             call = self.executor.call(number, gang_context)
             calls.append(call)
             bodies.append(partial(self._run, call, collectives, loop))
         try:
-            found = self._gang.run(bodies)
+            found = self.gang.run(bodies)
         finally:
-            if self._channel is not None:
-                self._channel.close()
+            if self.channel is not None:
+                self.channel.close()
         over: dict[int, Result | CallFailure] = {}
         for call, each in zip(calls, found, strict=True):
             over[call.number] = self._failure(call, each) if isinstance(each, BaseException) else each
         if not any(isinstance(each, CallFailure) for each in over.values()):
-            self._on_success()
+            self.on_success()
         return over
 
     def _run(self, call: Call, collectives: ReplicaCollectives, loop: PersistentLoop) -> Result:
-        """Execute one call, in its replica's thread."""
-
         def wait(awaitable: Awaitable[Any]) -> Any:
             result = loop.run(await_result(awaitable), collectives.outside)
             collectives.unawaited.check()
             return result
 
-        self._begin(call.number)
+        self.begin(call.number)
         try:
-            return self.executor.run(call, self._shards, wait)
+            return self.executor.run(call, self.shards, wait)
         finally:
             collectives.close()
 
@@ -303,50 +237,38 @@ class GangRun:
         return self.executor.failure(call, error, aborted=_was_aborted(error))
 
 
+@dataclass(eq=False)
 class ReplicaCollectives:
     """The collectives of one replica, for plain and for async functions.
 
     The turn belongs to a replica, not to a thread. While a collective of an async function is under way, the
     turn belongs to the thread of that collective, and the event loop continues without it.
-
-    Args:
-        gang: of the replica.
-        replica: its number.
-        can_share: whether all members of the gang share memory.
-        clock: pauses while the replica waits for others.
-        call: the number of its call.
     """
 
-    def __init__(
-        self, gang: LocalGang, replica: int, *, can_share: bool, clock: StageClock, call: int
-    ) -> None:
-        self._gang = gang
-        self._replica = replica
-        self._can_share = can_share
-        self._clock = clock
-        self._call = call
+    gang: LocalGang
+    replica: int
+    can_share: bool  # whether all members of the gang share memory
+    clock: StageClock  # pauses while the replica waits for others
+    number: int  # of its call
+
+    def __post_init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._under_way = 0
-        """Collectives of async functions that are not over."""
-        self._lock = threading.Lock()
-        """Guards `_under_way`."""
-        self.unawaited = UnawaitedCollectives()
-        """Collectives that its async functions have requested, but not awaited."""
+        self._under_way = 0  # collectives of async functions that are not over
+        self._lock = threading.Lock()  # guards `_under_way`
+        self.unawaited = UnawaitedCollectives()  # requested by async functions, but not awaited
 
     def of(self, is_async: bool) -> Collectives:
-        """Return the collectives of an async or a plain function."""
         return _Awaited(self) if is_async else _Blocking(self)
 
     def call(self, request: CollectiveRequest) -> Tree:
-        """Execute a collective in this thread."""
         options = request.options
-        if options is not None and not self._can_share and options.implementation is Implementation.SHARED:
+        if options is not None and not self.can_share and options.implementation is Implementation.SHARED:
             raise ValueError(NOT_SHARED)
-        self._clock.pause(self._call)
+        self.clock.pause(self.number)
         try:
-            return self._gang.call(self._replica, request)
+            return self.gang.call(self.replica, request)
         finally:
-            self._clock.resume(self._call)
+            self.clock.resume(self.number)
 
     async def later(self, request: CollectiveRequest) -> Tree:
         """Execute a collective, while the loop's other tasks continue.
@@ -357,7 +279,7 @@ class ReplicaCollectives:
         from concurrent.futures import ThreadPoolExecutor
 
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, f"pipedist-replica-{self._replica}")
+            self._thread = ThreadPoolExecutor(1, f"pipedist-replica-{self.replica}")
         context = contextvars.copy_context()
         with self._lock:
             self._under_way += 1
@@ -387,7 +309,7 @@ class ReplicaCollectives:
         if not has_turn:
             yield
             return
-        with self._gang.outside(self._replica):
+        with self.gang.outside(self.replica):
             yield
 
     def close(self) -> None:

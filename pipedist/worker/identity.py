@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pipedist.protocol.messages import Welcome
 
@@ -43,49 +44,40 @@ def _digest(prefix: str, proof: str) -> str:
     return base64.b32encode(hashlib.sha256(text).digest()[:_DIGEST_BYTES]).decode().lower()
 
 
-SILENT_S = 2.0
-"""How long a scheduler may take to reply before the worker reports that it waits."""
+SILENT_S = 2.0  # how long a scheduler may take to reply before the worker reports that it waits
 
 
+@dataclass
 class JoinReporter:
     """Reports the join of a worker to people, and applies the Welcome.
 
-    Args:
-        report: prints a text.
-        threads: BLAS and OpenMP threads of this process.
-        join_s: maximum time until the connection is made, seconds.
-        diagnose: returns a problem of the endpoint, beginning with "; "; "" if none is known.
+    `diagnose` returns a problem of the endpoint, beginning with "; "; "" if none is known.
     """
 
-    def __init__(
-        self, report: Callable[[str], None], *, threads: int, join_s: float, diagnose: Callable[[], str]
-    ) -> None:
-        self._report = report
-        self._diagnose = diagnose
-        self._threads = threads
-        self._join_s = join_s
-        self._waiting_since: float | None = None
-        """When Hello was sent; None: before that, after a reply, or if the wait has been reported."""
+    report: Callable[[str], None]
+    threads: int
+    join_s: float
+    diagnose: Callable[[], str]
+    _waiting_since: float | None = None  # when Hello was sent; None: no report is due
 
     def begin(self) -> None:
-        """Start the clock: Hello is being sent."""
         self._waiting_since = time.monotonic()
 
     def check(self) -> None:
         """Report once, after SILENT_S, that the worker waits for a scheduler."""
         if self._waiting_since is None:
             return
-        if SILENT_S <= time.monotonic() - self._waiting_since < self._join_s:
+        if SILENT_S <= time.monotonic() - self._waiting_since < self.join_s:
             self._waiting_since = None
-            self._report(f"waiting for a scheduler, for at most {self._join_s:.3g} s{self._diagnose()}")
+            self.report(f"waiting for a scheduler, for at most {self.join_s:.3g} s{self.diagnose()}")
 
     def joined(self, welcome: Welcome) -> None:
         """Report the cluster, and put the scheduler's import path before this one's."""
         self._waiting_since = None
-        threads = "1 thread" if self._threads == 1 else f"{self._threads} threads"
-        self._report(f"joined cluster {welcome.cluster}, {threads}")
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        self.report(f"joined cluster {welcome.cluster}, {threads}")
         if welcome.notice:
-            self._report(welcome.notice)
+            self.report(welcome.notice)
         theirs = [entry for entry in map(os.fsdecode, welcome.sys_path) if os.path.isabs(entry)]
         if theirs:
             sys.path[:] = theirs + [entry for entry in sys.path if entry not in theirs]

@@ -22,21 +22,12 @@ from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.program import ReaderConfig, Shards, StateValue, load_tree
 
-BLOCK_BYTES_MAX = 2**20
-"""Maximum size of a read for more than one call."""
-
-_VARIABLE_WIDTH = "USO"
-"""Kinds of arrays whose dtype depends on the rows that are read."""
+BLOCK_BYTES_MAX = 2**20  # maximum size of a read for more than one call
+_VARIABLE_WIDTH = "USO"  # kinds of arrays whose dtype depends on the rows that are read
 
 
 class Shard(NamedTuple):
-    """The input of a call.
-
-    Args:
-        value: a tree of read-only, C-contiguous arrays.
-        elements: ids of its elements (a range or int64[n]); None if it has none.
-        epoch: the epoch of the dataset; 0 without a dataset.
-    """
+    """The input of a call: a tree of read-only, C-contiguous arrays, and the ids of its elements, if any."""
 
     value: Tree
     elements: range | NDArray[np.int64] | None
@@ -44,36 +35,21 @@ class Shard(NamedTuple):
 
 
 class ShardFinder:
-    """Finds the shards of one pass.
-
-    Args:
-        config: how to read them; None if values are sent that are not shards of a dataset.
-        replicas: R.
-    """
+    """Finds the shards of one pass; `config` is None if values are sent that are no shards."""
 
     def __init__(self, config: ReaderConfig | None, replicas: int) -> None:
         self._config = config
         self._replicas = replicas
         self._division: Any = None
         self._reader: Any = None
-        self._row_bytes: float | None = None
-        """Size of a row of the last shard that was read alone; None if a block would give other arrays."""
+        self._row_bytes: float | None = None  # of the shard that was read last; None if a block would differ
         if config is not None and config.length > 0:
             from pipedist.datasets.division import Division  # passes without a dataset need none
 
             self._division = Division(config.length, config.batch, replicas, config.drop_remainder)
 
-    def of_lease(self, shards: Shards, lo: int, hi: int) -> LeaseShards:
-        """Return the shards of a lease's calls [lo, hi)."""
-        return LeaseShards(self, shards, lo, hi)
-
     def find(self, shards: Shards, index: int, call: int) -> Shard:
-        """Return the shard of call `call`, the `index`-th of its lease.
-
-        Raises:
-            RemoteProtocolError: the scheduler sent nothing to find it with.
-            Exception: any error of the reader.
-        """
+        """Return the shard of call `call`, the `index`-th of its lease; raises errors of the reader."""
         step, replica = divmod(call, self._replicas)
         elements: range | NDArray[np.int64] | None = None
         epoch = 0
@@ -95,11 +71,9 @@ class ShardFinder:
         return Shard(value, elements, epoch)
 
     def block(self, call: int, hi: int) -> list[Shard]:
-        """Return the shards of calls from `call` on, below `hi`, in one read.
+        """Return the shards of calls from `call` on, below `hi`, in one read: at least two.
 
-        Returns:
-            At least two shards; none if a block does not pay, or cannot be read. Then each call reads its own
-            shard, and raises its own error.
+        [] if a block does not pay, or cannot be read. Then each call reads its own shard, and raises its own error.
         """
         division = self._division
         if division is None or not self._row_bytes or self._config is None:
@@ -119,15 +93,15 @@ class ShardFinder:
             rows = self._open().read(range(first, last_row))
         except Exception:
             return []
-        base = epoch * self._config.length
-        if type(rows) is np.ndarray:
-            return [Shard(rows[a - first : b - first], range(base + a, base + b), epoch) for a, b in bounds]
-        if type(rows) is not dict:
+        if type(rows) is dict:
+            parts: list[Tree] = [{k: c[a - first : b - first] for k, c in rows.items()} for a, b in bounds]
+        elif type(rows) is np.ndarray:
+            parts = [rows[a - first : b - first] for a, b in bounds]
+        else:
             return []
-        columns = list(rows.items())
+        base = epoch * self._config.length
         return [
-            Shard({k: c[a - first : b - first] for k, c in columns}, range(base + a, base + b), epoch)
-            for a, b in bounds
+            Shard(part, range(base + a, base + b), epoch) for part, (a, b) in zip(parts, bounds, strict=True)
         ]
 
     def _rows(self, elements: range | NDArray[np.int64]) -> range | NDArray[np.int64]:
@@ -149,10 +123,7 @@ class ShardFinder:
         return self._reader
 
     def is_empty(self, shard: Shard) -> bool:
-        """Return whether a shard has no elements.
-
-        A value that is not a shard of a dataset is never empty.
-        """
+        """Return whether a shard of a dataset has no elements; other values are never empty."""
         if self._config is None:
             return False
         if shard.elements is not None:
@@ -161,7 +132,6 @@ class ShardFinder:
         return not leaves or (isinstance(leaves[0], np.ndarray) and leaves[0].shape[:1] == (0,))
 
     def close(self) -> None:
-        """Close the reader and its files."""
         reader, self._reader = self._reader, None
         close = getattr(reader, "close", None)
         if close is not None:
@@ -169,13 +139,7 @@ class ShardFinder:
 
 
 class LeaseShards:
-    """The shards of one lease's calls.
-
-    Args:
-        finder: of the pass.
-        shards: as they were sent.
-        lo, hi: the calls.
-    """
+    """The shards of a lease's calls [lo, hi), as they were sent."""
 
     def __init__(self, finder: ShardFinder, shards: Shards, lo: int, hi: int) -> None:
         self._finder = finder
@@ -187,12 +151,7 @@ class LeaseShards:
         self._block_lo = lo
 
     def find(self, call: int) -> Shard:
-        """Return the shard of a call; consecutive calls share blocks.
-
-        Raises:
-            RemoteProtocolError: the scheduler sent nothing to find it with.
-            Exception: any error of the reader.
-        """
+        """Return the shard of a call; consecutive calls share blocks. Raises errors of the reader."""
         index = call - self._block_lo
         if 0 <= index < len(self._block):
             return self._block[index]
@@ -202,16 +161,9 @@ class LeaseShards:
                 return self._block[0]
         return self._finder.find(self._shards, call - self._lo, call)
 
-    def is_empty(self, shard: Shard) -> bool:
-        """Return whether a shard of a dataset has no elements."""
-        return self._finder.is_empty(shard)
-
 
 def _row_bytes(value: Tree, rows: int) -> float | None:
-    """Return the size of a row, bytes.
-
-    None if slices of more rows would be other arrays.
-    """
+    """Return the size of a row, bytes; None if slices of more rows would be other arrays."""
     columns = [value] if type(value) is np.ndarray else list(value.values()) if type(value) is dict else []
     if (
         not rows
@@ -225,47 +177,34 @@ def _row_bytes(value: Tree, rows: int) -> float | None:
 # -- states ------------------------------------------------------------------------------
 
 VERSIONS_MAX = 2
-"""Number of latest versions stored for each state: one for the executing lease, one for the next. An older version
-that is sent for a repeated lease is stored besides, until another one is sent."""
+"""Number of latest versions stored for each state: for the executing lease and the next. An older one, sent for a
+repeated lease, is stored besides."""
 
-States = Mapping[str, Sequence[int]]
-"""The states that a lease reads: name -> [space, version]."""
+States = Mapping[str, Sequence[int]]  # the states that a lease reads: name -> [space, version]
 
 
 class StateStore:
     """The latest values of each state."""
 
     def __init__(self) -> None:
-        self._frames: dict[int, dict[int, Sequence[memoryview]]] = {}
-        """Space -> version -> a value that is not decoded yet."""
-        self._values: dict[int, dict[int, Tree]] = {}
-        """Space -> version -> a decoded value."""
+        self._frames: dict[int, dict[int, Sequence[memoryview]]] = {}  # space -> version -> not decoded
+        self._values: dict[int, dict[int, Tree]] = {}  # space -> version -> a decoded value
 
     def receive(self, space: int, version: int, frames: Sequence[memoryview]) -> None:
-        """Store a value as it was sent."""
         self._discard_old(space, version)
         self._frames.setdefault(space, {})[version] = frames
 
     def put(self, space: int, version: int, value: Tree) -> None:
-        """Store a value that this worker computed.
-
-        Its arrays are read-only, and never change again.
-        """
+        """Store a value that this worker computed; its arrays never change again."""
         self._discard_old(space, version)
         self._values.setdefault(space, {})[version] = value
 
     def drop(self, space: int) -> None:
-        """Drop every version of a state."""
         self._frames.pop(space, None)
         self._values.pop(space, None)
 
     def values(self, states: States) -> dict[str, Tree]:
-        """Return the values that a lease reads, by name.
-
-        Raises:
-            RemoteProtocolError: the scheduler has not sent a value, or it is malformed.
-            Unloadable: the class of a value cannot be imported here.
-        """
+        """Return the values that a lease reads, by name."""
         return {name: self._value(name, space, version) for name, (space, version) in states.items()}
 
     def _value(self, name: str, space: int, version: int) -> Tree:
@@ -294,21 +233,13 @@ class StateStore:
 
 
 def state_names(tree: Tree) -> frozenset[str]:
-    """Return the names of the states in a stage's arguments."""
     names: set[str] = set()
     trees.replace(tree, StateValue, lambda state: names.add(state.name))
     return frozenset(names)
 
 
 def fill_states(tree: Tree, values: Mapping[str, Tree]) -> Tree:
-    """Return a stage's arguments with its value in place of each state.
-
-    Args:
-        values: by name, of every state in the tree.
-
-    Raises:
-        RemoteProtocolError: the lease does not name a state of the tree.
-    """
+    """Return a stage's arguments with the value of each state in its place."""
 
     def value_of(state: StateValue) -> Tree:
         if state.name not in values:

@@ -18,70 +18,43 @@ from pipedist.protocol.messages import CACHED_RANGES_MAX
 
 
 class WorkerLimits(Struct, frozen=True):
-    """The limits of a worker.
+    """The limits of a worker."""
 
-    Args:
-        join_s: maximum time until the scheduler replies to Hello, seconds.
-        flush_s: maximum time until a finished call is reported, seconds.
-        flush_bytes: maximum size of results that wait to be reported.
-        leases_queued_max: maximum number of leases that wait behind the executing one.
-        recalls_queued_max: maximum number of recalls that wait besides; equal to the ranges that a worker offers.
-        passes_max: maximum number of passes bound at a time.
-        states_max: maximum number of states with stored values.
-    """
-
-    join_s: float = 30.0
-    flush_s: float = 0.02
-    flush_bytes: int = 4 * 2**20
-    leases_queued_max: int = 64
-    recalls_queued_max: int = CACHED_RANGES_MAX
+    join_s: float = 30.0  # until the scheduler replies to Hello
+    flush_s: float = 0.02  # until a finished call is reported
+    flush_bytes: int = 4 * 2**20  # of results that wait to be reported
+    leases_queued_max: int = 64  # behind the executing one
+    recalls_queued_max: int = CACHED_RANGES_MAX  # besides the leases
     passes_max: int = 1024
     states_max: int = 4096
 
 
 @dataclass(slots=True)
 class AssignedLease:
-    """An assigned range of calls.
-
-    Args:
-        next: the first call that is not reported.
-        members: size of its gang; 0: no gang.
-        collectives: the number of collectives that it has contributed to.
-        recalled: its results are in the cache, and are reported without executing anything.
-        cached: its results are cached until they are durable.
-    """
+    """An assigned range of calls."""
 
     id: int
     pass_id: int
-    next: int
+    next: int  # the first call that is not reported
     hi: int
-    members: int = 0
-    collectives: int = 0
-    recalled: bool = False
-    cached: bool = False
+    members: int = 0  # size of its gang; 0: no gang
+    collectives: int = 0  # the number of collectives that it has contributed to
+    recalled: bool = False  # its results are in the cache, and are reported without executing anything
+    cached: bool = False  # its results are cached until they are durable
 
 
 class LeaseQueue:
-    """The executing lease, and the waiting ones in order of arrival.
-
-    Args:
-        limits: the maximum number of waiting leases.
-    """
+    """The executing lease, and the waiting ones in order of arrival."""
 
     def __init__(self, limits: WorkerLimits) -> None:
         self._limits = limits
-        self.active: AssignedLease | None = None
-        """The executing lease; while it is None, no lease waits."""
+        self.active: AssignedLease | None = None  # the executing lease; while it is None, no lease waits
         self._waiting: OrderedDict[int, AssignedLease] = OrderedDict()
 
     # -- events from the scheduler ---------------------------------------------------
 
     def add(self, lease: AssignedLease) -> bool:
-        """Add a lease; return whether it executes at once.
-
-        Raises:
-            RemoteProtocolError: the lease has no calls, was assigned before, or too many leases wait.
-        """
+        """Add a lease; return whether it executes at once."""
         if not 0 <= lease.next < lease.hi:
             raise RemoteProtocolError(f"lease {lease.id} has the calls [{lease.next}, {lease.hi})")
         if self.active is None:
@@ -96,24 +69,20 @@ class LeaseQueue:
         return False
 
     def find(self, lease_id: int) -> AssignedLease | None:
-        """Return a lease that executes or waits; None: it is over."""
         if self.active is not None and self.active.id == lease_id:
             return self.active
         return self._waiting.get(lease_id)
 
     def withdraw(self, lease_id: int) -> bool:
-        """Drop a waiting lease; return False if it does not wait."""
         return self._waiting.pop(lease_id, None) is not None
 
     def withdraw_pass(self, pass_id: int) -> list[int]:
-        """Drop the waiting leases of a pass; return their ids."""
         gone = [lease.id for lease in self._waiting.values() if lease.pass_id == pass_id]
         for lease_id in gone:
             del self._waiting[lease_id]
         return gone
 
     def clear(self) -> None:
-        """Drop everything."""
         self.active = None
         self._waiting.clear()
 
@@ -125,11 +94,7 @@ class LeaseQueue:
         return self.active
 
     def report(self, lease_id: int, lo: int, hi: int) -> AssignedLease:
-        """Record that calls [lo, hi) of the active lease are over; return it.
-
-        Raises:
-            LocalProtocolError: they are not its next calls.
-        """
+        """Record that calls [lo, hi) of the active lease are over; return it."""
         lease = self.active
         if lease is None or lease.id != lease_id:
             raise LocalProtocolError(f"calls of lease {lease_id} were reported, but {lease} executes")
@@ -139,11 +104,7 @@ class LeaseQueue:
         return lease
 
     def gang_lease(self, lease_id: int) -> AssignedLease:
-        """Return the executing lease, which must belong to a gang.
-
-        Raises:
-            LocalProtocolError: another lease executes, or this one belongs to no gang.
-        """
+        """Return the executing lease, which must belong to a gang."""
         lease = self.active
         if lease is None or lease.id != lease_id or not lease.members:
             raise LocalProtocolError(f"collectives of lease {lease_id} were reported, but {lease} executes")
@@ -152,11 +113,7 @@ class LeaseQueue:
     # -- checks ----------------------------------------------------------------------
 
     def broken_invariant(self, passes: Collection[int]) -> str:
-        """Return the first invariant that does not hold; "" if all hold.
-
-        Args:
-            passes: the bound passes.
-        """
+        """Return the first invariant that does not hold; "" if all hold."""
         active = self.active
         if self._waiting and active is None:
             return "leases wait, but none executes"

@@ -25,12 +25,12 @@ from pipedist.protocol.program import Shards
 from pipedist.worker import failures
 from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
+from pipedist.worker.inputs import LeaseShards
 
 if TYPE_CHECKING:
     import asyncio
 
-CALLS_AT_ONCE_MAX = 16
-"""Maximum number of overlapping calls of async functions in one worker."""
+CALLS_AT_ONCE_MAX = 16  # maximum number of overlapping calls of async functions in one worker
 
 
 # -- event loop --------------------------------------------------------------------------
@@ -47,11 +47,7 @@ class PersistentLoop:
         self._selector: _Selector | None = None
 
     def run(self, awaitable: Awaitable[Any], outside: Outside = contextlib.nullcontext) -> Any:
-        """Run until `awaitable` is done; return its result.
-
-        Args:
-            outside: entered while the loop has nothing to do but wait.
-        """
+        """Run until `awaitable` is done; enter `outside` while the loop only waits."""
         import asyncio  # only async functions need it
 
         if self._loop is None or self._selector is None:
@@ -65,7 +61,6 @@ class PersistentLoop:
             self._selector.outside = before
 
     def close(self) -> None:
-        """Close the loop, if one was made."""
         if self._loop is not None:
             self._loop.close()
             self._loop = self._selector = None
@@ -82,11 +77,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class ExitRequested(Exception):
-    """Carries an exception out of an async function past the event loop.
-
-    Args:
-        cause: SystemExit or KeyboardInterrupt.
-    """
+    """Carries SystemExit or KeyboardInterrupt of an async function past the event loop."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(cause)
@@ -94,10 +85,7 @@ class ExitRequested(Exception):
 
 
 async def await_result(awaitable: Awaitable[Any]) -> Any:
-    """Await the result of an async function.
-
-    Raise ExitRequested instead of SystemExit.
-    """
+    """Await the result of an async function; raise ExitRequested instead of SystemExit."""
     try:
         return await awaitable
     except (SystemExit, KeyboardInterrupt) as error:
@@ -128,16 +116,11 @@ class FinishedCalls(NamedTuple):
 
 
 class LeaseRun:
-    """The execution of one lease.
+    """The execution of a lease's calls [lo, hi).
 
     `advance` belongs to the main thread. `take` may be called from one other thread meanwhile: so the results of
-    short calls are sent while a long one runs.
-
-    Args:
-        executor: of the lease's pass.
-        loop: runs async functions.
-        shards: of calls [lo, hi), from `lo` on.
-        begin: called with the number of the call that will be reported next, before it runs.
+    short calls are sent while a long one runs. `begin` is called with the number of the call that will be reported
+    next, before it runs.
     """
 
     def __init__(
@@ -151,31 +134,21 @@ class LeaseRun:
     ) -> None:
         self.executor = executor
         self._loop = loop
-        self._shards = executor.finder.of_lease(shards, lo, hi)
+        self._shards = LeaseShards(executor.finder, shards, lo, hi)
         self._hi = hi
         self._begin = begin
-        self._next = lo
-        """The first call that has not begun."""
-        self._outcomes: list[Outcome] = []
-        """Of calls that returned, from `_taken` on."""
-        self._taken = lo
-        """The first call that has neither been taken nor raised."""
-        self._bytes = 0
-        """Size of the outcomes since the slice began."""
+        self._next = lo  # the first call that has not begun
+        self._outcomes: list[Outcome] = []  # of calls that returned, from `_taken` on
+        self._taken = lo  # the first call that has neither been taken nor raised
+        self._bytes = 0  # size of the outcomes since the slice began
         self._worked_until_ns = self._reported_until_ns = time.perf_counter_ns()
         self._overlaps: bool | None = None
-        self._running: deque[tuple[Call, asyncio.Task[Result]]] = deque()
-        """Overlapping calls that have begun, in order."""
+        self._running: deque[tuple[Call, asyncio.Task[Result]]] = deque()  # overlapping calls, in order
 
     def advance(self, slice_s: float, slice_bytes: int) -> CallFailure | None:
-        """Execute calls until the slice is over, or a call raises.
+        """Execute calls until the slice is over, or a call raises; see `commands.Execute`.
 
-        Args:
-            slice_s: start no call after this time, seconds.
-            slice_bytes: start no call once outcomes of this size are waiting.
-
-        Returns:
-            The failure of the first call that is not among the outcomes, or None.
+        Return the failure of the first call that is not among the outcomes, or None.
         """
         self._bytes = 0
         if self._overlaps is None:
@@ -204,7 +177,6 @@ class LeaseRun:
         self._taken += 1
 
     def abandon(self) -> None:
-        """Cancel the running calls."""
         if self._running:
             running, self._running = self._running, deque()
             self._loop.run(cancel_tasks([task for _, task in running]))
@@ -231,12 +203,6 @@ class LeaseRun:
         self._worked_until_ns = time.perf_counter_ns()
         self._outcomes.append(outcome)
 
-    async def _run_among_others(self, call: Call) -> Result:
-        try:
-            return await self.executor.run_among_others(call, self._shards)
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise ExitRequested(error) from None
-
     async def _overlapping(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
         import asyncio  # loaded already: only async functions come here
 
@@ -244,7 +210,8 @@ class LeaseRun:
             while len(self._running) < CALLS_AT_ONCE_MAX and self._next < self._hi:
                 call = self.executor.call(self._next)
                 self._next += 1
-                self._running.append((call, asyncio.ensure_future(self._run_among_others(call))))
+                result = await_result(self.executor.run_among_others(call, self._shards))
+                self._running.append((call, asyncio.ensure_future(result)))
             if not self._running:
                 return None
             call, task = self._running[0]
@@ -266,10 +233,7 @@ class LeaseRun:
 class RejectedLeaseRun:
     """The run of a lease whose calls cannot be executed: each of them fails.
 
-    Args:
-        error: the reason.
-        stage: the stage that fails; "" if the program is unknown.
-        lo: the first call.
+    `stage` is the stage that fails; "" if the program is unknown.
     """
 
     def __init__(self, error: Exception, stage: str, lo: int) -> None:
@@ -278,17 +242,14 @@ class RejectedLeaseRun:
         self._next = lo
 
     def advance(self, _slice_s: float, _slice_bytes: int) -> CallFailure:
-        """Return the failure of the next call."""
         return failures.describe(
             self._error, call=self._next, stage=self._stage, retryable=False, in_user_code=False
         )
 
     def take(self) -> FinishedCalls:
-        """Return no outcomes."""
         return FinishedCalls(self._next, [], 0)
 
     def skip(self) -> None:
-        """Record that the next call has been reported as failed."""
         self._next += 1
 
     def abandon(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipedist.errors import PipedistError, ProtocolError
 from pipedist.protocol.messages import AssignGang, Relay
-from pipedist.protocol.program import ReaderConfig, Shards, Unloadable, from_frames, load_tree
+from pipedist.protocol.program import Shards, Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Execute
 from pipedist.worker.execution import PassExecutor
 from pipedist.worker.inputs import StateStore
@@ -16,47 +16,31 @@ from pipedist.worker.progress import StageClock
 
 if TYPE_CHECKING:
     from pipedist.protocol.code_archive import CodeStore
-    from pipedist.worker.gangs import GangClient, GangRun, GangRunFactory
-    from pipedist.worker.relay_channel import RelayBuffer
+    from pipedist.worker.gangs import GangRun, GangRunFactory
+    from pipedist.worker.relay_channel import RelayBuffer, RelayClient
     from pipedist.worker.variables.replica import BoundVariables
 
     Run = LeaseRun | RejectedLeaseRun | GangRun
 
 
 class Leases:
-    """Stores what the machine's commands name, and makes the run of a lease.
+    """Stores what the machine's commands name, and makes the run of a lease."""
 
-    Args:
-        client: the connection of gangs to the scheduler.
-        threads: BLAS and OpenMP threads of this process.
-        clock: records the running stage.
-        code: local copies of the scheduler's code folders.
-    """
-
-    def __init__(self, client: GangClient, threads: int, clock: StageClock, code: CodeStore) -> None:
+    def __init__(self, client: RelayClient, threads: int, clock: StageClock, code: CodeStore) -> None:
         self._client = client
         self._threads = threads
         self._clock = clock
         self._code = code
         self._loop = PersistentLoop()
-        self._passes: dict[int, PassExecutor | Unloadable] = {}
-        """The executor of each bound pass, or the error for which it has none."""
-        self._readers: dict[int, ReaderConfig | None] = {}
-        """How the shards of each bound pass are read."""
-        self._payloads: dict[int, Sequence[memoryview]] = {}
-        """Shards of leases that have not begun."""
+        self._passes: dict[int, PassExecutor | Unloadable] = {}  # the executor, or why there is none
+        self._payloads: dict[int, Sequence[memoryview]] = {}  # shards of leases that have not begun
         self._members: dict[int, tuple[AssignGang, RelayBuffer]] = {}
         """Gang leases until they are dropped: the assignment, and the contributions of other members."""
-        self._gangs: GangRunFactory | None = None
-        """Made for the first gang."""
+        self._gangs: GangRunFactory | None = None  # made for the first gang
         self.states = StateStore()
 
     def open_pass(self, pass_id: int, frames: Sequence[memoryview], *, elsewhere: bool = False) -> None:
-        """Store a program; if it cannot be loaded, each of its calls fails.
-
-        Args:
-            elsewhere: the scheduler runs on another host.
-        """
+        """Store a program; if it cannot be loaded, each of its calls fails."""
         if elsewhere:
             self._code.announce()
         try:
@@ -64,12 +48,11 @@ class Leases:
             self._passes[pass_id] = PassExecutor(program, self._threads, self._clock)
         except Unloadable as error:
             self._passes[pass_id] = error
-            return
-        self._readers[pass_id] = program.reader
 
     def sees_data(self, pass_id: int) -> bool:
         """Return whether this host has the very files that a pass reads."""
-        reader = self._readers.get(pass_id)
+        executor = self._passes[pass_id]
+        reader = executor.program.reader if isinstance(executor, PassExecutor) else None
         if reader is None or reader.source is None:
             return False
         from pipedist.datasets.sources.paths import is_visible  # needed only if hosts differ
@@ -77,14 +60,11 @@ class Leases:
         return is_visible(reader.source)
 
     def drop_pass(self, pass_id: int) -> None:
-        """Drop a pass, and close its executor."""
-        self._readers.pop(pass_id, None)
         executor = self._passes.pop(pass_id)
         if isinstance(executor, PassExecutor):
             executor.close()
 
     def store(self, lease: int, frames: Sequence[memoryview], gang: AssignGang | None) -> None:
-        """Store the shards of a lease, and its assignment if it belongs to a gang."""
         self._payloads[lease] = frames
         if gang is not None:
             from pipedist.worker.relay_channel import RelayBuffer  # most workers run no gangs
@@ -92,7 +72,6 @@ class Leases:
             self._members[lease] = (gang, RelayBuffer())
 
     def store_relay(self, relay: Relay, frames: Sequence[memoryview]) -> None:
-        """Store the contribution of another member of a lease's gang."""
         self._members[relay.lease][1].put(relay, frames)
 
     def drop(self, lease: int) -> bool:
@@ -101,17 +80,12 @@ class Leases:
         return self._payloads.pop(lease, None) is not None
 
     def is_gang_lease(self, lease: int) -> bool:
-        """Return whether a lease belongs to a gang, and has not been dropped."""
         return lease in self._members
 
     def begin(self, slice_: Execute, begin: Callable[[int], None]) -> Run:
         """Return the run of a lease whose first slice is about to execute.
 
-        Args:
-            begin: called with the number of each call before it runs.
-
-        Raises:
-            RemoteProtocolError: the scheduler sent something malformed.
+        `begin` is called with the number of each call before it runs.
         """
         frames = self._payloads.pop(slice_.lease)
         executor = self._passes[slice_.pass_id]
@@ -167,6 +141,5 @@ class Leases:
         )
 
     def close(self) -> None:
-        """Close threads and mapped memory; the process ends."""
         if self._gangs is not None:
             self._gangs.close()

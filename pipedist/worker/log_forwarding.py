@@ -33,35 +33,22 @@ from pipedist.transport.zeromq.client_socket import ConnectionLost
 from pipedist.worker.context import current
 
 _Origin = tuple[str, int, int]
-_NO_CALL: _Origin = ("", 0, 0)
-"""Origin of lines that no call wrote: lines of a thread that user code started."""
+_NO_CALL: _Origin = ("", 0, 0)  # origin of lines that no call wrote: lines of a thread that user code started
 
 importer: ContextVar[_Origin] = ContextVar("pipedist_importer", default=_NO_CALL)
 """The call for which a stage's module is being imported: lines that the module prints belong to it."""
 
 
 class OutputLimits(Struct, frozen=True):
-    """Limits of a worker's output.
+    """Limits of a worker's output."""
 
-    Args:
-        line_chars_max: characters of a line; the rest is cut.
-        lines_per_s_max: lines in a second; a burst may have the same number at once.
-        origins_max: calls with an unfinished line at one time.
-    """
-
-    line_chars_max: int = 4096
-    lines_per_s_max: int = 500
-    origins_max: int = 256
+    line_chars_max: int = 4096  # the rest of a line is cut
+    lines_per_s_max: int = 500  # a burst may have the same number at once
+    origins_max: int = 256  # calls with an unfinished line at one time
 
 
 class OutputCapture:
-    """Splits text into lines, and sends each as a LogLine.
-
-    Args:
-        send: sends a message, from any thread.
-        limits: the limits.
-        clock: monotonic time, seconds.
-    """
+    """Splits text into lines, and sends each as a LogLine, from any thread."""
 
     def __init__(
         self,
@@ -106,7 +93,10 @@ class OutputCapture:
             for line in lines:
                 self._line(origin, line)
             if rest:
-                self._hold(origin, rest)
+                if len(self._partial) >= self._limits.origins_max:
+                    oldest = next(iter(self._partial))
+                    self._line(oldest, self._partial.pop(oldest))
+                self._partial[origin] = rest[: self._limits.line_chars_max + 1]  # the rest is cut anyway
 
     def flush(self) -> None:
         """Write the unfinished lines of a copy: `finish` is not called in a copy."""
@@ -122,12 +112,6 @@ class OutputCapture:
             for origin, text in partial.items():
                 self._line(origin, text)
             self._report_dropped(self._dropped_of)
-
-    def _hold(self, origin: _Origin, rest: str) -> None:
-        if len(self._partial) >= self._limits.origins_max:
-            oldest = next(iter(self._partial))
-            self._line(oldest, self._partial.pop(oldest))
-        self._partial[origin] = rest[: self._limits.line_chars_max + 1]  # the rest is cut anyway
 
     def _line(self, origin: _Origin, line: str) -> None:
         now = self._clock()
@@ -162,43 +146,29 @@ def _write_to_stderr(line: LogLine) -> None:
 class CapturedStream(io.TextIOBase):
     """A text stream that feeds an OutputCapture.
 
-    Args:
-        capture: receives the text.
-        beneath: the stream whose descriptor child processes inherit.
+    `beneath` is the stream whose descriptor child processes inherit.
     """
+
+    encoding = "utf-8"
 
     def __init__(self, capture: OutputCapture, beneath: TextIO | None) -> None:
         super().__init__()
         self._capture = capture
         self._beneath = beneath
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # the base class has a plain attribute
-        """The encoding of the text."""
-        return "utf-8"
-
     def writable(self) -> bool:
-        """Return True."""
         return True
 
     def write(self, text: str) -> int:
-        """Write text; return its length."""
         self._capture.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the lines of a copy (`OutputCapture.flush`).
-
-        A worker's lines are sent at once.
-        """
+        """Flush the lines of a copy; a worker's lines are sent at once."""
         self._capture.flush()
 
     def fileno(self) -> int:
-        """Return the descriptor of the driver's stderr.
-
-        Raises:
-            io.UnsupportedOperation: the process has none.
-        """
+        """Return the descriptor of the driver's stderr."""
         if self._beneath is None:
             raise io.UnsupportedOperation("fileno")
         return self._beneath.fileno()
@@ -206,8 +176,7 @@ class CapturedStream(io.TextIOBase):
 
 # -- the connection ----------------------------------------------------------------------
 
-LOG_LINES_WAITING_MAX = 1000
-"""Maximum number of lines that wait for the socket; the oldest are dropped first."""
+LOG_LINES_WAITING_MAX = 1000  # maximum number of lines that wait for the socket; the oldest are dropped first
 
 
 class Socket(Protocol):
@@ -226,16 +195,13 @@ class Socket(Protocol):
     def poll(self, timeout_s: float) -> bool:
         """Wait for a message; return False if none has arrived in time."""
 
-    def recv(self) -> tuple[Message, list[memoryview]]:
-        """Return the next message and its payload."""
+    def recv(self) -> tuple[Message, list[memoryview]]: ...
 
 
 class LogForwarder:
     """Lines that wait for the socket, and the error that broke the connection.
 
-    Args:
-        socket: the connection to the scheduler.
-        lock: held by the thread that uses the socket.
+    `lock` is held by the thread that uses the socket.
     """
 
     def __init__(self, socket: Socket, lock: threading.Lock) -> None:
@@ -258,11 +224,7 @@ class LogForwarder:
                 self._lock.release()
 
     def send_lines(self) -> None:
-        """Send the waiting lines; the caller holds the lock.
-
-        Raises:
-            ConnectionLost: they cannot be sent.
-        """
+        """Send the waiting lines; the caller holds the lock."""
         while self._lines and not self._closed:
             self._socket.send(self._lines.popleft(), timeout_s=math.inf)
 

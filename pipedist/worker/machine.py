@@ -49,107 +49,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import astuple
+
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
-from pipedist.protocol.messages import (
-    Assign,
-    AssignGang,
-    Bind,
-    Cancel,
-    Cancelled,
-    Code,
-    Committed,
-    DataVisible,
-    DropState,
-    Exchange,
-    Failed,
-    Goodbye,
-    Hello,
-    Message,
-    Recall,
-    Refuse,
-    Relay,
-    Results,
-    Stalled,
-    StateVersion,
-    Stop,
-    Unbind,
-    Welcome,
-)
-from pipedist.worker.commands import (
-    Command,
-    DropLease,
-    DropPass,
-    Ending,
-    Execute,
-    Join,
-    Leave,
-    OpenPass,
-    RecallLease,
-    ReleaseResults,
-    ReleaseState,
-    Send,
-    SendExchange,
-    SendResults,
-    StoreCode,
-    StoreLease,
-    StoreRelay,
-    StoreState,
-)
-from pipedist.worker.events import (
-    TRANSITIONS,
-    CallRaised,
-    CallsFinished,
-    CollectiveOverdue,
-    CollectiveReached,
-    DataFound,
-    Event,
-    LeaveRequested,
-    ProtocolState,
-    RestartNeeded,
-    SliceEnded,
-    Started,
-    TimePassed,
-)
+from pipedist.protocol import messages as msg
+from pipedist.worker import commands as cmd
+from pipedist.worker import events as ev
+from pipedist.worker.events import TRANSITIONS, ProtocolState
 from pipedist.worker.lease_queue import AssignedLease, LeaseQueue, WorkerLimits
 
 
 class WorkerMachine:
-    """The protocol of one worker incarnation; see the module docstring.
+    """The protocol of one worker incarnation; see the module docstring."""
 
-    Args:
-        hello: the first message.
-        limits: the worker's limits.
-    """
-
-    def __init__(self, hello: Hello, limits: WorkerLimits | None = None) -> None:
+    def __init__(self, hello: msg.Hello, limits: WorkerLimits | None = None) -> None:
         self.state = ProtocolState.JOINING
         self._hello = hello
         self._limits = limits or WorkerLimits()
-        self._passes: set[int] = set()
-        """Bound passes."""
-        self._cached_passes: set[int] = set()
-        """Bound passes with a key: their results are cached until they are durable."""
-        self._spaces: set[int] = set()
-        """States with stored values."""
-        self._leases = LeaseQueue(self._limits)
-        """Assigned leases; one is active if and only if the state is EXECUTING."""
-        self._due: float | None = None
-        """In JOINING, when the reply to Hello is due; in EXECUTING, when the next report is."""
+        self._passes: set[int] = set()  # bound passes
+        self._cached_passes: set[int] = set()  # bound passes with a key
+        self._spaces: set[int] = set()  # states with stored values
+        self._leases = LeaseQueue(self._limits)  # one is active if and only if the state is EXECUTING
+        self._due: float | None = None  # in JOINING, of the reply to Hello; in EXECUTING, of the next report
 
-    def handle(self, event: Event, now: float) -> list[Command]:
-        """Handle one event; return the commands to execute, in order.
-
-        Args:
-            event: a message from the scheduler, or an event of this process.
-            now: time on a monotonic clock, seconds.
-
-        Raises:
-            RemoteProtocolError: the state does not allow this message of the scheduler.
-            LocalProtocolError: the state does not allow this event of the driver.
-        """
+    def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
+        """Handle one event; return the commands to execute, in order."""
         allowed = TRANSITIONS[self.state].get(type(event))
         if allowed is None:
-            fault = RemoteProtocolError if isinstance(event, Message) else LocalProtocolError
+            fault = RemoteProtocolError if isinstance(event, msg.Message) else LocalProtocolError
             raise fault(f"a worker in state {self.state.value!r} does not expect {event!r}")
         before = self.state
         commands = _HANDLERS[type(event)](self, event, now)
@@ -165,51 +92,48 @@ class WorkerMachine:
 
     # -- joining and leaving ---------------------------------------------------------
 
-    def _on_started(self, _event: Started, now: float) -> list[Command]:
+    def _on_started(self, _event: ev.Started, now: float) -> list[cmd.Command]:
         self._due = now + self._limits.join_s
-        return [Send(self._hello)]
+        return [cmd.Send(self._hello)]
 
-    def _on_time_passed(self, _event: TimePassed, now: float) -> list[Command]:
+    def _on_time_passed(self, _event: ev.TimePassed, now: float) -> list[cmd.Command]:
         if self.state is not ProtocolState.JOINING or self._due is None or now < self._due:
             return []
-        return self._leave(Ending.UNANSWERED, f"no reply within {self._limits.join_s:g} s")
+        return self._leave(cmd.Ending.UNANSWERED, f"no reply within {self._limits.join_s:g} s")
 
-    def _on_welcome(self, event: Welcome, _now: float) -> list[Command]:
+    def _on_welcome(self, event: msg.Welcome, _now: float) -> list[cmd.Command]:
         self.state = ProtocolState.READY
         self._due = None
-        return [Join(event)]
+        return [cmd.Join(event)]
 
-    def _on_refuse(self, event: Refuse, _now: float) -> list[Command]:
+    def _on_refuse(self, event: msg.Refuse, _now: float) -> list[cmd.Command]:
         joined = self.state is not ProtocolState.JOINING
-        return self._leave(Ending.FENCED if joined else Ending.REFUSED, event.reason)
+        return self._leave(cmd.Ending.FENCED if joined else cmd.Ending.REFUSED, event.reason)
 
-    def _on_stop(self, event: Stop, _now: float) -> list[Command]:
-        return self._send_goodbye(Ending.STOPPED, event.reason)
-
-    def _on_leave_requested(self, event: LeaveRequested, _now: float) -> list[Command]:
+    def _on_stop(self, event: msg.Stop | ev.LeaveRequested, _now: float) -> list[cmd.Command]:
         # Also while joining: the Welcome may be on its way.
-        return self._send_goodbye(Ending.STOPPED, event.reason)
+        return self._send_goodbye(cmd.Ending.STOPPED, event.reason)
 
-    def _on_restart_needed(self, event: RestartNeeded, _now: float) -> list[Command]:
-        return self._send_goodbye(Ending.UNFIT, event.reason)
+    def _on_restart_needed(self, event: ev.RestartNeeded, _now: float) -> list[cmd.Command]:
+        return self._send_goodbye(cmd.Ending.UNFIT, event.reason)
 
-    def _send_goodbye(self, ending: Ending, reason: str) -> list[Command]:
+    def _send_goodbye(self, ending: cmd.Ending, reason: str) -> list[cmd.Command]:
         hello = self._hello
-        goodbye = Goodbye(hello.worker, hello.incarnation, reason, proof=hello.proof)
-        return [Send(goodbye), *self._leave(ending, reason)]
+        goodbye = msg.Goodbye(hello.worker, hello.incarnation, reason, proof=hello.proof)
+        return [cmd.Send(goodbye), *self._leave(ending, reason)]
 
-    def _leave(self, ending: Ending, reason: str) -> list[Command]:
+    def _leave(self, ending: cmd.Ending, reason: str) -> list[cmd.Command]:
         self.state = ProtocolState.STOPPING
         self._due = None
         self._leases.clear()
         self._passes.clear()
         self._cached_passes.clear()
         self._spaces.clear()
-        return [Leave(ending, reason)]
+        return [cmd.Leave(ending, reason)]
 
     # -- passes and leases -----------------------------------------------------------
 
-    def _on_bind(self, event: Bind, _now: float) -> list[Command]:
+    def _on_bind(self, event: msg.Bind, _now: float) -> list[cmd.Command]:
         if event.pass_id in self._passes:
             raise RemoteProtocolError(f"pass {event.pass_id} was bound twice")
         if len(self._passes) >= self._limits.passes_max:
@@ -217,47 +141,47 @@ class WorkerMachine:
         self._passes.add(event.pass_id)
         if event.key:
             self._cached_passes.add(event.pass_id)
-        return [OpenPass(event.pass_id, event.key, event.elsewhere)]
+        return [cmd.OpenPass(event.pass_id, event.key, event.elsewhere)]
 
-    def _on_code(self, event: Code, _now: float) -> list[Command]:
-        return [StoreCode(event)]
+    def _on_code(self, event: msg.Code, _now: float) -> list[cmd.Command]:
+        return [cmd.StoreCode(event)]
 
-    def _on_data_found(self, event: DataFound, _now: float) -> list[Command]:
+    def _on_data_found(self, event: ev.DataFound, _now: float) -> list[cmd.Command]:
         if event.pass_id not in self._passes:
             raise LocalProtocolError(f"data files of pass {event.pass_id} were found, but it is not bound")
-        return [Send(DataVisible(event.pass_id))]
+        return [cmd.Send(msg.DataVisible(event.pass_id))]
 
-    def _on_unbind(self, event: Unbind, now: float) -> list[Command]:
+    def _on_unbind(self, event: msg.Unbind, now: float) -> list[cmd.Command]:
         if event.pass_id not in self._passes:
             raise RemoteProtocolError(f"pass {event.pass_id} was unbound, but is not bound")
         self._passes.discard(event.pass_id)
         self._cached_passes.discard(event.pass_id)
-        withdrawn = map(DropLease, self._leases.withdraw_pass(event.pass_id))
-        drop = DropPass(event.pass_id)
+        withdrawn = map(cmd.DropLease, self._leases.withdraw_pass(event.pass_id))
+        drop = cmd.DropPass(event.pass_id)
         active = self._leases.active
         if active is None or active.pass_id != event.pass_id:
             return [*withdrawn, drop]
-        return [*withdrawn, DropLease(active.id), drop, *self._execute(self._leases.next(), now)]
+        return [*withdrawn, cmd.DropLease(active.id), drop, *self._execute(self._leases.next(), now)]
 
-    def _on_assign(self, event: Assign, now: float) -> list[Command]:
+    def _on_assign(self, event: msg.Assign, now: float) -> list[cmd.Command]:
         cached = event.pass_id in self._cached_passes and not event.elements
         return self._enqueue(
             AssignedLease(event.lease, event.pass_id, event.lo, event.hi, cached=cached), None, now
         )
 
-    def _on_recall(self, event: Recall, now: float) -> list[Command]:
+    def _on_recall(self, event: msg.Recall, now: float) -> list[cmd.Command]:
         if event.pass_id not in self._cached_passes:
             raise RemoteProtocolError(f"calls of pass {event.pass_id} were recalled, but none are cached")
         return self._enqueue(
             AssignedLease(event.lease, event.pass_id, event.lo, event.hi, recalled=True), None, now
         )
 
-    def _on_committed(self, event: Committed, _now: float) -> list[Command]:
+    def _on_committed(self, event: msg.Committed, _now: float) -> list[cmd.Command]:
         if event.pass_id not in self._cached_passes:
             raise RemoteProtocolError(f"calls of pass {event.pass_id} were committed, but none are cached")
-        return [ReleaseResults(event.pass_id, event.before)]
+        return [cmd.ReleaseResults(event.pass_id, event.before)]
 
-    def _on_assign_gang(self, event: AssignGang, now: float) -> list[Command]:
+    def _on_assign_gang(self, event: msg.AssignGang, now: float) -> list[cmd.Command]:
         if not 0 <= event.member < event.members:
             raise RemoteProtocolError(
                 f"lease {event.lease} is for member {event.member} of a gang of {event.members}"
@@ -266,14 +190,14 @@ class WorkerMachine:
             AssignedLease(event.lease, event.pass_id, event.lo, event.hi, event.members), event, now
         )
 
-    def _enqueue(self, lease: AssignedLease, gang: AssignGang | None, now: float) -> list[Command]:
+    def _enqueue(self, lease: AssignedLease, gang: msg.AssignGang | None, now: float) -> list[cmd.Command]:
         if lease.pass_id not in self._passes:
             raise RemoteProtocolError(f"lease {lease.id} belongs to pass {lease.pass_id}, which is not bound")
         executes = self._leases.add(lease)
-        store = RecallLease(lease.id) if lease.recalled else StoreLease(lease.id, gang)
+        store = cmd.RecallLease(lease.id) if lease.recalled else cmd.StoreLease(lease.id, gang)
         return [store, *self._execute(lease, now)] if executes else [store]
 
-    def _on_relay(self, event: Relay, _now: float) -> list[Command]:
+    def _on_relay(self, event: msg.Relay, _now: float) -> list[cmd.Command]:
         lease = self._leases.find(event.lease)
         if lease is None:
             return []  # a lease that is over: the messages have crossed
@@ -282,34 +206,32 @@ class WorkerMachine:
                 f"member {event.member} contributed to lease {event.lease}, which has "
                 + (f"{lease.members} members" if lease.members else "no gang")
             )
-        return [StoreRelay(event)]
+        return [cmd.StoreRelay(event)]
 
-    def _on_cancel(self, event: Cancel, now: float) -> list[Command]:
-        confirmation = Send(Cancelled(event.lease))
+    def _on_cancel(self, event: msg.Cancel, now: float) -> list[cmd.Command]:
+        confirmation = cmd.Send(msg.Cancelled(event.lease))
         active = self._leases.active
         if active is not None and active.id == event.lease:
-            return [DropLease(event.lease), confirmation, *self._execute(self._leases.next(), now)]
+            return [cmd.DropLease(event.lease), confirmation, *self._execute(self._leases.next(), now)]
         if self._leases.withdraw(event.lease):
-            return [DropLease(event.lease), confirmation]
+            return [cmd.DropLease(event.lease), confirmation]
         return [confirmation]  # a lease that is over: the messages have crossed
 
     # -- states ----------------------------------------------------------------------
 
-    def _on_state_version(self, event: StateVersion, _now: float) -> list[Command]:
+    def _on_state_version(self, event: msg.StateVersion, _now: float) -> list[cmd.Command]:
         if event.space not in self._spaces and len(self._spaces) >= self._limits.states_max:
             raise RemoteProtocolError(f"more than {self._limits.states_max} states are stored")
         self._spaces.add(event.space)
-        return [StoreState(event.space, event.version)]
+        return [cmd.StoreState(event.space, event.version)]
 
-    def _on_drop_state(self, event: DropState, _now: float) -> list[Command]:
-        self._spaces.discard(
-            event.space
-        )  # no error if it is unknown: the scheduler sends DropState to every worker
-        return [ReleaseState(event.space)]
+    def _on_drop_state(self, event: msg.DropState, _now: float) -> list[cmd.Command]:
+        self._spaces.discard(event.space)  # no error if unknown: DropState is sent to every worker
+        return [cmd.ReleaseState(event.space)]
 
     # -- execution -------------------------------------------------------------------
 
-    def _execute(self, lease: AssignedLease | None, now: float) -> list[Command]:
+    def _execute(self, lease: AssignedLease | None, now: float) -> list[cmd.Command]:
         """Execute a lease from its first unreported call; None: become ready."""
         if lease is None:
             self.state = ProtocolState.READY
@@ -318,57 +240,42 @@ class WorkerMachine:
         self.state = ProtocolState.EXECUTING
         self._due = now + self._limits.flush_s
         slice_s, slice_bytes = self._limits.flush_s, self._limits.flush_bytes
-        return [Execute(lease.id, lease.pass_id, lease.next, lease.hi, slice_s, slice_bytes)]
+        return [cmd.Execute(lease.id, lease.pass_id, lease.next, lease.hi, slice_s, slice_bytes)]
 
-    def _on_calls_finished(self, event: CallsFinished, now: float) -> list[Command]:
+    def _on_calls_finished(self, event: ev.CallsFinished, now: float) -> list[cmd.Command]:
         lease = self._leases.report(event.lease, event.lo, event.hi)
         self._due = now + self._limits.flush_s
         cache_pass = lease.pass_id if lease.cached else 0
-        return [SendResults(Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)]
+        return [cmd.SendResults(msg.Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)]
 
-    def _on_call_raised(self, event: CallRaised, now: float) -> list[Command]:
+    def _on_call_raised(self, event: ev.CallRaised, now: float) -> list[cmd.Command]:
         self._leases.report(event.lease, event.call, event.call + 1)
         self._due = now + self._limits.flush_s
-        failed = Failed(
-            event.lease,
-            event.call,
-            event.stage,
-            event.module,
-            event.name,
-            event.text,
-            event.traceback,
-            event.retryable,
-            event.aborted,
-        )
-        return [Send(failed)]
+        return [cmd.Send(msg.Failed(*astuple(event)))]
 
-    def _on_collective_reached(self, event: CollectiveReached, _now: float) -> list[Command]:
+    def _on_collective_reached(self, event: ev.CollectiveReached, _now: float) -> list[cmd.Command]:
         lease = self._leases.gang_lease(event.lease)
         if event.number != lease.collectives + 1:
             raise LocalProtocolError(f"collective {event.number} of {lease} was reported")
         lease.collectives += 1
-        return [SendExchange(Exchange(event.lease, event.number))]
+        return [cmd.SendExchange(msg.Exchange(event.lease, event.number))]
 
-    def _on_collective_overdue(self, event: CollectiveOverdue, _now: float) -> list[Command]:
+    def _on_collective_overdue(self, event: ev.CollectiveOverdue, _now: float) -> list[cmd.Command]:
         self._leases.gang_lease(event.lease)
-        return [Send(Stalled(event.lease, event.members, event.text))]
+        return [cmd.Send(msg.Stalled(event.lease, event.members, event.text))]
 
-    def _on_slice_ended(self, event: SliceEnded, now: float) -> list[Command]:
+    def _on_slice_ended(self, event: ev.SliceEnded, now: float) -> list[cmd.Command]:
         lease = self._leases.active
         if lease is None or lease.id != event.lease:
             raise LocalProtocolError(f"a slice of lease {event.lease} ended, but {lease} executes")
         if lease.next < lease.hi:
             return self._execute(lease, now)
-        return [DropLease(lease.id), *self._execute(self._leases.next(), now)]
+        return [cmd.DropLease(lease.id), *self._execute(self._leases.next(), now)]
 
     # -- checks ----------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Check all invariants of the state; tests call it after each event.
-
-        Raises:
-            LocalProtocolError: an invariant does not hold; the text names it.
-        """
+        """Check all invariants of the state; tests call it after each event."""
         broken = self._broken_invariant()
         if broken:
             raise LocalProtocolError(f"the worker's state is inconsistent: {broken}")
@@ -388,29 +295,29 @@ class WorkerMachine:
         return self._leases.broken_invariant(self._passes)
 
 
-_HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[Command]]] = {
-    Started: WorkerMachine._on_started,
-    TimePassed: WorkerMachine._on_time_passed,
-    Welcome: WorkerMachine._on_welcome,
-    Refuse: WorkerMachine._on_refuse,
-    Stop: WorkerMachine._on_stop,
-    RestartNeeded: WorkerMachine._on_restart_needed,
-    LeaveRequested: WorkerMachine._on_leave_requested,
-    Code: WorkerMachine._on_code,
-    Bind: WorkerMachine._on_bind,
-    DataFound: WorkerMachine._on_data_found,
-    Unbind: WorkerMachine._on_unbind,
-    Assign: WorkerMachine._on_assign,
-    Recall: WorkerMachine._on_recall,
-    Committed: WorkerMachine._on_committed,
-    AssignGang: WorkerMachine._on_assign_gang,
-    StateVersion: WorkerMachine._on_state_version,
-    DropState: WorkerMachine._on_drop_state,
-    Relay: WorkerMachine._on_relay,
-    Cancel: WorkerMachine._on_cancel,
-    CallsFinished: WorkerMachine._on_calls_finished,
-    CallRaised: WorkerMachine._on_call_raised,
-    CollectiveReached: WorkerMachine._on_collective_reached,
-    CollectiveOverdue: WorkerMachine._on_collective_overdue,
-    SliceEnded: WorkerMachine._on_slice_ended,
+_HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[cmd.Command]]] = {
+    ev.Started: WorkerMachine._on_started,
+    ev.TimePassed: WorkerMachine._on_time_passed,
+    msg.Welcome: WorkerMachine._on_welcome,
+    msg.Refuse: WorkerMachine._on_refuse,
+    msg.Stop: WorkerMachine._on_stop,
+    ev.RestartNeeded: WorkerMachine._on_restart_needed,
+    ev.LeaveRequested: WorkerMachine._on_stop,
+    msg.Code: WorkerMachine._on_code,
+    msg.Bind: WorkerMachine._on_bind,
+    ev.DataFound: WorkerMachine._on_data_found,
+    msg.Unbind: WorkerMachine._on_unbind,
+    msg.Assign: WorkerMachine._on_assign,
+    msg.Recall: WorkerMachine._on_recall,
+    msg.Committed: WorkerMachine._on_committed,
+    msg.AssignGang: WorkerMachine._on_assign_gang,
+    msg.StateVersion: WorkerMachine._on_state_version,
+    msg.DropState: WorkerMachine._on_drop_state,
+    msg.Relay: WorkerMachine._on_relay,
+    msg.Cancel: WorkerMachine._on_cancel,
+    ev.CallsFinished: WorkerMachine._on_calls_finished,
+    ev.CallRaised: WorkerMachine._on_call_raised,
+    ev.CollectiveReached: WorkerMachine._on_collective_reached,
+    ev.CollectiveOverdue: WorkerMachine._on_collective_overdue,
+    ev.SliceEnded: WorkerMachine._on_slice_ended,
 }

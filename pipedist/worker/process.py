@@ -38,31 +38,21 @@ from pipedist.worker.process_setup import (
 from pipedist.worker.progress import CallProgress
 from pipedist.worker.result_cache import ResultCache
 
-LINGER_S = 2.0
-"""Maximum time to send the last messages."""
-
-PROBE_S = 1.0
-"""Maximum time to diagnose why no scheduler has replied."""
+LINGER_S = 2.0  # maximum time to send the last messages
+PROBE_S = 1.0  # maximum time to diagnose why no scheduler has replied
 
 
 class ExitCode(enum.IntEnum):
     """The exit code of a worker process, unless user code ended it."""
 
     STOPPED = 0
-    CONNECTION_LOST = 68
-    """The connection to the scheduler was lost; the next incarnation may join (sysexits: EX_NOHOST)."""
-    USAGE = 64
-    """The endpoint or the key file cannot be used (EX_USAGE)."""
-    UNANSWERED = 69
-    """No scheduler replied (EX_UNAVAILABLE)."""
-    DEFECT = 70
-    """An error in pipedist; its traceback is on stderr (EX_SOFTWARE)."""
-    FENCED = 75
-    """Evicted, or a new process is needed; the next incarnation may join (EX_TEMPFAIL)."""
-    PROTOCOL = 76
-    """The scheduler broke the protocol, or rejected the handshake (EX_PROTOCOL)."""
-    REFUSED = 77
-    """Rejected by the scheduler (EX_NOPERM)."""
+    CONNECTION_LOST = 68  # to the scheduler; the next incarnation may join (EX_NOHOST)
+    USAGE = 64  # the endpoint or the key file cannot be used (EX_USAGE)
+    UNANSWERED = 69  # no scheduler replied (EX_UNAVAILABLE)
+    DEFECT = 70  # an error in pipedist; its traceback is on stderr (EX_SOFTWARE)
+    FENCED = 75  # evicted, or a new process is needed; the next incarnation may join (EX_TEMPFAIL)
+    PROTOCOL = 76  # the scheduler broke the protocol, or rejected the handshake (EX_PROTOCOL)
+    REFUSED = 77  # rejected by the scheduler (EX_NOPERM)
 
 
 _EXIT_CODES = {
@@ -86,8 +76,6 @@ def run_process(
     errors are printed to stderr.
 
     Args:
-        settings: of the worker.
-        progress: records the running call; None: not recorded.
         cache_file: descriptor of the memory through which an incarnation passes its cached results to the next.
             With it, the process ends after SIGTERM as soon as its calls are over; None: the results are
             dropped, and the scheduler handles SIGTERM.
@@ -190,10 +178,7 @@ def _work(
 
 
 def _unknown_host(endpoint: str) -> str:
-    """Return an error if the endpoint's host has no address; else "".
-
-    It may get an address later.
-    """
+    """Return an error if the endpoint's host has no address (it may get one later); else ""."""
     import socket  # rarely needed
 
     parsed = parse_endpoint(endpoint, bind=False, has_keys=True)
@@ -252,12 +237,7 @@ def _print_to_stderr(text: str) -> None:
 
 
 def main(arguments: Mapping[str, Any]) -> None:
-    """Run the worker process of a supervisor, then exit.
-
-    Args:
-        arguments: `parent`, the supervisor's process id; `progress`, `cache`, `proof` and `code`, see
-            `pipedist.worker.supervisor.WorkerProcess`; `settings`, the fields of `WorkerSettings`.
-    """
+    """Run the worker process of a `pipedist.worker.supervisor.WorkerProcess`, then exit."""
     die_with(int(arguments["parent"]))
     sys.path.extend(arguments["code"])  # copies of the spec's modules come after installed packages
     os.dup2(2, 1)  # output of user code to descriptor 1 must not mix with the supervisor's output

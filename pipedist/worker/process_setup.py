@@ -20,39 +20,26 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from pipedist.core.platform_id import Platform
 from pipedist.protocol.messages import WIRE_VERSION, Hello
 
 
 class WorkerSettings(Struct, frozen=True):
-    """The settings with which a worker process is started.
-
-    Args:
-        endpoint: the scheduler's.
-        worker: the worker's name in the cluster.
-        incarnation: the number of earlier processes with this name.
-        key_file: path of the CURVE keys, "" if the endpoint needs none.
-        threads: BLAS and OpenMP threads that the environment was set to.
-        join_s: maximum time until the scheduler replies, seconds.
-        verbose: report on stderr that the worker has joined, or waits.
-        visible: value of CUDA_VISIBLE_DEVICES; None: inherited.
-        gpus: the number of GPUs that the worker owns; a fraction: it shares one.
-        code_root: folder for copies of the scheduler's code folders; "": a temporary one of this process.
-        task: role and index of the program that it belongs to, "worker/1"; "": none.
-    """
+    """The settings with which a worker process is started."""
 
     endpoint: str
     worker: str
-    incarnation: int
-    key_file: str = ""
-    threads: int = 1
-    join_s: float = 30.0
-    verbose: bool = False
-    visible: str | None = None
-    gpus: float = 0.0
-    code_root: str = ""
-    task: str = ""
+    incarnation: int  # the number of earlier processes with this name
+    key_file: str = ""  # path of the CURVE keys; "": the endpoint needs none
+    threads: int = 1  # BLAS and OpenMP threads that the environment was set to
+    join_s: float = 30.0  # maximum time until the scheduler replies
+    verbose: bool = False  # report on stderr that the worker has joined, or waits
+    visible: str | None = None  # value of CUDA_VISIBLE_DEVICES; None: inherited
+    gpus: float = 0.0  # the number of GPUs that the worker owns; a fraction: it shares one
+    code_root: str = ""  # folder for copies of the scheduler's code folders; "": a temporary one
+    task: str = ""  # role and index of the program that it belongs to, "worker/1"; "": none
 
 
 # -- name and parent ---------------------------------------------------------------------
@@ -64,10 +51,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def set_process_name(name: str) -> None:
-    """Set the name that ps and top show (at most 15 bytes).
-
-    Linux only; elsewhere it does nothing.
-    """
+    """Set the name that ps and top show (at most 15 bytes) on Linux."""
     try:
         with open("/proc/self/comm", "w", encoding="ascii") as comm:
             comm.write(name[:15])
@@ -78,10 +62,8 @@ def set_process_name(name: str) -> None:
 def die_with(parent_pid: int) -> None:
     """Let the kernel kill this process, even a stopped one, after its parent.
 
-    The kernel watches the THREAD that started this process: it must be the main thread of its process.
-
-    Args:
-        parent_pid: the parent; if it has ended already, this process ends here.
+    The kernel watches the THREAD that started this process: it must be the main thread of its process. If the
+    parent has ended already, this process ends here.
     """
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -94,8 +76,7 @@ def die_with(parent_pid: int) -> None:
 
 # -- heap --------------------------------------------------------------------------------
 
-_REUSED_BYTES = 31 << 20
-"""Just below the limit to which glibc raises its thresholds."""
+_REUSED_BYTES = 31 << 20  # just below the limit to which glibc raises its thresholds
 
 
 def keep_freed_pages() -> None:
@@ -111,14 +92,10 @@ def keep_freed_pages() -> None:
 
 # -- signals and copies ------------------------------------------------------------------
 
-_HANDLED = (signal.SIGTERM, signal.SIGHUP)
-"""Signals that end other processes; to a worker or supervisor they are a request, or have no effect."""
+_HANDLED = (signal.SIGTERM, signal.SIGHUP)  # a request to workers and supervisors, or without effect
 
-is_copy = False
-"""Whether this process is a copy of a worker."""
-
-_forking = threading.local()
-"""`mask`: the signals that this thread had blocked before it began to fork."""
+is_copy = False  # whether this process is a copy of a worker
+_forking = threading.local()  # `mask`: the signals that this thread had blocked before it began to fork
 
 
 def handle_signals(handler: Callable[[int, FrameType | None], object]) -> dict[signal.Signals, Any]:
@@ -128,10 +105,7 @@ def handle_signals(handler: Callable[[int, FrameType | None], object]) -> dict[s
 
 
 def do_nothing(_number: int, _frame: FrameType | None) -> None:
-    """Handle a signal without effect.
-
-    Unlike SIG_IGN, a program that this process starts does not inherit it.
-    """
+    """Handle a signal without effect; a child process does not inherit this, unlike SIG_IGN."""
 
 
 def detect_copies() -> None:
@@ -157,10 +131,7 @@ def _become_copy() -> None:
 
 
 def end_copy(stage: str) -> None:
-    """End this copy of a worker, which has left the function of a stage.
-
-    Never returns.
-    """
+    """End this copy of a worker, which has left the function of a stage. Never returns."""
     error = sys.exc_info()[1]
     outcome = "returned" if error is None else f"raised {type(error).__name__}: {error}"
     text = f"a process that the function made with os.fork {outcome}: it ends here; let it call os._exit"
@@ -183,16 +154,7 @@ def make_hello(
     proof: str = "",
     threads: int = 1,
 ) -> Hello:
-    """Return this process's Hello.
-
-    Args:
-        cached: finished calls that it offers.
-        gpus: the number of GPUs that it owns.
-        code_digests: digests of the code folders of which it has copies.
-        proof: proof of the name (`pipedist.worker.identity`).
-        threads: BLAS and OpenMP threads that it was started with.
-    """
-    here = Platform.here()
+    """Return this process's Hello."""
     return Hello(
         worker=worker,
         incarnation=incarnation,
@@ -200,13 +162,9 @@ def make_hello(
         host=os.uname().nodename,
         boot=boot_id(),
         wire=WIRE_VERSION,
-        python=here.python,
-        numpy=here.numpy,
-        pipedist=here.pipedist,
-        cpu=here.cpu,
+        **asdict(Platform.here()),
         cached=cached,
         gpus=gpus,
-        traits=here.traits,
         code_digests=code_digests,
         proof=proof,
         threads=threads,
@@ -216,8 +174,7 @@ def make_hello(
 def boot_id() -> str:
     """Return an id that is equal for processes that see the same files.
 
-    Containers of one host share the kernel, but not the files. If the kernel has no boot id (macOS), the name
-    of the host is returned.
+    Containers of one host share the kernel, but not the files. Without a kernel boot id (macOS), it is the host name.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _IDLE = -1
@@ -24,11 +25,7 @@ _BYTES = 8 * _CELLS
 
 
 class Running(NamedTuple):
-    """The running call of a worker.
-
-    Args:
-        stage: the number of the stage in the pass's program, from 1; 0: unknown.
-    """
+    """The running call of a worker; `stage` counts in the pass's program from 1, 0: unknown."""
 
     lease: int
     call: int
@@ -49,183 +46,43 @@ def unpack_running(data: bytes) -> Running | None:
     return None if _IDLE in running[:2] else running
 
 
-NO_CALL = Running(0, 0, 0)
-"""Reported if no call caused the end of a worker; no lease has the number 0."""
+NO_CALL = Running(0, 0, 0)  # reported if no call caused the end of a worker; no lease has the number 0
 
 
 class Overdue(NamedTuple):
-    """A stage's function that has exceeded its time limit.
-
-    Args:
-        running: its call.
-        began_ns: when it began, on the system's monotonic clock.
-    """
+    """A stage's function that has exceeded its time limit; it began at `began_ns` (monotonic clock)."""
 
     running: Running
     began_ns: int
 
 
+@dataclass(slots=True)
+class _Timed:
+    stage: int
+    began_ns: int
+    limit_ns: int
+    paused_ns: int = 0
+
+
 class StageClock:
     """Records the running stage's function and its time limit.
 
-    The base class records nothing.
+    Of several functions, the running one, else the first that is due. Without `cells` of a `CallProgress`, no other
+    process sees the record.
     """
+
+    def __init__(self, cells: memoryview | None = None) -> None:
+        self._cells = memoryview(bytearray(_BYTES)).cast("q") if cells is None else cells
+        self._timed: dict[int, _Timed] = {}
+        self._lock = threading.Lock()  # needed in gangs, whose replicas are threads
 
     @property
     def is_timing(self) -> bool:
         """Whether a function with a time limit runs."""
-        return False
-
-    def enter(self, stage: int) -> None:
-        """Record the stage of the running call; 0: unknown."""
-
-    def start(self, call: int, stage: int, limit_ns: int) -> None:
-        """Record the start of a stage's function, and its time limit."""
-
-    def stop(self, call: int) -> None:
-        """Record the end of the function, if a start was recorded."""
-
-    def pause(self, call: int) -> None:
-        """Stop the time of the function while it waits for other replicas."""
-
-    def resume(self, call: int) -> None:
-        """Continue the time of the function."""
-
-    def step(self, call: int) -> None:
-        """Record which one of several overlapping calls has the thread."""
-
-    def unstep(self) -> None:
-        """Record that the call has yielded the thread."""
-
-
-class CallProgress:
-    """The running call of a worker, as int64 numbers in shared memory.
-
-    Without a file, the memory is shared with processes that are forked later; with a file, with all processes that
-    have opened it. Only the worker writes it.
-
-    Args:
-        file: descriptor of a file of `BYTES`; None: memory that children inherit.
-    """
-
-    BYTES = _BYTES
-
-    clock: StageClock = StageClock()
-    """Records the running stage."""
-
-    def __init__(self, file: int | None = None) -> None:
-        self._memory = mmap.mmap(-1 if file is None else file, _BYTES)
-        self._cells = memoryview(self._memory).cast("q")
-        if file is None:
-            self.idle()
-        self.clock = _SharedClock(self._cells)
-
-    def idle(self) -> None:
-        """Record that no call runs, unless calls with a time limit wait."""
-        if self.clock.is_timing:
-            return
-        self._cells[_LIMIT] = 0
-        self._cells[_LEASE] = self._cells[_CALL] = _IDLE
-
-    def of_lease(self, lease: int) -> Callable[[int], None]:
-        """Return a function that records the running call of a lease."""
-        cells = self._cells
-
-        def begin(call: int) -> None:
-            cells[_STAGE] = 1
-            cells[_CALL] = call
-            cells[_LEASE] = lease
-
-        return begin
-
-    def read(self) -> Running | None:
-        """Return the running call, or None."""
-        cells = self._cells
-        running = Running(cells[_LEASE], cells[_CALL], cells[_STAGE])
-        return None if _IDLE in running[:2] else running
-
-    def overdue(self, now_ns: int) -> Overdue | None:
-        """Return the stage's function that has exceeded its limit, or None.
-
-        Args:
-            now_ns: `time.monotonic_ns()`, which is the same clock in all processes of a host.
-        """
-        cells = self._cells
-        limit = cells[_LIMIT]  # read first, as it is written last: so the start time cannot be older
-        began = cells[_BEGAN]
-        if not limit or now_ns - began <= limit:
-            return None
-        return Overdue(Running(cells[_LEASE], cells[_TIMED_CALL], cells[_TIMED_STAGE]), began)
-
-    def is_still(self, overdue: Overdue) -> bool:
-        """Return whether this function was still running when the process ended."""
-        cells = self._cells
-        running = Running(cells[_LEASE], cells[_TIMED_CALL], cells[_TIMED_STAGE])
-        return bool(cells[_LIMIT]) and cells[_BEGAN] == overdue.began_ns and running == overdue.running
-
-    def end(self) -> None:
-        """Record that the process ends by itself, not through user code."""
-        self._cells[_OVER] = 1
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the process has ended by itself, not through user code."""
-        return bool(self._cells[_OVER])
-
-    def begin(self) -> None:
-        """Reset the memory for a new process."""
-        self._cells[_OVER] = 0
-        self.idle()
-
-    def close(self) -> None:
-        """Close the memory."""
-        self.clock = StageClock()
-        self._cells.release()
-        self._memory.close()
-
-
-def end_of(progress: CallProgress, overdue: Overdue | None) -> tuple[Running | None, bool]:
-    """Return the last call of a process, and whether the parent killed it for that.
-
-    Args:
-        overdue: the function for which the parent killed it; None: it did not.
-    """
-    if overdue is None:
-        return progress.read(), False
-    if progress.is_still(overdue):
-        return overdue.running, True
-    return NO_CALL, False  # the function had just returned
-
-
-class _Timed:
-    """A running function: its start, its limit, and the start of its wait."""
-
-    __slots__ = ("began_ns", "limit_ns", "paused_ns", "stage")
-
-    def __init__(self, stage: int, began_ns: int, limit_ns: int) -> None:
-        self.stage = stage
-        self.began_ns = began_ns
-        self.limit_ns = limit_ns
-        self.paused_ns = 0
-
-
-class _SharedClock(StageClock):
-    """Writes to the shared memory.
-
-    Of several functions, the running one, else the first that is due.
-    """
-
-    def __init__(self, cells: memoryview) -> None:
-        self._cells = cells
-        self._timed: dict[int, _Timed] = {}
-        self._lock = threading.Lock()
-        """Needed in gangs, whose replicas are threads."""
-
-    @property
-    def is_timing(self) -> bool:
         return bool(self._timed)
 
     def enter(self, stage: int) -> None:
+        """Record the stage of the running call; 0: unknown."""
         self._cells[_STAGE] = stage
 
     def start(self, call: int, stage: int, limit_ns: int) -> None:
@@ -234,11 +91,13 @@ class _SharedClock(StageClock):
             self._write(call, timed)
 
     def stop(self, call: int) -> None:
+        """Record the end of the function, if a start was recorded."""
         with self._lock:
             if self._timed.pop(call, None) is not None:
                 self._write_first()
 
     def pause(self, call: int) -> None:
+        """Stop the time of the function while it waits for other replicas."""
         with self._lock:
             timed = self._timed.get(call)
             if timed is not None:
@@ -254,12 +113,14 @@ class _SharedClock(StageClock):
                 self._write_first()
 
     def step(self, call: int) -> None:
+        """Record which one of several overlapping calls has the thread."""
         with self._lock:
             timed = self._timed.get(call)
             if timed is not None:
                 self._write(call, timed)
 
     def unstep(self) -> None:
+        """Record that the call has yielded the thread."""
         with self._lock:
             self._write_first()
 
@@ -280,34 +141,109 @@ class _SharedClock(StageClock):
         cells[_LIMIT] = timed.limit_ns
 
 
-class Stepped:
-    """Awaits the result of a call, and records when the call has the thread.
+class CallProgress:
+    """The running call of a worker, as int64 numbers in shared memory that only the worker writes.
 
-    Args:
-        awaitable: the awaitable that an async function returned.
-        clock: records it.
-        call: the number of the call.
+    `file` is the descriptor of a file of `BYTES`; None: memory that is shared with processes that are forked later.
     """
 
-    def __init__(self, awaitable: Any, clock: StageClock, call: int) -> None:
-        self._awaitable = awaitable
-        self._clock = clock
-        self._call = call
+    BYTES = _BYTES
+
+    clock: StageClock = StageClock()  # records the running stage
+
+    def __init__(self, file: int | None = None) -> None:
+        self._memory = mmap.mmap(-1 if file is None else file, _BYTES)
+        self._cells = memoryview(self._memory).cast("q")
+        if file is None:
+            self.idle()
+        self.clock = StageClock(self._cells)
+
+    def idle(self) -> None:
+        """Record that no call runs, unless calls with a time limit wait."""
+        if self.clock.is_timing:
+            return
+        self._cells[_LIMIT] = 0
+        self._cells[_LEASE] = self._cells[_CALL] = _IDLE
+
+    def of_lease(self, lease: int) -> Callable[[int], None]:
+        """Return a function that records the running call of a lease."""
+        cells = self._cells
+
+        def begin(call: int) -> None:
+            cells[_STAGE] = 1
+            cells[_CALL] = call
+            cells[_LEASE] = lease
+
+        return begin
+
+    def read(self) -> Running | None:
+        cells = self._cells
+        running = Running(cells[_LEASE], cells[_CALL], cells[_STAGE])
+        return None if _IDLE in running[:2] else running
+
+    def overdue(self, now_ns: int) -> Overdue | None:
+        """Return the stage's function that has exceeded its limit at `time.monotonic_ns()`, or None."""
+        cells = self._cells
+        limit = cells[_LIMIT]  # read first, as it is written last: so the start time cannot be older
+        began = cells[_BEGAN]
+        if not limit or now_ns - began <= limit:
+            return None
+        return Overdue(Running(cells[_LEASE], cells[_TIMED_CALL], cells[_TIMED_STAGE]), began)
+
+    def is_still(self, overdue: Overdue) -> bool:
+        """Return whether this function was still running when the process ended."""
+        cells = self._cells
+        running = Running(cells[_LEASE], cells[_TIMED_CALL], cells[_TIMED_STAGE])
+        return bool(cells[_LIMIT]) and cells[_BEGAN] == overdue.began_ns and running == overdue.running
+
+    def end(self) -> None:
+        """Record that the process ends by itself, not through user code."""
+        self._cells[_OVER] = 1
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._cells[_OVER])
+
+    def begin(self) -> None:
+        self._cells[_OVER] = 0
+        self.idle()
+
+    def close(self) -> None:
+        self.clock = StageClock()
+        self._cells.release()
+        self._memory.close()
+
+
+def end_of(progress: CallProgress, overdue: Overdue | None) -> tuple[Running | None, bool]:
+    """Return the last call of a process, and whether the parent killed it as `overdue`."""
+    if overdue is None:
+        return progress.read(), False
+    if progress.is_still(overdue):
+        return overdue.running, True
+    return NO_CALL, False  # the function had just returned
+
+
+@dataclass(slots=True)
+class Stepped:
+    """Awaits the result of a call, and records when the call has the thread."""
+
+    awaitable: Any
+    clock: StageClock
+    call: int
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        """Run the awaitable step by step."""
-        steps = self._awaitable.__await__()
+        steps = self.awaitable.__await__()
         send = getattr(steps, "send", None) or (lambda _nothing: next(steps))
         value: Any = None
         error: BaseException | None = None
         while True:
-            self._clock.step(self._call)
+            self.clock.step(self.call)
             try:
                 waits_for = send(value) if error is None else steps.throw(error)
             except StopIteration as stop:
                 return stop.value
             finally:
-                self._clock.unstep()
+                self.clock.unstep()
             value = error = None
             try:
                 value = yield waits_for

@@ -31,17 +31,11 @@ class RelayBuffer:
     """Parts of other members for one lease that no exchange has used yet."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, dict[int, Sequence[memoryview]]] = {}
-        """Number of an exchange -> member -> its word and frames."""
-        self._ended: dict[int, str] = {}
-        """Members that have ended -> the reason."""
+        self._parts: dict[int, dict[int, Sequence[memoryview]]] = {}  # exchange -> member -> word, frames
+        self._ended: dict[int, str] = {}  # members that have ended -> the reason
 
     def put(self, relay: Relay, frames: Sequence[memoryview]) -> None:
-        """Store a part, or the end of a member.
-
-        Raises:
-            RemoteProtocolError: the part has no word, or was sent twice.
-        """
+        """Store a part, or the end of a member."""
         if not relay.number:
             self._ended[relay.member] = relay.text
             return
@@ -55,9 +49,8 @@ class RelayBuffer:
     def missing(self, number: int, members: Sequence[int]) -> tuple[int, ...]:
         """Return the members that have not sent a part, and still may.
 
-        Raises:
-            GangAborted: a member has failed before its part. A later failure is ignored, so that the replicas
-                which find a mismatch, and fail with it, do not depend on timing.
+        Raises GangAborted if a member has failed before its part. A later failure is ignored, so that the replicas
+        which find a mismatch, and fail with it, do not depend on timing.
         """
         parts = self._parts.get(number, {})
         missing = tuple(m for m in members if m not in parts and self._ended.get(m) != RETURNED)
@@ -67,52 +60,40 @@ class RelayBuffer:
         return missing
 
     def take(self, number: int) -> dict[int, Sequence[memoryview]]:
-        """Remove and return the parts of an exchange, by member."""
         return self._parts.pop(number, {})
 
 
 class RelayClient(Protocol):
-    """The methods of the worker's driver that the channel calls, from any thread."""
+    """The methods of the worker's driver that gangs call, from any thread.
+
+    They raise GangAborted when the lease is over, or the worker leaves.
+    """
 
     def contribute(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
-        """Send a part.
-
-        Raises:
-            GangAborted: the lease is over, or the worker leaves.
-        """
+        """Send a part."""
 
     def listen(self, lease: int, timeout_s: float) -> None:
-        """Handle received messages; return when that is done, or after some time.
+        """Handle received messages; return when that is done, or after some time."""
 
-        Raises:
-            GangAborted: the lease is over, or the worker leaves.
-        """
+    def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
+        """Report that a collective has waited too long for members."""
 
 
 class RelayChannel:
-    """A `pipedist.collectives.channel.Channel` through the driver process.
-
-    Args:
-        client: sends and receives.
-        lease: this member's lease.
-        buffer: of the lease.
-        member, members: the number of this member, and of all.
-    """
+    """A `pipedist.collectives.channel.Channel` through the driver process."""
 
     def __init__(
         self, client: RelayClient, lease: int, buffer: RelayBuffer, member: int, members: int
     ) -> None:
         self.member = member
         self.members = members
-        self.group = ""
-        """Empty: nothing that these processes set up is kept for other gangs, as their identities are unknown."""
+        self.group = ""  # nothing is kept for other gangs, as the identities of the processes are unknown
         self._client = client
         self._lease = lease
         self._buffer = buffer
         self._others = tuple(m for m in range(members) if m != member)
 
     def exchange(self, number: int, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
-        """Send a part, and wait for those of the others; see the protocol."""
         self._client.contribute(self._lease, number, [word, *frames])
         waits_until = time.monotonic() + policy.timeout_s
         while self._buffer.missing(number, self._others):

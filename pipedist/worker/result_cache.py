@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgpack
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from pipedist.core.record_format import frames_of, pack, whole_records
 from pipedist.errors import RemoteProtocolError
@@ -25,24 +26,17 @@ from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
 from pipedist.protocol.messages import CACHED_RANGES_MAX, Results
 from pipedist.worker.commands import Execute
 from pipedist.worker.events import CallRaised, CallsFinished, Event
-from pipedist.worker.execution import Outcome, PassExecutor
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.lease_run import RejectedLeaseRun
 
 if TYPE_CHECKING:
     from pipedist.worker.leases import Run
 
-CACHED_BYTES_MAX = 256 * 2**20
-"""Maximum size of the results that a worker caches."""
+CACHED_BYTES_MAX = 256 * 2**20  # maximum size of the results that a worker caches
 
 
 class CachedCalls(Struct, frozen=True):
-    """The results of calls [lo, hi), as they were sent.
-
-    Args:
-        busy_ns: execution time of the calls, nanoseconds.
-        frames: the payload of their Results message.
-    """
+    """The results of calls [lo, hi), as they were sent in a Results message."""
 
     lo: int
     hi: int
@@ -51,7 +45,6 @@ class CachedCalls(Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        """The size of the frames."""
         return sum(memoryview(frame).nbytes for frame in self.frames)
 
     def part(self, lo: int, hi: int) -> CachedCalls:
@@ -65,17 +58,10 @@ class CachedCalls(Struct, frozen=True):
 
 
 class ResultCache:
-    """The cached results of one worker.
-
-    Args:
-        bytes_max: their maximum total size.
-    """
-
     def __init__(self, bytes_max: int = CACHED_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._size_bytes = 0
-        self._passes: dict[str, list[CachedCalls]] = {}
-        """By key, in the order in which they finished."""
+        self._passes: dict[str, list[CachedCalls]] = {}  # by key, in the order in which they finished
 
     def __len__(self) -> int:
         """Return the number of cached calls."""
@@ -98,26 +84,19 @@ class ResultCache:
             self._passes[key] = rest
 
     def drop(self, key: str) -> None:
-        """Drop everything under a key."""
         self._size_bytes -= sum(each.size_bytes for each in self._passes.pop(key, ()))
 
     def offers(self) -> tuple[str, ...]:
-        """Return the cached ranges for Hello, "key:lo-hi".
-
-        The largest ones if there are too many.
-        """
-        found = []
-        for key, cached in self._passes.items():
-            for lo, hi in _merged((each.lo, each.hi) for each in cached):
-                found.append((lo - hi, key, lo, hi))
+        """Return the (largest) cached ranges for Hello, "key:lo-hi"."""
+        found = [
+            (lo - hi, key, lo, hi)
+            for key, cached in self._passes.items()
+            for lo, hi in _merged((each.lo, each.hi) for each in cached)
+        ]
         return tuple(f"{key}:{lo}-{hi}" for _, key, lo, hi in sorted(found)[:CACHED_RANGES_MAX])
 
     def recalled(self, key: str, lo: int, hi: int) -> Iterator[CachedCalls]:
-        """Yield the results of calls [lo, hi), in order.
-
-        Raises:
-            RemoteProtocolError: some of them are not cached.
-        """
+        """Yield the results of calls [lo, hi), in order; RemoteProtocolError if some are not cached."""
         for each in sorted(self._passes.get(key, ()), key=lambda each: each.lo):
             until = min(each.hi, hi)
             if each.lo <= lo < until:
@@ -129,21 +108,14 @@ class ResultCache:
     # -- from one incarnation to the next ------------------------------------------------
 
     def save(self, file: int) -> None:
-        """Write everything to a file as records: key, calls, time, and frames.
-
-        Args:
-            file: its descriptor.
-
-        Raises:
-            OSError: there is no space.
-        """
+        """Write everything to a file as records: key, calls, time, and frames."""
+        os.lseek(file, 0, os.SEEK_SET)
         os.ftruncate(file, 0)
-        at = 0
-        for key, cached in self._passes.items():
-            for each in cached:
-                about = msgpack.packb([key, each.lo, each.hi, each.busy_ns])
-                for buffer in pack([about, *each.frames]):
-                    at = _write(file, memoryview(buffer).cast("B"), at)
+        with open(file, "wb", closefd=False) as out:
+            for key, cached in self._passes.items():
+                for each in cached:
+                    about = msgpack.packb([key, each.lo, each.hi, each.busy_ns])
+                    out.writelines(pack([about, *each.frames]))
 
     def load(self, file: int) -> None:
         """Add the complete records of an earlier incarnation, and empty the file."""
@@ -166,40 +138,22 @@ def _merged(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _write(file: int, data: bytes | memoryview, at: int) -> int:
-    """Write all of it; return where it ends."""
-    rest = memoryview(data)
-    while rest:
-        count = os.pwrite(file, rest, at)
-        at += count
-        rest = rest[count:]
-    return at
-
-
 class ResultReporter:
     """Reports calls to the machine; the caller holds the machine's lock.
 
     The machine sees which calls are over, and decides which message is sent; their results stay here until then.
-
-    Args:
-        handle: passes an event to the machine, and executes its commands.
-        cache: holds results until they are durable.
     """
 
     def __init__(self, handle: Callable[[Event], None], cache: ResultCache) -> None:
         self._handle = handle
         self._cache = cache
-        self._keys: dict[int, str] = {}
-        """Keys of the bound passes whose results are cached."""
-        self.payload: Sequence[Frame] = ()
-        """The results that are being reported."""
-        self.recalls: set[int] = set()
-        """Leases whose results are cached already."""
+        self._keys: dict[int, str] = {}  # keys of the bound passes whose results are cached
+        self.payload: Sequence[Frame] = ()  # the results that are being reported
+        self.recalls: set[int] = set()  # leases whose results are cached already
 
     # -- executed calls ------------------------------------------------------------------
 
     def finished(self, lease: int, run: Run) -> None:
-        """Report the finished calls of a run that are not reported yet."""
         lo, outcomes, busy_ns = run.take()
         if not outcomes or isinstance(run, RejectedLeaseRun):
             return
@@ -208,36 +162,17 @@ class ResultReporter:
             self.payload = encode(outcomes)
         except UnsendableError:
             for call, outcome in enumerate(outcomes, lo):
-                self._finished_one(lease, run.executor, call, outcome, busy_ns if call == lo else 0)
+                if (failure := run.executor.unsendable(call, outcome)) is not None:
+                    self.failed(lease, failure)
+                    continue
+                self.payload = encode([outcome])
+                self._handle(CallsFinished(lease, call, call + 1, busy_ns if call == lo else 0))
         else:
             self._handle(CallsFinished(lease, lo, hi, busy_ns))
         self.payload = ()
 
-    def _finished_one(
-        self, lease: int, executor: PassExecutor, call: int, outcome: Outcome, busy_ns: int
-    ) -> None:
-        failure = executor.unsendable(call, outcome)
-        if failure is not None:
-            self.failed(lease, failure)
-            return
-        self.payload = encode([outcome])
-        self._handle(CallsFinished(lease, call, call + 1, busy_ns))
-
     def failed(self, lease: int, failure: CallFailure) -> None:
-        """Report a call that raised, or whose result cannot be sent."""
-        self._handle(
-            CallRaised(
-                lease,
-                failure.call,
-                failure.stage,
-                failure.module,
-                failure.name,
-                failure.text,
-                failure.traceback,
-                failure.retryable,
-                failure.aborted,
-            )
-        )
+        self._handle(CallRaised(lease, *astuple(failure)))
 
     # -- cached calls --------------------------------------------------------------------
 
@@ -247,26 +182,16 @@ class ResultReporter:
             self._keys[pass_id] = key
 
     def drop_pass(self, pass_id: int) -> None:
-        """Drop the cached results of a pass."""
-        key = self._keys.pop(pass_id, "")
-        if key:
-            self._cache.drop(key)
+        self._cache.drop(self._keys.pop(pass_id, ""))
 
     def store(self, pass_id: int, results: Results) -> None:
-        """Cache the results that are being reported."""
         calls = CachedCalls(results.lo, results.hi, results.busy_ns, self.payload)
         self._cache.add(self._keys[pass_id], calls)
 
     def release(self, pass_id: int, before: int) -> None:
-        """Drop calls of a pass below `before`: they are durable."""
         self._cache.release(self._keys[pass_id], before)
 
     def recalled(self, slice_: Execute) -> None:
-        """Report the cached calls of a recalled lease.
-
-        Raises:
-            RemoteProtocolError: some of them are not cached.
-        """
         for calls in self._cache.recalled(self._keys[slice_.pass_id], slice_.lo, slice_.hi):
             self.payload = calls.frames
             self._handle(CallsFinished(slice_.lease, calls.lo, calls.hi, calls.busy_ns))

@@ -18,12 +18,7 @@ from pipedist.worker.inputs import States, fill_states, state_names
 
 
 class Stage:
-    """A stage's function, ready to be called.
-
-    Args:
-        program: the stage.
-        code: folders of the spec's modules.
-    """
+    """A stage's function, ready to be called; `code` has the folders of the spec's modules."""
 
     def __init__(self, program: StageProgram, code: Sequence[str]) -> None:
         self.name = program.name
@@ -35,31 +30,19 @@ class Stage:
         self._program = program
         self._code = code
         self._error: Exception | None = None
-        self._reads = sorted(state_names(program.kwargs)) if program.kwargs else []
-        """The states in the stage's arguments."""
-        self._read: list[tuple[int, int]] = []
-        """Space and version of each state that `_kwargs` contains."""
-        self._values: Mapping[str, Tree] = {}
-        """The values of the states that the calls read, by name."""
+        self._reads = sorted(state_names(program.kwargs)) if program.kwargs else []  # names of states
+        self._read: list[tuple[int, int]] = []  # space and version of each state that `_kwargs` contains
+        self._values: Mapping[str, Tree] = {}  # the values of the states that the calls read, by name
         self._kwargs = _Kwargs({} if self._reads else program.kwargs)
         self._fn: Callable[..., Any] | None = None
-        self._instances: dict[int, Callable[..., Any]] = {}
-        """In a gang, one for each replica; else one, under 0."""
+        self._instances: dict[int, Callable[..., Any]] = {}  # by replica in a gang; else under 0
         self._wants_ctx = False
-        self.is_loaded = False
-        """Whether the function was found, and can be called."""
-        self.is_class = False
-        """Whether calls go to an instance, which serves one call at a time."""
-        self.is_async = False
-        """Whether calls return an awaitable."""
+        self.is_loaded = False  # whether the function was found, and can be called
+        self.is_class = False  # whether calls go to an instance, which serves one call at a time
+        self.is_async = False  # whether calls return an awaitable
 
     def load(self) -> None:
-        """Find the function. Later calls repeat the outcome of the first.
-
-        Raises:
-            FunctionNotFound: there is no such function.
-            TypeError: the stage cannot call it.
-        """
+        """Find the function, or raise the error for which it cannot be called, as the first time."""
         if self._error is not None:
             raise self._error.with_traceback(None)
         if self.is_loaded:
@@ -86,17 +69,7 @@ class Stage:
         self.is_loaded = True
 
     def use(self, states: States, values: Mapping[str, Tree]) -> None:
-        """Set the states that the next lease reads.
-
-        For other versions, a new instance is made.
-
-        Args:
-            states: their versions.
-            values: by name.
-
-        Raises:
-            RemoteProtocolError: the lease does not name a state of the stage's arguments.
-        """
+        """Set the states that the next lease reads; for other versions, a new instance is made."""
         self._values = values
         if not self._reads:
             return
@@ -109,21 +82,13 @@ class Stage:
             self._read = read
 
     def make_instance(self, owner: int = 0) -> None:
-        """Construct an instance if the function is a class and has none yet.
-
-        Args:
-            owner: the owner of the instance: in a gang each replica has its own, as their calls overlap.
-        """
+        """Construct an instance for a replica of a gang, or for all calls (0), if the function is a class."""
         if self.is_class and owner not in self._instances:
             assert self._fn is not None  # load() came first
             self._instances[owner] = self._fn(**self._kwargs.fresh())
 
     def call(self, value: Tree, ctx: ReplicaContext, owner: int = 0) -> Any:
-        """Call the function, after `load` and `make_instance`.
-
-        Returns:
-            Its result; an awaitable if it is async.
-        """
+        """Call the function after `load` and `make_instance`; its result is an awaitable if it is async."""
         fn = self._instances[owner] if self.is_class else self._fn
         assert fn is not None  # load() came first
         kwargs = {} if self.is_class else self._kwargs.fresh()
@@ -148,7 +113,10 @@ class _Kwargs:
 
     def __init__(self, kwargs: Mapping[str, Tree]) -> None:
         self._kwargs = {name: as_readonly(value) for name, value in kwargs.items()}
-        self._nested = any(isinstance(v, (dict, list)) or _is_nest(v) for v in self._kwargs.values())
+        self._nested = any(
+            isinstance(value, (dict, list, tuple)) or hasattr(type(value), "__dataclass_fields__")
+            for value in self._kwargs.values()
+        )
 
     def fresh(self) -> dict[str, Tree]:
         if self._nested:
@@ -156,15 +124,8 @@ class _Kwargs:
         return dict(self._kwargs)
 
 
-def _is_nest(value: Tree) -> bool:
-    return isinstance(value, tuple) or hasattr(type(value), "__dataclass_fields__")
-
-
 def _fold(fn: Callable[..., Tree], groups: Sequence[Sequence[Tree]], kwargs: dict[str, Tree]) -> Tree:
-    """Fold groups by `fn(a, b)` in the fixed tree.
-
-    First each group's components, then the results.
-    """
+    """Fold groups by `fn(a, b)` in the fixed tree: first each group's components, then the results."""
 
     def combine(a: Tree, b: Tree) -> Tree:
         return fn(a, b, **kwargs)

@@ -45,9 +45,6 @@ class ReplicaStrategy:
     """The strategy inside a replica function (tf.distribute: `ctx.strategy`).
 
     Methods that need all replicas raise RuntimeError.
-
-    Args:
-        num_replicas_in_sync: R.
     """
 
     __slots__ = ("num_replicas_in_sync",)
@@ -73,32 +70,22 @@ class ReplicaStrategy:
 class VariableValues(Protocol):
     """The current values of a step's variables, by space."""
 
-    def value(self, space: int) -> NDArray[Any]:
-        """Return the current value of a variable, read-only."""
+    def value(self, space: int) -> NDArray[Any]: ...
 
     def change(self, variable: Any, how: Any, operand: object) -> Any:
-        """Assign to a variable.
-
-        Return its new value, or its awaitable in an async function.
-        """
+        """Assign to a variable; return its new value, or an awaitable of it in an async function."""
 
 
 class VariablesOfReplica(VariableValues, Protocol):
     """The variables of a step in one replica (`replica.ReplicaVariables`)."""
 
-    def assigned(self) -> Tree:
-        """Return the assigned values, {space: value}, or None."""
+    def assigned(self) -> Tree: ...
 
     def merge(
         self, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> tuple[Callable[..., Tree], tuple[Any, ...], dict[str, Any]]:
-        """Return the call to make instead of `fn`, with all replicas' variables."""
+    ) -> tuple[Callable[..., Tree], tuple[Any, ...], dict[str, Any]]: ...
 
-    def merged(self, result: Tree) -> Tree:
-        """Apply the assignments of a merge_call.
-
-        Return the result of the user's function.
-        """
+    def merged(self, result: Tree) -> Tree: ...
 
 
 class VariablesOfMerge(VariableValues, Protocol):
@@ -107,14 +94,12 @@ class VariablesOfMerge(VariableValues, Protocol):
     def components(self, value: Tree, *, mirrored: bool) -> Tree:
         """Return a value with the replicas' values in place of its variables.
 
-        Args:
-            mirrored: return a PerReplica also if all replicas have the same value.
+        `mirrored`: return a PerReplica also if all replicas have the same value.
         """
 
     def update(
         self, variable: Any, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Tree:
-        """Call `fn(variable, *args, **kwargs)` for each copy of a variable."""
+    ) -> Tree: ...
 
 
 merged_variables: ContextVar[VariablesOfMerge | None] = ContextVar("pipedist_merged_variables", default=None)
@@ -125,9 +110,6 @@ class MergeStrategy:
     """The strategy inside merge_call, the first argument of its function.
 
     It has the methods of Strategy, but none of them is awaited: the values are already here.
-
-    Args:
-        num_replicas_in_sync: R.
     """
 
     __slots__ = ("num_replicas_in_sync",)
@@ -145,10 +127,7 @@ class MergeStrategy:
         return values.gather(_components(value, mirrored=True), axis, self.num_replicas_in_sync)
 
     def local_results(self, value: Tree) -> tuple[Tree, ...]:
-        """Return the component of each replica, in order.
-
-        See `pipedist.values.local_results`.
-        """
+        """Return the component of each replica; see `pipedist.values.local_results`."""
         return values.local_results(_components(value, mirrored=True), self.num_replicas_in_sync)
 
     def update(

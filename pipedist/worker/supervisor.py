@@ -52,30 +52,15 @@ from pipedist.worker.process import ExitCode
 from pipedist.worker.process_setup import WorkerSettings, handle_signals
 from pipedist.worker.progress import CallProgress, Overdue, end_of
 
-HEARTBEAT_S = 1.0
-"""Interval of heartbeats, until the scheduler sets another one."""
+HEARTBEAT_S = 1.0  # interval of heartbeats, until the scheduler sets another one
+POLL_S = 0.05  # how soon the end of the worker process is noticed
+LIVED_S = 10.0  # a worker process that ends sooner, and not in a call, counts as a failed start
+STARTS_FAILED_MAX = 5  # failed starts in a row before the supervisor gives up
+LEAVE_S = 10.0  # how long the worker process may take, after SIGTERM, to finish its call
+STOPPED_S_MAX = 3.0  # how long the worker process may be stopped (SIGSTOP) before it is killed
 
-POLL_S = 0.05
-"""How soon the end of the worker process is noticed."""
-
-LIVED_S = 10.0
-"""A worker process that ends sooner, and not in a call, counts as a failed start."""
-
-STARTS_FAILED_MAX = 5
-"""Failed starts in a row before the supervisor gives up."""
-
-LEAVE_S = 10.0
-"""How long the worker process may take, after SIGTERM, to finish its call."""
-
-STOPPED_S_MAX = 3.0
-"""How long the worker process may be stopped (SIGSTOP) before it is killed; as in a local launcher."""
-
-_END_S = 2.0
-"""How long the worker process may take to end after SIGKILL, or after its Goodbye."""
-
-_PARENT_POLL_S = 0.5
-"""How soon the end of a parent process is noticed that has not closed standard input."""
-
+_END_S = 2.0  # how long the worker process may take to end after SIGKILL, or after its Goodbye
+_PARENT_POLL_S = 0.5  # how soon the end of a parent process is noticed that has not closed standard input
 _STANDARD_INPUT = 0
 
 _FINAL = {
@@ -103,19 +88,9 @@ def run_worker(
 
     Call it in the main thread: it handles SIGTERM and, if that is not ignored, SIGHUP.
 
-    Args:
-        endpoint: the scheduler's.
-        key_file: the cluster's keys.
-        threads: BLAS and OpenMP threads of the worker.
-        join_s: how long the scheduler may take to reply, seconds.
-        leave_s: how long the worker may take, after SIGTERM, to finish its call, seconds.
-
     Returns:
         0: the worker was stopped by the scheduler, or by a signal; 1: it was refused, no scheduler
         replied (any more), or it kept dying; 2: the endpoint or the key file can't be used.
-
-    Raises:
-        UsageError: the key file can't be read, or the endpoint is malformed.
     """
     supervisor = Supervisor(
         endpoint,
@@ -136,9 +111,7 @@ def run_worker(
 def main(arguments: Mapping[str, Any]) -> None:
     """Run the supervisor of a `launchers.SupervisorProcess`, then exit.
 
-    Args:
-        arguments: `parent`, the process id of the parent; `keys`, the descriptor of the memory with the text
-            of the key file; the other fields of `JoinConfig`.
+    `keys` is the descriptor of the memory with the text of the key file.
     """
     keys = int(arguments["keys"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler handles the terminal's Ctrl-C
@@ -178,13 +151,9 @@ class Supervisor:
     """Keeps one worker process alive.
 
     Args:
-        endpoint: the scheduler's.
-        key_file: path of the cluster's keys.
-        threads: BLAS and OpenMP threads of the worker.
         join_s: how long the scheduler may take to reply, seconds.
         leave_s: how long the worker may take to finish its call, seconds.
         rejoin_s: how long to wait for another scheduler when one is gone, seconds, at least.
-        gpus: the number of GPUs that the worker owns.
         task: role and index of the program that it belongs to, "worker/1"; "": none.
         on_share: called with the number and the frames of a Share, in the thread of `run`.
         inherited: descriptors that the worker process inherits.
@@ -208,15 +177,13 @@ class Supervisor:
     ) -> None:
         self._endpoint = endpoint
         self._key_file = key_file
-        self._keys: ClientKeys | None = None
-        """Content of the key file when the latest connection was made; None: before."""
+        self._keys: ClientKeys | None = None  # as read for the latest connection
         self._threads = threads
         self._join_s = join_s
         self._leave_s = leave_s
         self._rejoin_s_min = rejoin_s
         self._gpus = gpus
-        self._died_in_call = False
-        """The latest worker process has ended while it was executing a call."""
+        self._died_in_call = False  # the latest worker process has ended while it was executing a call
         self._inherited = inherited
         self._code = code
         # Unique among the workers of a host, also where a batch system starts many in one container.
@@ -226,35 +193,21 @@ class Supervisor:
         self._on_share = on_share
         self._heartbeat_s = HEARTBEAT_S
         self._dealer: Dealer | None = None
-        self._next_at = 0.0
-        """When the next heartbeat is due."""
-        self._progress_file = -1
-        """Memory in which the worker process notes what it executes."""
-        self._proof_file = -1
-        """Memory with the proof of the worker's name: command lines are visible to others."""
-        self._cache_file = -1
-        """Memory through which a worker process hands finished results on to the next one."""
-        self._rejoin_s: float | None = None
-        """How long to wait for another scheduler when one is gone; None: there was none."""
-        self._gone_since: float | None = None
-        """When the connection to the scheduler was lost; None while there is one."""
-        self._cluster = ""
-        """Id of the scheduler generation that sent the latest Welcome."""
-        self._failed = 0
-        """Worker processes in a row that ended soon."""
-        self._leave_until: float | None = None
-        """When the worker process is killed that is to leave; None: it is not to leave."""
+        self._next_at = 0.0  # when the next heartbeat is due
+        self._progress_file = -1  # memory in which the worker process notes what it executes
+        self._proof_file = -1  # memory with the proof of the name: command lines are visible to others
+        self._cache_file = -1  # memory for finished results that the next worker process takes over
+        self._rejoin_s: float | None = None  # how long to wait for another scheduler; None: there was none
+        self._gone_since: float | None = None  # when the connection was lost; None while there is one
+        self._cluster = ""  # id of the scheduler generation that sent the latest Welcome
+        self._failed = 0  # worker processes in a row that ended soon
+        self._leave_until: float | None = None  # when the worker process that is to leave is killed
         self._progress = CallProgress()
-        self._overdue: Overdue | None = None
-        """The call for which the worker process was killed, because it took too long."""
-        self._code_root: ScratchFolder | None = None
-        """Folder for copies of the scheduler's code while this runs."""
+        self._overdue: Overdue | None = None  # the function for which the worker process was killed
+        self._code_root: ScratchFolder | None = None  # for copies of the scheduler's code
 
     def run(self) -> int:
-        """Start the worker process repeatedly, until there is a reason to end.
-
-        Returns:
-            The exit code, as for `run_worker`.
+        """Start the worker process repeatedly, until there is a reason to end; return the exit code.
 
         Raises:
             UsageError: the key file can't be read, or the endpoint is malformed.
@@ -313,14 +266,12 @@ class Supervisor:
     def leave(self, *, at_once: bool = False) -> None:
         """Leave as soon as the worker process has finished its call; thread-safe.
 
-        Args:
-            at_once: do not wait for the call; so does the second `leave`.
+        With `at_once`, do not wait for the call; nor does the second `leave`.
         """
         at_once = at_once or self._leave_until is not None
         self._leave_until = time.monotonic() + (0.0 if at_once else self._leave_s)
 
     def is_leaving(self) -> bool:
-        """Return whether `leave` was called."""
         return self._leave_until is not None
 
     def _is_given_up(self, slack_s: float = 0.0) -> bool:
@@ -413,7 +364,6 @@ class Supervisor:
         return ending
 
     def _report_crash(self, text: str, incarnation: int, *, crashed: bool) -> None:
-        """Report the end of a worker process that crashed, and its call."""
         running, timed_out = end_of(self._progress, self._overdue)
         self._died_in_call = running is not None
         if timed_out:
@@ -517,13 +467,8 @@ class Supervisor:
 class WorkerProcess:
     """The worker process of a supervisor, from its start to its end.
 
-    Args:
-        settings: of the worker.
-        progress: descriptor of the memory in which it notes what it executes.
-        cache: descriptor of the memory through which finished results go to the next process.
-        proof: descriptor of the memory with the proof of its name.
-        code: folders that are appended to its `sys.path`.
-        inherited: further descriptors that it inherits.
+    `progress`, `cache` and `proof` are descriptors of memory: the running call, finished results for the next process,
+    and the proof of its name. `code` folders are appended to its `sys.path`.
     """
 
     def __init__(
@@ -544,10 +489,8 @@ class WorkerProcess:
             "code": code,
             "settings": asdict(settings),
         }
-        self._stopped_since: float | None = None
-        """When it was stopped (SIGSTOP); None while it runs."""
-        self._was_stopped = False
-        """It was stopped for STOPPED_S_MAX."""
+        self._stopped_since: float | None = None  # when it was stopped (SIGSTOP); None while it runs
+        self._was_stopped = False  # it was stopped for STOPPED_S_MAX
         self._process = subprocess.Popen(
             boot.command("pipedist.worker.process", arguments),
             env=boot.environment(settings.threads),
@@ -557,15 +500,14 @@ class WorkerProcess:
 
     @property
     def code(self) -> int | None:
-        """Its exit code, as `Popen.returncode`; None while it runs."""
+        """The exit code, as `Popen.returncode`; None while it runs."""
         return self._process.poll()
 
     def terminate(self) -> None:
-        """Have it end when its call is over."""
+        """Let it end when its call is over."""
         self._process.terminate()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when it has ended, or after `timeout_s` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
 
@@ -581,7 +523,10 @@ class WorkerProcess:
         """Return whether it has been stopped for STOPPED_S_MAX."""
         if not hasattr(os, "waitid"):  # macOS: a stopped process is not noticed
             return False
-        change = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        try:
+            change = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+        except ChildProcessError:  # it has just ended
+            return False
         if change is not None:
             self._stopped_since = time.monotonic() if change.si_code == os.CLD_STOPPED else None
         since = self._stopped_since
@@ -589,10 +534,5 @@ class WorkerProcess:
         return self._was_stopped
 
     def describe(self, code: int) -> str:
-        """Return how it ended, as text.
-
-        Args:
-            code: as `Popen.returncode`.
-        """
         text = describe_exit(code)
         return f"stopped for {STOPPED_S_MAX:g} s, then killed with {text}" if self._was_stopped else text

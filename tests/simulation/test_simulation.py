@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pipedist.errors import UsageError
+from pipedist.protocol import messages
 from pipedist.scheduler import Scheduler
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
@@ -20,6 +21,7 @@ from pipedist.scheduler.outcomes import Outcomes
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.speculation import Speculation
 from pipedist.testing import Faults, SimulationFailure
+from pipedist.worker import events as worker_events
 from pipedist.worker import machine
 from pipedist.worker.machine import WorkerMachine
 from tests.simulation.__main__ import main
@@ -129,11 +131,11 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def cancelled_lease_continues(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(machine._HANDLERS, machine.Cancel, lambda self, event, now: [])
+    patch.setitem(machine._HANDLERS, messages.Cancel, lambda self, event, now: [])
 
 
 def ended_pass_is_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(machine._HANDLERS, machine.Unbind, lambda self, event, now: [])
+    patch.setitem(machine._HANDLERS, messages.Unbind, lambda self, event, now: [])
 
 
 def reported_call_is_executed_again(patch: pytest.MonkeyPatch) -> None:
@@ -145,7 +147,7 @@ def reported_call_is_executed_again(patch: pytest.MonkeyPatch) -> None:
         return commands
 
     original = WorkerMachine._on_calls_finished
-    patch.setitem(machine._HANDLERS, machine.CallsFinished, finished)
+    patch.setitem(machine._HANDLERS, worker_events.CallsFinished, finished)
 
 
 WORKER_MUTATIONS: list[Mutation] = [

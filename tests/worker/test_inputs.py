@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pipedist.datasets.sources import open_source
 from pipedist.protocol.program import ReaderConfig, Shards
 from pipedist.worker import inputs
-from pipedist.worker.inputs import ShardFinder
+from pipedist.worker.inputs import LeaseShards, ShardFinder
 
 ROWS = 23
 
@@ -81,7 +81,7 @@ def test_blocks_give_the_same_shards_as_separate_reads(
     alone, together = ShardFinder(reader, replicas), ShardFinder(reader, replicas)
     before, inputs.BLOCK_BYTES_MAX = inputs.BLOCK_BYTES_MAX, block_bytes
     try:
-        lease = together.of_lease(Shards(), lo, lo + count)
+        lease = LeaseShards(together, Shards(), lo, lo + count)
         for call in range(lo, lo + count):
             expected = described(lambda call=call: alone.find(Shards(), call - lo, call))
             assert described(lambda call=call: lease.find(call)) == expected
@@ -94,7 +94,7 @@ def test_blocks_give_the_same_shards_as_separate_reads(
 def test_short_shards_are_read_together(configs: dict[str, dict[str, Any]]) -> None:
     reader = ReaderConfig(configs["range"], 1, ROWS, False)
     finder = ShardFinder(reader, 1)
-    lease = finder.of_lease(Shards(), 0, ROWS)
+    lease = LeaseShards(finder, Shards(), 0, ROWS)
     lease.find(0)
     reads = []
     read = finder._reader.read

@@ -38,6 +38,7 @@ from pipedist.worker.lease_queue import WorkerLimits
 
 HELLO = Hello("w0", 2, 1, "h", "b", 1, "3", "2", "0", "c")
 WELCOME = Welcome("c", 1.0, ())
+PACKAGES = ("pipedist", "pipedist.protocol", "pipedist.worker")
 LIMITS = WorkerLimits(join_s=5, flush_s=0.5, flush_bytes=100, leases_queued_max=2, passes_max=2, states_max=2)
 
 
@@ -349,7 +350,10 @@ def test_it_imports_errors_and_messages_only(module: ModuleType) -> None:
         name
         for node in ast.walk(tree)
         for name in (
-            [node.module]
+            [
+                f"{node.module}.{alias.name}" if node.module in PACKAGES else node.module
+                for alias in node.names
+            ]
             if isinstance(node, ast.ImportFrom)
             else [alias.name for alias in node.names]
             if isinstance(node, ast.Import)

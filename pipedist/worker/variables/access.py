@@ -100,8 +100,7 @@ class Assignable(ArrayOperators, ABC):
         return self._change("assign_sub", delta)
 
     @abstractmethod
-    def _change(self, method: AssignMethod, operand: object) -> Any:
-        """Assign, add or subtract."""
+    def _change(self, method: AssignMethod, operand: object) -> Any: ...
 
 
 class AnyVariable(Assignable, TfNames):
@@ -113,8 +112,7 @@ class AnyVariable(Assignable, TfNames):
 
     @property
     @abstractmethod
-    def _traits(self) -> Traits:
-        """The constant properties of the variable."""
+    def _traits(self) -> Traits: ...
 
     @property
     def name(self) -> str:
@@ -151,10 +149,6 @@ class VariableCopy(Assignable):
     """A copy of a variable, which the function of `Strategy.update` may change.
 
     Assignments return the copy's new value, read-only.
-
-    Args:
-        traits: of the variable.
-        value: of the copy.
     """
 
     __slots__ = ("_traits", "_value")
@@ -164,7 +158,6 @@ class VariableCopy(Assignable):
         self._value = value
 
     def value(self) -> Array:
-        """Return the current value, a read-only array."""
         return self._value
 
     def _change(self, method: AssignMethod, operand: object) -> Array:
@@ -181,15 +174,8 @@ def update_copies(
 ) -> tuple[list[Array], Tree]:
     """Call a function for each copy of a variable (StrategyExtended.update).
 
-    Args:
-        copies: a single one if all replicas have the same value: the function is then called once.
-        fn: called with a `VariableCopy` and its own component of the arguments.
-
-    Returns:
-        The new copies, and the results with PerReplica leaves.
-
-    Raises:
-        ValueError: all replicas have the same value, but an argument is per-replica.
+    Return the new copies, and the results with PerReplica leaves. If all replicas have the same value, there is one
+    copy and one call, and a per-replica argument raises ValueError.
     """
     if traits.copies:
         sides = [VariableCopy(traits, copy) for copy in copies]
@@ -328,9 +314,7 @@ class ShardedVariable(Assignable):
         if not isinstance(operand, np.ndarray | ArrayOperators) and np.can_cast(
             whole.dtype, self.dtype, "same_kind"
         ):
-            whole = whole.astype(
-                self.dtype
-            )  # Python numbers are converted, as in assignments to one variable
+            whole = whole.astype(self.dtype)  # Python numbers are converted, as for one variable
         elif whole.dtype != self.dtype:
             raise ValueError(f"a value of dtype {whole.dtype} for {self!r}: cast it first")
         bounds = self._bounds()

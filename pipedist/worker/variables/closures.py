@@ -18,18 +18,12 @@ from pipedist.worker.context import ReplicaContext
 from pipedist.worker.variables.access import AnyVariable, ShardedVariable, plain
 from pipedist.worker.variables.rules import Array, AssignMethod, Traits, operand_of, updated
 
-Change = tuple[int, AssignMethod, Array]
-"""One assignment: the variable's number, the method, and the operand."""
+Change = tuple[int, AssignMethod, Array]  # one assignment: the variable's number, the method, and the operand
 
 
 @dataclass(frozen=True, slots=True)
 class SentVariable:
-    """A variable as it is sent with a closure.
-
-    Args:
-        traits: `Traits.to_wire`.
-        value: its value at the version that the closure reads.
-    """
+    """A variable as it is sent with a closure: `Traits.to_wire`, and the value that the closure reads."""
 
     traits: list[Any]
     value: Array
@@ -39,9 +33,7 @@ class SentVariable:
 class VariablePlaceholder:
     """Replaces a variable, or a sharded variable, in a closure's arguments.
 
-    Args:
-        numbers: the number of the variable, or of each shard.
-        name: of the sharded variable; "" for a plain variable.
+    `numbers` has the number of the variable, or of each shard; `name` is "" for a plain variable.
     """
 
     numbers: list[int]
@@ -76,9 +68,6 @@ class ClosureVariable(AnyVariable):
 
     Assignments change the closure's own copy at once, and return its new value, read-only. The parameter server
     later repeats them, in the order of the closures, on the value at that time.
-
-    Args:
-        number: of the variable.
     """
 
     __slots__ = ("_number",)
@@ -124,11 +113,7 @@ class ClosureVariable(AnyVariable):
 
 
 class Closure:
-    """Calls a user's function that reads or assigns variables.
-
-    Args:
-        function: the user's function.
-    """
+    """Calls a user's function that reads or assigns variables; returns its result and its changes."""
 
     def __init__(self, function: FunctionRef) -> None:
         self._function = function
@@ -137,7 +122,6 @@ class Closure:
     def __call__(
         self, sent: Mapping[int, SentVariable], args: Tree, kwargs: dict[str, Tree], ctx: ReplicaContext
     ) -> Tree:
-        """Call the function; return its result and its changes."""
         token = _running.set(execution := _Execution(sent))
         try:
             return plain(self._called(args, kwargs, ctx)), execution.changes
@@ -162,7 +146,6 @@ class AsyncClosure(Closure):
     async def __call__(
         self, sent: Mapping[int, SentVariable], args: Tree, kwargs: dict[str, Tree], ctx: ReplicaContext
     ) -> Tree:
-        """Call the function; return its result and its changes."""
         token = _running.set(execution := _Execution(sent))
         try:
             return plain(await self._called(args, kwargs, ctx)), execution.changes
@@ -171,12 +154,6 @@ class AsyncClosure(Closure):
 
 
 def closure_of(fn: Callable[..., Any], function: FunctionRef) -> Closure:
-    """Return the closure of a function.
-
-    Args:
-        fn: the function.
-        function: its reference, which is sent.
-    """
     return AsyncClosure(function) if functions.is_async(fn) else Closure(function)
 
 

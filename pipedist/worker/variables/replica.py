@@ -38,14 +38,9 @@ from pipedist.worker.variables.rules import (
     updated,
 )
 
-PREFIX: Final = "variable:"
-"""Prefix of the name of a variable's state, followed by the number of its space."""
-
-SLOT: Final = "variables"
-"""Slot in which a call sends back its assignments."""
-
-EMIT_OF: Final = -2
-"""`Emit.of` of that slot, which is not the value of a stage."""
+PREFIX: Final = "variable:"  # prefix of the name of a variable's state, followed by the number of its space
+SLOT: Final = "variables"  # slot in which a call sends back its assignments
+EMIT_OF: Final = -2  # `Emit.of` of that slot, which is not the value of a stage
 
 
 def state_name(space: int) -> str:
@@ -54,7 +49,6 @@ def state_name(space: int) -> str:
 
 
 def to_state(traits: Traits, copies: Sequence[Array]) -> Tree:
-    """Return a version of a variable as a tree for workers."""
     return {"traits": traits.to_wire(), "value": list(copies) if traits.copies else copies[0]}
 
 
@@ -76,11 +70,7 @@ class ReplicaVariable(AnyVariable):
         self._traits = traits
 
     def value(self) -> Array:
-        """Return this replica's current value, a read-only array.
-
-        Raises:
-            RuntimeError: called outside of the replica function.
-        """
+        """Return this replica's current value, a read-only array."""
         return self._values().value(self._space)
 
     def _change(self, method: AssignMethod, operand: object) -> Any:
@@ -108,9 +98,7 @@ class ReplicaVariable(AnyVariable):
 class BoundVariables:
     """The variables of one lease, with their values when it begins.
 
-    Args:
-        states: name -> [space, version] of every state of the lease.
-        found: name -> the tree of each variable's state.
+    `states` has [space, version] of every state of the lease; `found` the trees of the variables' states.
     """
 
     def __init__(self, states: Mapping[str, Sequence[int]], found: Mapping[str, Tree]) -> None:
@@ -118,8 +106,7 @@ class BoundVariables:
         self._versions: dict[int, int] = {}
         self._replicas: list[ReplicaVariables] = []
         self.traits: dict[int, Traits] = {}
-        self.proxies: dict[str, ReplicaVariable] = {}
-        """The replacement of each variable in the functions' arguments, by the name of its state."""
+        self.proxies: dict[str, ReplicaVariable] = {}  # by state name: their replacements in arguments
         for name, tree in found.items():
             space, version = states[name]
             value = tree["value"]
@@ -130,10 +117,7 @@ class BoundVariables:
             self.proxies[name] = ReplicaVariable(space, traits)
 
     def of(self, replica: int) -> ReplicaVariables:
-        """Return the variables of one replica.
-
-        Call it once for each replica of the lease.
-        """
+        """Return the variables of one replica. Call it once for each replica of the lease."""
         variables = ReplicaVariables(self, replica)
         self._replicas.append(variables)
         return variables
@@ -149,7 +133,6 @@ class BoundVariables:
         return value if isinstance(value, list) else [value]
 
     def first_value(self, space: int, replica: int) -> Array:
-        """Return a replica's first value."""
         copies = self.copies(space)
         return copies[replica] if self.traits[space].copies else copies[0]
 
@@ -166,12 +149,7 @@ class BoundVariables:
 
 
 def bind(states: Mapping[str, Sequence[int]], found: Mapping[str, Tree]) -> BoundVariables | None:
-    """Return the variables among a lease's states, or None.
-
-    Args:
-        states: name -> [space, version].
-        found: name -> the tree of that version.
-    """
+    """Return the variables among a lease's states, or None."""
     own = {name: tree for name, tree in found.items() if name.startswith(PREFIX)}
     return BoundVariables(states, own) if own else None
 
@@ -182,16 +160,13 @@ class ReplicaVariables:
     def __init__(self, bound: BoundVariables, replica: int) -> None:
         self._bound = bound
         self.replica = replica
-        self.changed: dict[int, Array] = {}
-        """New values by space, in the order of the first assignment."""
+        self.changed: dict[int, Array] = {}  # new values by space, in the order of the first assignment
 
     def value(self, space: int) -> Array:
-        """Return the replica's current value."""
         value = self.changed.get(space)
         return self._bound.first_value(space, self.replica) if value is None else value
 
     def change(self, variable: ReplicaVariable, method: AssignMethod, operand: object) -> Any:
-        """Assign on behalf of the replica function; see `ReplicaVariable.assign`."""
         context = get_replica_context()
         assert context is not None  # the variable got this object from it
         space = variable._space
@@ -218,9 +193,7 @@ class ReplicaVariables:
         return new
 
     def assigned(self) -> Tree:
-        """Return the values that the call sends back, {space: value}.
-
-        None if there are none.
+        """Return the values that the call sends back, {space: value}, or None.
 
         Replica 0 sends the value of a variable without copies; each replica sends its own copy. The arrays are
         read-only, and never change again.
@@ -237,12 +210,7 @@ class ReplicaVariables:
     def merge(
         self, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> tuple[Callable[..., Tree], tuple[Any, ...], dict[str, Any]]:
-        """Return the merge_call to make instead, with all replicas' variables.
-
-        Args:
-            fn, args, kwargs: as passed to `merge_call`, which adds the strategy as first argument.
-                Variables in the arguments remain variables.
-        """
+        """Return the merge_call to make instead; variables in the arguments remain variables."""
         leaves, treedef = trees.flatten((tuple(args), dict(kwargs or {})))
         places = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, ReplicaVariable)}
         # None is a node: the other arguments keep their positions, and the structures of all replicas are compared.
@@ -266,14 +234,7 @@ class ReplicaVariables:
         return body, (rest, copies), {}
 
     def merged(self, result: Tree) -> Tree:
-        """Apply the assignments of the function in merge_call.
-
-        Args:
-            result: this replica's part of the result of the function of `merge`.
-
-        Returns:
-            The result of the user's function.
-        """
+        """Apply the assignments of the function of `merge`; return the user's result."""
         self.changed.update({space: frozen(value) for space, value in result["assigned"].items()})
         return result["result"]
 
@@ -281,9 +242,7 @@ class ReplicaVariables:
 class MergedVariables:
     """The variables of a step inside merge_call.
 
-    Args:
-        own: the variables of the replica in whose thread it runs.
-        copies: the current values of each variable with copies, by space.
+    `own` belongs to the replica in whose thread it runs; `copies` has the current values of variables with copies.
     """
 
     def __init__(self, own: ReplicaVariables, copies: dict[int, list[Array]]) -> None:
@@ -293,17 +252,9 @@ class MergedVariables:
 
     def copies(self, space: int) -> list[Array]:
         """Return each replica's value; a single one if all have the same."""
-        changed = self._changed.get(space)
-        if changed is not None:
-            return changed
-        found = self._copies.get(space)
-        return [self._own.value(space)] if found is None else found
+        return self._changed.get(space) or self._copies.get(space) or [self._own.value(space)]
 
     def components(self, value: Tree, *, mirrored: bool) -> Tree:
-        """Return a value with the replicas' values in place of its variables.
-
-        See `VariablesOfMerge`.
-        """
         traits = self._own._bound.traits
 
         def leaf(item: Any) -> Any:
@@ -315,13 +266,11 @@ class MergedVariables:
         return trees.tree_map(leaf, value)
 
     def value(self, space: int) -> Array:
-        """Return the variable's value, as outside of replica functions."""
         traits = self._own._bound.traits[space]
         copies = self.copies(space)
         return read_copies(traits, copies) if traits.copies else copies[0]
 
     def change(self, variable: ReplicaVariable, method: AssignMethod, operand: object) -> Array:
-        """Assign, as outside of replica functions."""
         space = variable._space
         traits = self._own._bound.traits[space]
         if traits.copies:
@@ -338,7 +287,6 @@ class MergedVariables:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Tree:
-        """Call `fn(variable, *args, **kwargs)` for each replica's copy."""
         if not isinstance(variable, ReplicaVariable):
             raise TypeError(
                 f"update needs a pipedist.Variable, not {variable!r} of type {type(variable).__name__}"
@@ -360,16 +308,8 @@ class MergedVariables:
         }
 
 
-def size_of(assigned: Tree) -> int:
-    """Return the size of the result of `assigned`, bytes."""
-    return sum(value.nbytes for value in assigned.values())
-
-
 class _Done(Coroutine[Any, Any, Array]):
-    """An awaitable of a new value that is set already.
-
-    Nothing is lost if it is not awaited.
-    """
+    """An awaitable of a new value that is set already: nothing is lost if it is not awaited."""
 
     def __init__(self, value: Array) -> None:
         self._value = value
@@ -384,5 +324,4 @@ class _Done(Coroutine[Any, Any, Array]):
     def throw(self, *error: Any) -> Any:
         return super().throw(*error)
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...

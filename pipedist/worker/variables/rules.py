@@ -24,8 +24,7 @@ from pipedist.values import PerReplica
 
 Array = NDArray[Any]
 
-AssignMethod = Literal["assign", "assign_add", "assign_sub"]
-"""The methods that change a variable."""
+AssignMethod = Literal["assign", "assign_add", "assign_sub"]  # the methods that change a variable
 
 
 class VariableSynchronization(enum.StrEnum):
@@ -42,11 +41,7 @@ class VariableSynchronization(enum.StrEnum):
 
     @classmethod
     def of(cls, value: object) -> VariableSynchronization:
-        """Return the member with a name, in upper or lower case; AUTO for None.
-
-        Raises:
-            ValueError: the member does not exist.
-        """
+        """Return the member with a name, in upper or lower case; AUTO for None."""
         return cls.AUTO if value is None else _member(cls, value, "synchronization")
 
 
@@ -62,11 +57,7 @@ class VariableAggregation(enum.StrEnum):
 
     @classmethod
     def of(cls, value: object) -> VariableAggregation:
-        """Return the member with a name, in upper or lower case; NONE for None.
-
-        Raises:
-            ValueError: the member does not exist.
-        """
+        """Return the member with a name, in upper or lower case; NONE for None."""
         return cls.NONE if value is None else _member(cls, value, "aggregation")
 
 
@@ -87,14 +78,7 @@ def _member(cls: type[_Member], value: object, what: str) -> _Member:
 class Traits:
     """The constant properties of a variable.
 
-    Args:
-        name: for people and errors.
-        shape, dtype: of its value.
-        trainable: whether an optimizer should change it; pipedist does not use it.
-        synchronization: ON_WRITE or ON_READ.
-        aggregation: the aggregation of the replicas' values.
-        replicas: R.
-        one_place: whether its strategy has a single copy of each variable, or no other replicas than the caller.
+    `one_place`: its strategy has a single copy of each variable, or no other replicas than the caller.
     """
 
     name: str
@@ -117,7 +101,6 @@ class Traits:
         return f"variable {self.name!r} ({self.dtype}{list(self.shape)})"
 
     def to_wire(self) -> list[Any]:
-        """Return the arguments of `from_wire`, except the value."""
         return [
             self.name,
             self.trainable,
@@ -129,12 +112,7 @@ class Traits:
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any], value: Array) -> Traits:
-        """Return the traits of a variable.
-
-        Args:
-            fields: the result of `to_wire`.
-            value: its value, or the value of one copy.
-        """
+        """Return the traits from `to_wire`, and the value of the variable or one copy."""
         name, trainable, synchronization, aggregation, replicas, one_place = fields
         return cls(
             name,
@@ -158,19 +136,7 @@ def declare(
     replicas: int,
     one_place: bool,
 ) -> Traits:
-    """Return the traits of a new variable.
-
-    Args:
-        initial: its first value, from `first_value`.
-        trainable: None: True, except for ON_READ.
-        synchronization, aggregation: members or their names; None: AUTO, and NONE.
-        replicas: R.
-        one_place: whether the strategy has a single copy of each variable.
-
-    Raises:
-        ValueError: an unknown member, NONE synchronization, MEAN of a dtype that is not floating, or a trainable
-            ON_READ variable.
-    """
+    """Return the traits of a new variable; `trainable` None means True, except for ON_READ."""
     synchronized = VariableSynchronization.of(synchronization)
     aggregated = VariableAggregation.of(aggregation)
     if synchronized is VariableSynchronization.NONE:
@@ -208,16 +174,7 @@ def _is_floating(dtype: np.dtype[Any]) -> bool:
 
 
 def first_value(initial: object, dtype: object, name: str) -> Array:
-    """Return a variable's first value: a new read-only array.
-
-    Args:
-        initial: an array, a number or nested lists of them; or a function that returns one.
-        dtype: of the value; None: NumPy's choice.
-
-    Raises:
-        ValueError: the initial value is None.
-        TypeError: it is neither numeric nor bool.
-    """
+    """Return a variable's first value, or that of the function `initial`, as a new read-only array."""
     value = initial() if callable(initial) else initial
     if value is None:
         raise ValueError(f"variable {name!r} needs an initial value, got None")
@@ -245,11 +202,7 @@ def operand_of(traits: Traits, value: object, method: AssignMethod) -> Array:
     """Return an operand as an array with the variable's dtype and shape.
 
     A NumPy value must have the variable's dtype. Python numbers, and nested lists of them, are converted to it, but
-    not from float to int. The shape must be equal: nothing is broadcast.
-
-    Raises:
-        ValueError: the dtype or the shape differs, or the value is per-replica.
-        OverflowError: a Python integer does not fit the dtype.
+    not from float to int (ValueError, or OverflowError). The shape must be equal: nothing is broadcast.
     """
     if isinstance(value, PerReplica):
         raise ValueError(
@@ -282,10 +235,7 @@ def operand_of(traits: Traits, value: object, method: AssignMethod) -> Array:
 
 
 def _integers_in(array: Array) -> list[int]:
-    """Return the elements of an array of integers, also of objects.
-
-    [] for other arrays.
-    """
+    """Return the elements of an array of integers, also of objects; [] for other arrays."""
     found = array.ravel().tolist() if array.dtype.kind in "iuO" else []
     return found if all(type(each) is int for each in found) else []
 
@@ -302,9 +252,7 @@ def _float64_hint(given: np.dtype[Any], wanted: np.dtype[Any]) -> str:
 def updated(traits: Traits, old: Array, method: AssignMethod, operand: Array) -> Array:
     """Return the read-only value after an assignment, with the same dtype.
 
-    Raises:
-        OverflowError: an integer result does not fit the dtype. (tf.Variable wraps around.)
-        TypeError: addition to a bool variable.
+    An integer result that does not fit the dtype raises OverflowError. (tf.Variable wraps around.)
     """
     if method == "assign":
         return operand
@@ -317,7 +265,6 @@ def updated(traits: Traits, old: Array, method: AssignMethod, operand: Array) ->
 
 
 def _wrapped(old: Array, method: AssignMethod, operand: Array, result: Array) -> Any:
-    """Return where an integer sum or difference has overflowed."""
     if old.dtype.kind == "u":
         return result < old if method == "assign_add" else operand > old
     # A sum overflows if both terms have one sign and the result has the other; a difference, if the terms have
@@ -327,12 +274,7 @@ def _wrapped(old: Array, method: AssignMethod, operand: Array, result: Array) ->
 
 
 def read_copies(traits: Traits, copies: Sequence[Array]) -> Array:
-    """Return the aggregate of the copies of an ON_READ variable.
-
-    Raises:
-        ValueError: the aggregation is NONE.
-        OverflowError: an integer sum does not fit the dtype.
-    """
+    """Return the aggregate of the copies of an ON_READ variable."""
     if traits.aggregation is VariableAggregation.NONE:
         raise ValueError(
             f"the {traits.label} is on_read without aggregation: outside of replica functions it has no "
@@ -351,10 +293,6 @@ def assign_copies(
 
     With SUM the copies add up to the value: floats are divided evenly; with integers, replica 0 also gets the
     remainder. Otherwise the method is applied to every copy.
-
-    Raises:
-        TypeError: a per-replica value.
-        ValueError: the value does not fit; or an addition with the aggregation SUM.
     """
     if isinstance(value, PerReplica):
         raise TypeError(
@@ -378,11 +316,7 @@ def assign_copies(
 
 
 def require_aggregation(traits: Traits, method: AssignMethod) -> None:
-    """Check that an assignment by several replicas has an aggregation.
-
-    Raises:
-        ValueError: the aggregation is NONE and there are several replicas.
-    """
+    """Check that an assignment by several replicas has an aggregation."""
     if traits.aggregation is VariableAggregation.NONE and traits.replicas > 1:
         raise ValueError(
             f"{method} to the {traits.label} in a replica function: {traits.replicas} replicas would assign, "
