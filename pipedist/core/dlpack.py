@@ -18,11 +18,15 @@ import numpy as np
 from pipedist.core import trees
 from pipedist.core.types import Tree
 
-_ON_HOST: Final = (1, 3)
-"""DLPack's device types of the CPU, and of host memory pinned for CUDA."""
+_ON_HOST: Final = (1, 3)  # DLPack's device types: the CPU, and host memory pinned for CUDA
 
-_REASONS: Final = (BufferError, TypeError, ValueError, RuntimeError, AttributeError)
-"""Exceptions that libraries raise if an array cannot be converted."""
+_REASONS: Final = (
+    BufferError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    AttributeError,
+)  # raised by libraries if an array cannot be converted
 
 _NATIVE: Final = frozenset({np.ndarray, int, float, str, bool, bytes, complex, type(None)})
 
@@ -37,13 +41,7 @@ def is_foreign(cls: type) -> bool:
 
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
-    """Return an array of another library as a NumPy array.
-
-    Args:
-        value: of a class that `is_foreign`.
-
-    Returns:
-        The same dtype, shape and values; a view of its memory if possible.
+    """Return an array of another library as a NumPy array, a view of its memory if possible.
 
     Raises:
         ForeignArrayError: it requires grad, is sparse, or has a dtype unknown to NumPy.
@@ -59,11 +57,7 @@ def to_numpy(value: Any) -> np.ndarray[Any, Any]:
 
 
 def to_host(tree: Tree) -> Tree:
-    """Return a tree with other libraries' arrays as NumPy arrays; the same object if it has none.
-
-    Raises:
-        ForeignArrayError: an array cannot be converted; the text names its path.
-    """
+    """Return a tree with other libraries' arrays as NumPy arrays; the same object if it has none."""
     if type(tree) in _NATIVE:
         return tree
     leaves, treedef = trees.flatten(tree)

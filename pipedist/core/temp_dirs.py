@@ -28,12 +28,7 @@ _MODE = 0o700
 class ScratchFolder:
     """A folder that only this user can enter, until `close`.
 
-    Args:
-        kind: its purpose, a word; part of the folder's name.
-        parent: the parent folder; None: the temporary folder.
-
-    Raises:
-        OSError: the folder cannot be created.
+    `kind`, a word, is part of its name. Without `parent` it is in the temporary folder.
     """
 
     def __init__(self, kind: str, parent: str | None = None) -> None:
