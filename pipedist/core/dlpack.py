@@ -20,13 +20,7 @@ from pipedist.core.types import Tree
 
 _ON_HOST: Final = (1, 3)  # DLPack's device types: the CPU, and host memory pinned for CUDA
 
-_REASONS: Final = (
-    BufferError,
-    TypeError,
-    ValueError,
-    RuntimeError,
-    AttributeError,
-)  # raised by libraries if an array cannot be converted
+_REASONS: Final = (BufferError, TypeError, ValueError, RuntimeError, AttributeError)  # of failed conversions
 
 _NATIVE: Final = frozenset({np.ndarray, int, float, str, bool, bytes, complex, type(None)})
 
@@ -47,8 +41,9 @@ def to_numpy(value: Any) -> np.ndarray[Any, Any]:
         ForeignArrayError: it requires grad, is sparse, or has a dtype unknown to NumPy.
     """
     try:
-        if type(value).__module__.partition(".")[0] == "torch" or _is_tensor(value):
-            return _of_torch(value)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return _of_torch(torch, value)
         return _of_any(value)
     except ForeignArrayError:
         raise
@@ -92,13 +87,7 @@ def _of_any(value: Any) -> np.ndarray[Any, Any]:
         raise
 
 
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # also subclasses
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _of_torch(tensor: Any) -> np.ndarray[Any, Any]:
-    torch = sys.modules["torch"]
+def _of_torch(torch: Any, tensor: Any) -> np.ndarray[Any, Any]:
     if tensor.requires_grad:
         raise ForeignArrayError(
             f"{_type_text(tensor)} that requires grad: its history cannot leave the function, "

@@ -31,10 +31,9 @@ def try_lock(descriptor: int) -> bool:
 def is_file_at(path: str | Path, descriptor: int) -> bool:
     """Return whether an open file is the one at `path`: it may be removed before it is locked."""
     try:
-        found, opened = os.lstat(path), os.fstat(descriptor)
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except OSError:
         return False
-    return (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
 
 
 class AtomicFile:
@@ -43,10 +42,10 @@ class AtomicFile:
     A process that is killed before `commit` leaves at most a hidden `.NAME.*.partial`.
     """
 
-    def __init__(self, path: Path, mode: int = 0o666) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
-        self.file: BinaryIO = os.fdopen(os.open(self._temporary, _NEW_FLAGS, mode), "w+b")
+        self.file: BinaryIO = os.fdopen(os.open(self._temporary, _NEW_FLAGS, 0o666), "w+b")
 
     def commit(self) -> None:
         """Make the file durable and rename it to `path`."""
@@ -64,9 +63,9 @@ class AtomicFile:
             self._temporary.unlink()
 
 
-def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Replace a file atomically and durably; if it can't be written, the old content stays."""
-    out = AtomicFile(path, mode)
+    out = AtomicFile(path)
     try:
         out.file.write(content)
         out.commit()

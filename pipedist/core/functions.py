@@ -253,12 +253,9 @@ def _where(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return ""  # its text names the place
     walked = traceback.extract_tb(error.__traceback__)
-    here = os.path.dirname(os.path.dirname(__file__))  # the package
-    frames = [
-        f
-        for f in walked
-        if not _is_within(f.filename, here) and not f.filename.startswith("<frozen importlib")
-    ]
+    package = os.path.dirname(os.path.dirname(__file__))
+    outside = [f for f in walked if not _is_within(f.filename, package)]
+    frames = [f for f in outside if not f.filename.startswith("<frozen importlib")]
     own = [f for f in frames if any(_is_within(f.filename, folder) for folder in _appended)]
     if not frames:
         return ""

@@ -15,7 +15,7 @@ from typing import Final
 from msgspec import Struct
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"  # selects and orders the GPUs visible to CUDA libraries
-GPUS_MAX: Final = 64  # per call
+GPUS_MAX: Final = 64  # limit per call
 _DRIVER: Final = "/proc/driver/nvidia/gpus"
 _TOOL_S: Final = 30.0  # `nvidia-smi` loads the driver if it is not loaded yet
 _TPU_SIGNS: Final = ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
@@ -36,14 +36,13 @@ class Supply(Struct, frozen=True):
     how: str  # origin of the list, for messages
 
 
-def found(environment: Mapping[str, str] | None = None) -> VisibleGpus:
+def found() -> VisibleGpus:
     """Return the GPUs that this process may use."""
-    environ = os.environ if environment is None else environment
-    count, origin = installed(environ)
-    visible = environ.get(VISIBLE)
+    count, origin = installed(os.environ)
+    visible = os.environ.get(VISIBLE)
     if count == 0:
         note = f", though {VISIBLE} is {visible!r}" if visible else ""
-        sign = next((name for name in _TPU_SIGNS if environ.get(name)), "")
+        sign = next((name for name in _TPU_SIGNS if os.environ.get(name)), "")
         tpu = f"; {sign} is set, but a TPU is no GPU" if sign else ""
         return VisibleGpus((), f"{origin}{note}{tpu}")
     if visible is None:
@@ -51,13 +50,12 @@ def found(environment: Mapping[str, str] | None = None) -> VisibleGpus:
     return VisibleGpus(_seen(visible, count), f"{origin}, restricted by {VISIBLE}={visible!r}")
 
 
-def named(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def named() -> tuple[str, ...]:
     """Return the GPUs of a worker started by hand: those in CUDA_VISIBLE_DEVICES.
 
     Without that variable it owns none, because several workers of a machine would own the same GPUs.
     """
-    environ = os.environ if environment is None else environment
-    return found(environ).gpus if environ.get(VISIBLE) else ()
+    return found().gpus if os.environ.get(VISIBLE) else ()
 
 
 def installed(environment: Mapping[str, str]) -> tuple[int, str]:

@@ -8,14 +8,10 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
-importing: ContextVar[bool] = ContextVar(
-    "importing", default=False
-)  # while this thread or task imports the module of a function for a run
-
-
-caller_is_waiting: ContextVar[bool] = ContextVar(
-    "caller_is_waiting", default=False
-)  # the thread that started this one is blocked on it (possibly inside an import lock)
+# True while this thread or task imports the module of a function for a run.
+importing: ContextVar[bool] = ContextVar("importing", default=False)
+# True if the thread that started this one is blocked on it (possibly inside an import lock).
+caller_is_waiting: ContextVar[bool] = ContextVar("caller_is_waiting", default=False)
 
 ADVICE = 'call it in a function, or below `if __name__ == "__main__":`'
 

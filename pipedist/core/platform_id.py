@@ -25,7 +25,8 @@ class Platform(Struct, frozen=True):
 
     @classmethod
     def here(cls) -> Platform:
-        return cls(platform.python_version(), np.__version__, __version__, cpu_model(), cpu_traits())
+        cpu = _cpu_lines().get("model name") or os.uname().machine
+        return cls(platform.python_version(), np.__version__, __version__, cpu, cpu_traits())
 
 
 def differences(there: Platform, here: Platform, *, called: str, same_processor: bool = False) -> list[str]:
@@ -50,11 +51,6 @@ def differences(there: Platform, here: Platform, *, called: str, same_processor:
 
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
-
-
-def cpu_model() -> str:
-    """Return the processor's model, for messages."""
-    return _cpu_lines().get("model name") or os.uname().machine
 
 
 def cpu_traits() -> tuple[str, ...]:

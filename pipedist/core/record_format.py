@@ -29,9 +29,9 @@ class Head(Struct, frozen=True):
     """Where a record and its frames are: offsets, bytes."""
 
     begin: int
-    body: int  # of the first frame
-    end: int  # behind the last frame
-    sizes: tuple[int, ...]  # of each frame
+    body: int  # offset of the first frame
+    end: int  # offset behind the last frame
+    sizes: tuple[int, ...]  # size of each frame
     crc: int  # CRC32 of the frames
 
 

@@ -99,9 +99,7 @@ def treedef_paths(treedef: Treedef) -> list[str]:
 
 def describe(treedef: Treedef) -> str:
     """Return a structure as text for an error: `{'a': *, 'b': [*, None]}`, with * for a leaf."""
-    text = str(treedef)
-    prefix, suffix = "PyTreeSpec(", ")"
-    text = text.removeprefix(prefix).removesuffix(suffix)
+    text = str(treedef).removeprefix("PyTreeSpec(").removesuffix(")")
     return text.removesuffix(f", namespace={_NAMESPACE!r}")
 
 
@@ -111,28 +109,22 @@ def same_structure(trees: Sequence[Tree]) -> tuple[list[list[Leaf]], Treedef]:
     Raises:
         ValueError: two trees differ in structure; the text shows both structures.
     """
-    columns: list[list[Leaf]] = []
-    first: Treedef | None = None
-    for index, tree in enumerate(trees):
-        leaves, treedef = flatten(tree)
-        if first is None:
-            first = treedef
-        elif treedef != first:
+    if not trees:
+        raise ValueError("no components: at least one replica is needed")
+    flattened = list(map(flatten, trees))
+    first = flattened[0][1]
+    for index, (_, treedef) in enumerate(flattened):
+        if treedef != first:
             raise ValueError(
                 f"the components have different structures: replica 0 has {describe(first)}, "
                 f"replica {index} has {describe(treedef)}; a replica function must return the same "
                 "structure on every replica"
             )
-        columns.append(leaves)
-    if first is None:
-        raise ValueError("no components: at least one replica is needed")
-    return columns, first
+    return [leaves for leaves, _ in flattened], first
 
 
 def _step(entry: optree.PyTreeEntry) -> str:
-    if isinstance(entry, NamedTupleEntry):
-        return entry.field
-    return str(entry.entry)
+    return entry.field if isinstance(entry, NamedTupleEntry) else str(entry.entry)
 
 
 def _register(cls: type) -> None:

@@ -26,39 +26,32 @@ from pipedist.errors import LocalProtocolError
 from pipedist.protocol.program import ReaderConfig, Shards
 
 READ_S = 0.01
-READ_BYTES = 2**20
-"""Limits of one uninterrupted read of a sequential source, seconds and bytes."""
+READ_BYTES = 2**20  # with READ_S, the limit of one uninterrupted read of a sequential source
 
 
-ElementRanges = Sequence[tuple[int, int]]
-"""Positions in a shard, as ranges [lo, hi)."""
+ElementRanges = Sequence[tuple[int, int]]  # positions in a shard, as ranges [lo, hi)
 
 
 class StepBatch(Struct, frozen=True):
-    """Steps [first, last), each of `parts` calls.
-
-    Args:
-        elements: number of elements of all steps.
-        bytes: size of the data held here for all steps.
-        skipped_replicas: replicas whose shard is empty in each step, because all of it is quarantined.
-    """
+    """Steps [first, last), each of `parts` calls."""
 
     first: int
     last: int
     parts: int
-    elements: int
-    bytes: int = 0
-    skipped_replicas: tuple[int, ...] = ()
+    elements: int  # number of elements of all steps
+    bytes: int = 0  # size of the data held here for all steps
+    skipped_replicas: tuple[int, ...] = ()  # their shards are quarantined completely
 
 
 class Feed(Protocol):
-    """Source of a pass's steps."""
+    """Source of a pass's steps.
 
-    steps_total: int | None
-    """Number of steps, None while unknown."""
+    `elements`, `epoch` and `ids` are for steps that are pulled and not released. `local`: the worker shares
+    this host's files.
+    """
 
-    reader: ReaderConfig
-    """Configuration with which a worker reads a shard."""
+    steps_total: int | None  # None while unknown
+    reader: ReaderConfig  # configuration with which a worker reads a shard
 
     async def begin_at(self, step: int) -> None:
         """Skip the steps before `step`, which are done; called before any other method.
@@ -73,11 +66,7 @@ class Feed(Protocol):
         ...
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return the data sent for calls [lo, hi).
-
-        Args:
-            local: the worker shares this host's files.
-        """
+        """Return the data sent for calls [lo, hi)."""
         ...
 
     def separable(self, call: int) -> int:
@@ -85,12 +74,7 @@ class Feed(Protocol):
         return 0
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        """Return the data sent for some elements of a call.
-
-        Args:
-            elements: their positions in the call's shard.
-            local: the worker shares this host's files.
-        """
+        """Return the data sent for some elements of a call, by their positions in its shard."""
         raise LocalProtocolError(f"the elements of call {call} cannot be sent separately")
 
     def release(self, before: int) -> None:
@@ -98,27 +82,20 @@ class Feed(Protocol):
         ...
 
     def elements(self, first: int, last: int) -> int:
-        """Return the number of elements of steps [first, last), pulled and not released."""
+        """Return the number of elements of steps [first, last)."""
         ...
 
-    def epoch(self, step: int) -> int:
-        """Return the epoch of a step, pulled and not released."""
-        ...
+    def epoch(self, step: int) -> int: ...
 
     def ids(self, step: int) -> list[Tree]:
-        """Return the element ids of each non-empty shard of a step, pulled and not released."""
+        """Return the element ids of each non-empty shard of a step."""
         ...
 
 
 class IndexedFeed(Feed):
-    """Feeds a source with random access: steps are arithmetic.
+    """Feeds a source with random access and known length: steps are arithmetic.
 
-    Args:
-        source: the opened source; its `length` is known.
-        name: the dataset's name, part of the shuffle's seed.
-        division: assignment of elements to (step, replica).
-        epochs: number of passes over the dataset.
-        shuffle_seed: the spec's seed, None for the dataset's own order.
+    The dataset's name is part of the shuffle; a `shuffle_seed` of None is the dataset's own order.
     """
 
     def __init__(
@@ -130,8 +107,7 @@ class IndexedFeed(Feed):
         self._shuffle_seed = shuffle_seed
         self._next = 0
         self._orders: dict[int, NDArray[np.int64]] = {}
-        self._element_bytes = 0.0
-        """Average element size once values were sent, else 0; leases are then limited by bytes too."""
+        self._element_bytes = 0.0  # average, once values were sent; then bytes limit leases too
         self._full_parts = sum(1 for n in chunk_sizes(division.batch, division.replicas) if n)
         self.steps_total: int | None = division.steps_per_epoch * epochs
         self.reader = ReaderConfig(
@@ -142,11 +118,9 @@ class IndexedFeed(Feed):
         )
 
     async def begin_at(self, step: int) -> None:
-        """Skip the steps before `step`, without reading."""
         self._next = step
 
     async def pull(self, count: int) -> list[StepBatch]:
-        """Return the next steps, without reading."""
         total = self.steps_total or 0
         end = min(total, self._next + count)
         offers: list[StepBatch] = []
@@ -167,7 +141,6 @@ class IndexedFeed(Feed):
         return offers
 
     def _ids(self, call: int) -> range | NDArray[np.int64]:
-        """Return the element ids of a call."""
         step, replica = divmod(call, self._division.replicas)
         if self._shuffle_seed is None:
             return self._division.ids(step, replica)
@@ -202,11 +175,9 @@ class IndexedFeed(Feed):
         )
 
     def separable(self, call: int) -> int:
-        """Return how many elements of a call `some` can send separately."""
         return len(self._ids(call))
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        """Return the ids, and locations or values, of some elements of a call."""
         ids = np.asarray(self._ids(call), np.int64)[positions(elements)]
         return self._shards([ids], read_there=local and self._source.portable, send_ids=True)
 
@@ -215,9 +186,7 @@ class IndexedFeed(Feed):
     ) -> Shards:
         """Return the data sent for calls with these elements.
 
-        Args:
-            read_there: the worker reads the elements itself.
-            send_ids: the ids do not follow from the calls' numbers.
+        `read_there`: the worker reads them itself. `send_ids`: the ids do not follow from the calls' numbers.
         """
         length = self._division.length
         rows = [
@@ -242,7 +211,6 @@ class IndexedFeed(Feed):
                 del self._orders[old]
 
     def elements(self, first: int, last: int) -> int:
-        """Return the number of elements of steps [first, last)."""
         division = self._division
         per_epoch = division.steps_per_epoch
         if not per_epoch:
@@ -251,11 +219,9 @@ class IndexedFeed(Feed):
         return (last - first) * division.batch - (last // per_epoch - first // per_epoch) * missing
 
     def epoch(self, step: int) -> int:
-        """Return the epoch of a step."""
         return step // self._division.steps_per_epoch
 
     def ids(self, step: int) -> list[Tree]:
-        """Return the element ids of each non-empty shard."""
         first = step * self._division.replicas
         return [self._ids(call) for call in range(first, first + self._division.parts(step))]
 
@@ -279,15 +245,7 @@ def _uneven(epoch: int, what: str) -> SourceError:
 
 
 class SequentialFeed(Feed):
-    """Feeds a sequential source, read in this process.
-
-    Args:
-        source: the opened source.
-        batch: global batch size, elements.
-        replicas: shards per step.
-        drop_remainder: drop an epoch's last step if it is short.
-        epochs: number of passes over the source; each must have the same number of elements.
-    """
+    """Feeds a sequential source, read in this process; each epoch must have the same number of elements."""
 
     def __init__(
         self, source: Source, *, batch: int, replicas: int, drop_remainder: bool, epochs: int
@@ -321,11 +279,6 @@ class SequentialFeed(Feed):
             length = index
 
     async def begin_at(self, step: int) -> None:
-        """Read and discard the steps before `step`, in a thread.
-
-        Raises:
-            SourceError: the dataset has fewer steps.
-        """
         while self._next < step:
             blocks = await anyio.to_thread.run_sync(
                 self._read_some, step - self._next, abandon_on_cancel=True
@@ -338,11 +291,7 @@ class SequentialFeed(Feed):
         self._released = self._next
 
     async def pull(self, count: int) -> list[StepBatch]:
-        """Read the next steps, in a thread, because the user's iterator may block.
-
-        Raises:
-            SourceError: the iterator raised, or an epoch has another number of elements.
-        """
+        """Read the next steps, in a thread, because the user's iterator may block."""
         # On cancellation, do not wait for the user's iterator; its later blocks are discarded.
         blocks = await anyio.to_thread.run_sync(self._read_some, count, abandon_on_cancel=True)
         if not blocks:
@@ -375,7 +324,6 @@ class SequentialFeed(Feed):
         return blocks
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return the values of calls [lo, hi)."""
         ids: list[Tree] = []
         values: list[Tree] = []
         for call in range(lo, hi):
@@ -387,13 +335,11 @@ class SequentialFeed(Feed):
         return Shards(ids=ids, values=values)
 
     def separable(self, call: int) -> int:
-        """Return how many elements of a call `some` can send separately."""
         step, replica = divmod(call, self._replicas)
         start, stop = self._bounds(self._blocks[step], replica)
         return stop - start
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        """Return the values of some elements of a call."""
         step, replica = divmod(call, self._replicas)
         block = self._blocks[step]
         start, _ = self._bounds(block, replica)
@@ -412,15 +358,12 @@ class SequentialFeed(Feed):
         self._released = max(self._released, before)
 
     def elements(self, first: int, last: int) -> int:
-        """Return the number of elements of steps [first, last)."""
         return sum(self._blocks[step].rows for step in range(first, last))
 
     def epoch(self, step: int) -> int:
-        """Return the epoch of a step."""
         return self._blocks[step].epoch
 
     def ids(self, step: int) -> list[Tree]:
-        """Return the element ids of each non-empty shard."""
         block = self._blocks[step]
         bounds = [self._bounds(block, replica) for replica in range(self._replicas)]
         return [range(block.first_id + a, block.first_id + b) for a, b in bounds if a < b]
@@ -431,20 +374,16 @@ def _array_bytes(tree: Tree) -> int:
 
 
 def row_count(block: Tree) -> int:
-    """Return the number of elements of a block: the leading dimension of its arrays."""
     return int(trees.flatten(block)[0][0].shape[0])
 
 
 def rows_between(block: Tree, start: int, stop: int) -> Tree:
-    """Return elements [start, stop) of a sequential source's block."""
     return trees.tree_map(lambda leaf: leaf[start:stop], block)
 
 
 def rows_at(block: Tree, rows: NDArray[np.int64]) -> Tree:
-    """Return elements of a sequential source's block, by position."""
     return trees.tree_map(lambda leaf: leaf[rows], block)
 
 
 def positions(elements: ElementRanges) -> NDArray[np.int64]:
-    """Return ranges of positions as an array of single positions."""
     return np.concatenate([np.arange(lo, hi, dtype=np.int64) for lo, hi in elements])

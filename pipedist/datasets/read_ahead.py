@@ -17,8 +17,7 @@ from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
-_JOIN_S: Final = 5.0
-"""Time that `close` waits for a source that is reading an element, in seconds."""
+_JOIN_S: Final = 5.0  # time that `close` waits for a source that is reading an element
 
 
 class _Shared(Generic[T]):
@@ -49,12 +48,7 @@ class _Shared(Generic[T]):
 
 
 class ReadAhead(Iterator[T]):
-    """An iterator over `source` that reads up to `buffer` elements ahead.
-
-    Args:
-        source: iterated once, in a thread of its own.
-        buffer: number of elements that are buffered, at least 1.
-    """
+    """An iterator that reads up to `buffer` (>= 1) elements of `source` ahead, in a thread of its own."""
 
     def __init__(self, source: Iterable[T], buffer: int) -> None:
         self._source: Iterable[T] | None = source
@@ -64,7 +58,6 @@ class ReadAhead(Iterator[T]):
         weakref.finalize(self, self._shared.close).atexit = False
 
     def start(self) -> None:
-        """Start the thread, unless it was started."""
         if self._thread is not None or self._source is None or self._shared.closed:
             return
         source, self._source = self._source, None
@@ -80,11 +73,7 @@ class ReadAhead(Iterator[T]):
             self._shared.changed.wait_for(lambda: self.ready)
 
     def when_ready(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call a function once, as soon as `ready`, in the thread that makes it so.
-
-        Returns:
-            A function that cancels this; harmless afterwards.
-        """
+        """Call a function once, as soon as `ready`, in the thread that makes it so; return its cancellation."""
         self.start()
         shared = self._shared
         with shared.changed:

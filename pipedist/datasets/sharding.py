@@ -33,9 +33,6 @@ def auto_shard(
 ) -> Dataset:
     """Return the part of a dataset that input pipeline `index` of `num_pipelines` reads.
 
-    Args:
-        policy: None: the dataset's own.
-
     Raises:
         ValueError: a number is out of range, or the policy is FILE and the dataset does not read
             only files, or fewer than `num_pipelines` (for every index, before anything is read).
@@ -105,23 +102,14 @@ def _with_hints(node: Node, pipelines: int, index: int) -> Node:
 
 
 def rebatch(dataset: Dataset, parts: int) -> Dataset:
-    """Return each element divided into `parts` chunks of ceil(rows / parts), empty ones included.
-
-    Raises:
-        ValueError: during iteration, if a leaf is a scalar.
-    """
+    """Return each element divided into `parts` chunks of ceil(rows / parts), empty ones included."""
     return Dataset(
         RebatchNode(dataset.node, check_int("parts", parts, at_least=1)), dataset.auto_shard_policy
     )
 
 
 def divide(dataset: Dataset, num_pipelines: int, replicas_per_pipeline: int) -> list[Dataset]:
-    """Return the chunks of each input pipeline, R consecutive ones per step.
-
-    Args:
-        dataset: batched by the global batch size.
-        num_pipelines: W.
-        replicas_per_pipeline: R.
+    """Return the chunks of each input pipeline of a dataset of global batches, R consecutive ones per step.
 
     Raises:
         ValueError: the dataset is not batched, or FILE can't be applied.
@@ -142,20 +130,8 @@ def batch_sizes_for_worker(
 
     For input functions whose pipelines read independent streams. With N = W * R replicas, the N sizes
     are global_batch / N, rounded down or up, and pipeline w starts R * w entries after pipeline 0, so the
-    sizes of each step have the sum `global_batch`
-    (tf.data.experimental.distribute.batch_sizes_for_worker).
-
-    Args:
-        global_batch: rows of a global step.
-        num_pipelines: W.
-        replicas_per_pipeline: R.
-        index: w.
-
-    Returns:
-        W * R sizes; replica r of the pipeline uses entries r, r + R, ..., cyclically.
-
-    Raises:
-        ValueError: a number is out of range.
+    sizes of each step have the sum `global_batch` (tf.data.experimental.distribute.batch_sizes_for_worker).
+    Replica r of the pipeline uses entries r, r + R, ..., cyclically.
     """
     rows = check_int("global_batch", global_batch, at_least=0)
     pipelines = check_int("num_pipelines", num_pipelines, at_least=1)
@@ -182,11 +158,9 @@ MISSING = MissingElement()
 
 
 def steps(pipelines: Sequence[Dataset], replicas_per_pipeline: int) -> Iterator[list[Tree | MissingElement]]:
-    """Iterate over pipelines in parallel, until all have ended.
+    """Yield the elements of all replicas per step, pipeline by pipeline, until all pipelines have ended.
 
-    Yields:
-        For each step the elements of all replicas, pipeline by pipeline; MISSING for a replica
-        whose pipeline has ended. At least one of them is an element.
+    The element of a replica whose pipeline has ended is MISSING.
     """
     readers = [iter(pipeline) for pipeline in pipelines]
     while True:

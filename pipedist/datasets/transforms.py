@@ -26,8 +26,7 @@ from pipedist.datasets.element import (
 from pipedist.datasets.nodes import INFINITE, UNKNOWN, Node, UnknownSpecError, sampled_spec
 from pipedist.datasets.read_ahead import ReadAhead
 
-SHARD_HINT: Final = -1
-"""In `shard(SHARD_HINT, SHARD_HINT)`, which policy HINT replaces by real numbers."""
+SHARD_HINT: Final = -1  # in `shard(SHARD_HINT, SHARD_HINT)`, which policy HINT replaces by real numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -339,14 +338,10 @@ def apply(fn: Callable[..., Any], element: Tree) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MapNode(Transform):
-    """The results of `fn` for each element.
-
-    Args:
-        declared: the spec of the results; None: derived by calling `fn`.
-    """
+    """The results of `fn` for each element."""
 
     fn: Callable[..., Any]
-    declared: Tree | None
+    declared: Tree | None  # the spec of the results; None: derived by calling `fn`
 
     def __iter__(self) -> Iterator[Tree]:
         for element in self.input:

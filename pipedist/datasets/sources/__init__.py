@@ -16,15 +16,14 @@ from pipedist.datasets.sources.paths import is_private
 
 __all__ = ["KINDS", "Config", "Ids", "Reader", "Source", "SourceError", "open_reader", "open_source"]
 
+# The kinds of sources, by their keys in a spec.
 KINDS = ("range", "arrays", "npy", "npz", "csv", "parquet", "jsonl", "text", "files", "function")
-"""The kinds of sources, by their keys in a spec."""
 
 
 def open_source(kind: str, config: Mapping[str, Any], *, folder: Path, code: Sequence[str] = ()) -> Source:
     """Open a source: find its files, count its elements, and check its settings.
 
     Args:
-        kind: one of `KINDS`.
         config: the source's settings, as in the spec: `path`, `columns`, `start`, `call`, ...
         folder: the folder that a relative `path` starts from.
         code: additional folders with the modules of a `function`.
@@ -85,14 +84,7 @@ def _open(kind: str, settings: Config, folder: Path, code: Sequence[str]) -> Sou
 
 
 def open_reader(config: Config) -> Reader:
-    """Open a reader, in any process on the host where the source was opened.
-
-    Args:
-        config: the source's `config`.
-
-    Raises:
-        SourceError: a package that the source needs is not installed.
-    """
+    """Open a reader of a source's `config`, in any process on the host where the source was opened."""
     match config["kind"]:
         case "range":
             from pipedist.datasets.sources.memory import RangeReader

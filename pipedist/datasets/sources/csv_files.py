@@ -47,11 +47,7 @@ _RULES = RowRules(quoted=True, keep_blank=False)
 
 
 def open_csv(config: Config, folder: Path) -> RowSource:
-    """Open csv files.
-
-    Args:
-        config: `path`, and `columns`: name -> type of each column to be read.
-        folder: the folder that relative paths start from.
+    """Open csv files; `columns` of the config has the name and type of each column to be read.
 
     Raises:
         SourceError: no file matches, a column is missing or exists twice, a type is unknown, or a
@@ -111,9 +107,7 @@ def _position(names: list[str], name: str, file: DataFile) -> int:
 class CsvReader(Reader):
     """Parses rows of csv files into typed columns.
 
-    Args:
-        config: `files`; `columns`: [name, type] of each; `tables`: for each file, its number of fields
-            and the positions of the columns.
+    `tables` of the config: for each file, its number of fields and the positions of the columns.
     """
 
     def __init__(self, config: Config) -> None:
@@ -124,9 +118,7 @@ class CsvReader(Reader):
     def read(self, location: Tree) -> dict[str, Column]:
         """Return {column: array[n]} of the rows at `location`.
 
-        Raises:
-            SourceError: a cell does not have its column's type, or a row has too many or too few
-                fields; the message begins with `file:line:column`, the column as its number.
+        An error begins with `file:line:column`, the column as its number.
         """
         chunks = list(self._rows.chunks(location)) or [RowChunk(0, b"", 0)]
         parts = [self._parse(chunk) for chunk in chunks]
@@ -157,7 +149,6 @@ class CsvReader(Reader):
         return columns
 
     def close(self) -> None:
-        """Close the files."""
         self._rows.close()
 
 
@@ -165,16 +156,12 @@ _Offsets = npt.NDArray[np.int64]
 
 
 def column_cells(data: bytes, rows: int, fields: int, positions: Sequence[int]) -> list[Cells]:
-    """Return the cells of some columns.
+    """Return the cells of the fields at some (0-based) positions.
 
     Args:
         data: whole rows; ends with a line feed.
         rows: number of rows.
         fields: number of fields of each row.
-        positions: the fields to be returned, 0-based.
-
-    Returns:
-        `rows` cells for each of `positions`.
 
     Raises:
         RowError: a row has more or fewer fields, or is not csv.

@@ -37,48 +37,32 @@ from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles,
 
 Array = npt.NDArray[Any]
 
-BARE = ""
-"""Name of the one array of a `.npy` file."""
+BARE = ""  # the name of the one array of a `.npy` file
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One array in a file.
-
-    Args:
-        file: the file.
-        offset: of the array's first byte in the file.
-        dtype: as in the file.
-        shape: as in the file.
-        fortran: the array is in column-major order.
-    """
+    """One array in a file, with dtype and shape as in the file."""
 
     file: DataFile
-    offset: int
+    offset: int  # position of the array's first byte in the file
     dtype: str
     shape: tuple[int, ...]
-    fortran: bool
+    fortran: bool  # column-major
 
     def to_config(self) -> list[Any]:
-        """Return the fields as plain msgpack types."""
         return [self.file.to_config(), self.offset, self.dtype, list(self.shape), self.fortran]
 
     @classmethod
     def from_config(cls, config: Sequence[Any]) -> Stored:
-        """Return the array that `to_config` described."""
         file, offset, dtype, shape, fortran = config
         return cls(DataFile.from_config(file), offset, dtype, tuple(shape), fortran)
 
     def size_bytes(self) -> int:
-        """Return the size of the array in the file, in bytes."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
     def map(self, descriptor: int) -> Array:
-        """Return the array, mapped read-only.
-
-        Args:
-            descriptor: of the file.
-        """
+        """Return the array, mapped read-only."""
         dtype = np.dtype(self.dtype)
         order: Literal["F", "C"] = "F" if self.fortran else "C"
         if 0 in self.shape or not dtype.itemsize:  # nothing to map
@@ -89,11 +73,9 @@ class Stored:
 
 
 class NumpySource(Source):
-    """Arrays in files, one dataset through all of them.
+    """Arrays in files, one dataset through all of them: {name: one array per file}, `BARE` for `.npy`.
 
-    Args:
-        arrays: {name: one array per file}; `BARE` alone for `.npy`.
-        store: holds unpacked files; closed with the source.
+    The store holds unpacked files, and is closed with the source.
     """
 
     by_id = True
@@ -110,25 +92,18 @@ class NumpySource(Source):
         self._reader = NumpyReader(self.config)
 
     def locate(self, ids: Ids) -> Tree:
-        """Return `ids`."""
         return ids
 
     def read(self, location: Tree) -> Tree:
-        """Return array[n, ...], or a dict of them for `.npz`."""
         return self._reader.read(location)
 
     def close(self) -> None:
-        """Unmap the files, and remove unpacked ones."""
         self._reader.close()
         self._store.close()
 
 
 class NumpyReader(Reader):
-    """Reads rows of mapped arrays.
-
-    Args:
-        config: `lengths`, rows of each file; `arrays`: {name: array of each file}.
-    """
+    """Reads rows of mapped arrays."""
 
     def __init__(self, config: Config) -> None:
         self._layout = RowLayout(config["lengths"])
@@ -145,9 +120,6 @@ class NumpyReader(Reader):
 
         Consecutive rows of one file are a view of the mapped file, so a change of the file is noticed when
         rows are read, not while a function uses them.
-
-        Raises:
-            SourceError: a file is missing, or has changed since the source was opened.
         """
         rows = rows_of(location, self._layout.total)
         if isinstance(rows, range):
@@ -197,10 +169,6 @@ class NumpyReader(Reader):
 def open_npy(config: Config, folder: Path) -> NumpySource:
     """Open `.npy` files.
 
-    Args:
-        config: `path`.
-        folder: the folder that relative paths start from.
-
     Raises:
         SourceError: no file matches, a file is not a `.npy` file, or two files differ in dtype or
             trailing shape.
@@ -224,10 +192,6 @@ def open_npy(config: Config, folder: Path) -> NumpySource:
 
 def open_npz(config: Config, folder: Path) -> NumpySource:
     """Open `.npz` files.
-
-    Args:
-        config: `path`.
-        folder: the folder that relative paths start from.
 
     Raises:
         SourceError: no file matches, a file is not an `.npz` file, its arrays differ in their
@@ -254,8 +218,6 @@ def open_npz(config: Config, folder: Path) -> NumpySource:
 
 
 class _NoHeader(SourceError):
-    """The header of an array can't be read."""
-
     def __init__(self, what: str, why: Exception) -> None:
         self.why = why
         super().__init__(f"{what}: not a readable .npy file: {why}", key="path")
@@ -266,7 +228,6 @@ def _open(file: DataFile) -> IO[bytes]:
 
 
 def _stored(stream: IO[bytes], file: DataFile, what: str) -> Stored:
-    """Read the header of an array from `stream`."""
     try:
         version = np.lib.format.read_magic(stream)
         if version == (1, 0):

@@ -26,34 +26,22 @@ _ARCHIVES_MAX = 16
 _STAMPS = (
     "ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "modified", "date_time", "created",
 )  # fmt: skip
-"""Details that differ between versions of a file, by the names of file systems."""
 
 
+# The file system of each open stream: a collected archive file system would close its file.
 _systems: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""The file system of each open stream: a collected archive file system would close its file."""
 
 
 class RemoteFile(Struct, frozen=True):
-    """A file behind a URL.
-
-    Args:
-        url: its URL.
-        size_bytes: its size.
-        stamp: an integer of its version, equal on every host.
-    """
+    """A file behind a URL."""
 
     url: str
     size_bytes: int
-    stamp: int
+    stamp: int  # an integer of its version, equal on every host
 
 
 def find(pattern: str) -> list[RemoteFile]:
-    """Return the file of a URL, or the files that it matches as a glob, sorted.
-
-    Raises:
-        SourceError: fsspec, or the package it needs for this URL, is not installed; or the URL can't be
-            read.
-    """
+    """Return the file of a URL, or the files that it matches as a glob, sorted."""
     first, chain, rest = pattern.partition("::")
     system, root = _system(pattern)
     try:
@@ -72,11 +60,7 @@ def find(pattern: str) -> list[RemoteFile]:
 
 
 def current_version(url: str) -> tuple[int, int]:
-    """Return the current size, in bytes, and stamp of a file.
-
-    Raises:
-        SourceError: the file can't be read.
-    """
+    """Return the current size, in bytes, and stamp of a file."""
     system, path = _system(url, fresh=True)
     try:
         system.invalidate_cache()
@@ -87,11 +71,7 @@ def current_version(url: str) -> tuple[int, int]:
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
-    """Return the bytes [start, stop) of a file.
-
-    Raises:
-        SourceError: the file can't be read, or is too short.
-    """
+    """Return the bytes [start, stop) of a file."""
     system, path = _system(url)
     try:
         data = bytes(system.cat_file(path, start=start, end=stop))
@@ -103,11 +83,7 @@ def read_range(url: str, start: int, stop: int) -> bytes:
 
 
 def copy(url: str) -> IO[bytes]:
-    """Copy a file to an unnamed temporary file.
-
-    Raises:
-        SourceError: the file can't be read, or the disk is full.
-    """
+    """Copy a file to an unnamed temporary file, which the caller closes."""
     held = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
         with open_stream(url) as stream:
@@ -124,11 +100,7 @@ def copy(url: str) -> IO[bytes]:
 
 
 def open_stream(url: str) -> Any:
-    """Return a seekable stream of a file, which reads by byte ranges.
-
-    Raises:
-        SourceError: the file can't be opened.
-    """
+    """Return a seekable stream of a file, which reads by byte ranges."""
     system, path = _system(url)
     try:
         stream = system.open(path, "rb")

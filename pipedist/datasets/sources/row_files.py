@@ -35,34 +35,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RowChunk:
-    """Rows of one file, read together.
-
-    Args:
-        file: index of the file.
-        data: the bytes of the rows; ends with a line feed.
-        rows: number of rows.
-        start: offset of `data` in the file, for consecutive rows.
-        starts: offset of each row in the file, int64[rows], for scattered rows.
-        begins: offset of each row in `data`, int64[rows], for scattered rows.
-        order: position of each row in the shard, int64[rows]; None: in order.
-    """
+    """Rows of one file (by its index), read together."""
 
     file: int
-    data: bytes
+    data: bytes  # the bytes of the rows; ends with a line feed
     rows: int
-    start: int = 0
-    starts: npt.NDArray[np.int64] | None = None
-    begins: npt.NDArray[np.int64] | None = None
-    order: npt.NDArray[np.int64] | None = None
+    start: int = 0  # offset of `data` in the file, for consecutive rows
+    starts: npt.NDArray[np.int64] | None = None  # offset of each row in the file, for scattered rows
+    begins: npt.NDArray[np.int64] | None = None  # offset of each row in `data`, for scattered rows
+    order: npt.NDArray[np.int64] | None = None  # position of each row in the shard; None: in order
 
 
 class RowFiles:
-    """Reads rows of text files.
-
-    Args:
-        files: the files.
-        rules: the form of a row.
-    """
+    """Reads rows of text files."""
 
     def __init__(self, files: Sequence[DataFile], rules: RowRules) -> None:
         self.files = tuple(files)
@@ -141,23 +126,17 @@ class RowFiles:
         return self.place(chunk.file, int(chunk.starts[row]) + offset - int(chunk.begins[row]))
 
     def place(self, file: int, offset: int) -> str:
-        """Return `file:line` of a byte."""
         data_file = self.files[file]
         return f"{data_file.label}:{line_number(data_file, self._open.descriptor(file), offset)}"
 
     def close(self) -> None:
-        """Close the files."""
         self._open.close()
 
 
 class RowSource(Source):
-    """Rows of text files, found by their offsets.
+    """Rows of text files, found by their offsets: for each file, `RowFiles.index`.
 
-    Args:
-        starts: for each file, `RowFiles.index`: int64[rows + 1].
-        config: settings of the reader.
-        reader: reads rows in this process.
-        store: holds unpacked files; closed with the source.
+    The store holds unpacked files, and is closed with the source.
     """
 
     def __init__(
@@ -187,7 +166,6 @@ class RowSource(Source):
         return {"files": files, "starts": starts, "stops": stops}
 
     def read(self, location: Tree) -> Tree:
-        """Return the shard at `location`."""
         return self._reader.read(location)
 
     def probe(self) -> None:
@@ -197,7 +175,6 @@ class RowSource(Source):
                 self.read([[file, int(starts[0]), int(starts[1]), 1]])
 
     def close(self) -> None:
-        """Close the files, and remove unpacked ones."""
         self._reader.close()
         self._store.close()
 
@@ -207,13 +184,7 @@ def open_rows(
 ) -> RowSource:
     """Return a source of the rows of the files that `config["path"]` matches.
 
-    Args:
-        config: the source's settings.
-        folder: the folder that relative paths start from.
-        open_files: creates the source, given the unpacked files and their store.
-
-    Raises:
-        SourceError: no file matches, or `open_files` raised it; unpacked files are removed.
+    `open_files` creates it, given the unpacked files and their store; if it raises, they are removed.
     """
     store = UnpackStore()
     try:
@@ -224,11 +195,7 @@ def open_rows(
 
 
 def shard_order(chunks: Sequence[RowChunk]) -> npt.NDArray[np.int64] | None:
-    """Return the row of the concatenated chunks at each position of the shard.
-
-    Returns:
-        int64[n]; None if the rows are in order.
-    """
+    """Return the row of the concatenated chunks at each position of the shard; None: they are in order."""
     orders = [chunk.order for chunk in chunks if chunk.order is not None]
     # the rows of a single chunk are in the order of the shard
     return np.argsort(np.concatenate(orders)) if len(orders) > 1 else None
@@ -240,31 +207,23 @@ def in_order(chunks: Sequence[RowChunk], rows: Sequence[T]) -> list[T]:
     return list(rows) if order is None else [rows[at] for at in order.tolist()]
 
 
-BLOCK_BYTES = 1 << 23
-"""Bytes of a file that are scanned at a time."""
+BLOCK_BYTES = 1 << 23  # size of the blocks that are scanned
 
-ROW_BYTES_MAX = 1 << 28
-"""The longest line; a longer one shows that the file does not consist of lines."""
-
+ROW_BYTES_MAX = 1 << 28  # the longest line; a longer one shows that the file does not consist of lines
 LINE_FEED, CARRIAGE_RETURN, QUOTE, COMMA = 10, 13, 34, 44
 
 BARE_RETURN = "a carriage return without a line feed; rows must end with LF or CRLF"
 
+# Yields the data in blocks that end with a line feed (the last one may not).
 Blocks = Callable[[], Iterator[bytes]]
-"""Yields the data in blocks that end with a line feed (the last one may not)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """The form of a row.
+    """The form of a row."""
 
-    Args:
-        quoted: a line feed between quotes does not end the row (csv).
-        keep_blank: an empty line is a row (text).
-    """
-
-    quoted: bool
-    keep_blank: bool
+    quoted: bool  # a line feed between quotes does not end the row (csv)
+    keep_blank: bool  # an empty line is a row (text)
 
 
 class RowError(Exception):
@@ -307,16 +266,10 @@ def file_blocks(file: DataFile, descriptor: int, start: int) -> Iterator[bytes]:
 
 
 def row_starts(blocks: Blocks, start: int, rules: RowRules) -> npt.NDArray[np.int64]:
-    """Return the offset of each row, and the end of the data.
+    """Return the offset of each row, and the end of the data: int64[rows + 1].
 
-    Args:
-        blocks: the data.
-        start: offset of its first byte.
-        rules: the form of a row.
-
-    Returns:
-        int64[rows + 1]. A row's bytes end where the next one begins; blank lines that are not
-        rows belong to the row before them.
+    A row's bytes end where the next one begins; blank lines that are not rows belong to the row before them.
+    `start` is the offset of the first byte.
 
     Raises:
         RowError: a quoted field is never closed.
@@ -377,12 +330,8 @@ def _without_blank(
 def well_placed(data: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp], inside: bool) -> bool:
     """Return whether each quote opens a field at its beginning, closes it at its end, or is doubled.
 
-    If so, quote parity gives the same rows as Python's csv module.
-
-    Args:
-        data: bytes that begin after a line feed, and end with one or with the file.
-        quotes: offsets of the quotes.
-        inside: a quoted field is open at the beginning.
+    If so, quote parity gives the same rows as Python's csv module. `data` begins after a line feed, and ends
+    with one or with the file; `inside`: a quoted field is open at its beginning.
     """
     openers = quotes[int(inside) :: 2]
     before = data[np.maximum(openers - 1, 0)]

@@ -21,15 +21,7 @@ _TEXT_RULES = RowRules(quoted=False, keep_blank=True)
 
 
 def open_text(config: Config, folder: Path) -> RowSource:
-    """Open text files: UTF-8, lines end with LF or CRLF, which the last one may lack.
-
-    Args:
-        config: `path`.
-        folder: the folder that relative paths start from.
-
-    Raises:
-        SourceError: no file matches, or a file can't be read.
-    """
+    """Open text files: UTF-8, lines end with LF or CRLF, which the last one may lack."""
 
     def open_files(files: list[DataFile], store: UnpackStore) -> RowSource:
         rows = RowFiles(files, _TEXT_RULES)
@@ -44,21 +36,13 @@ def open_text(config: Config, folder: Path) -> RowSource:
 
 
 class TextReader(Reader):
-    """Reads lines of text files.
-
-    Args:
-        config: `files`.
-    """
+    """Reads lines of text files."""
 
     def __init__(self, config: Config) -> None:
         self._rows = RowFiles([DataFile.from_config(file) for file in config["files"]], _TEXT_RULES)
 
     def read(self, location: Tree) -> list[str]:
-        """Return list[str], the lines at `location` without their ends.
-
-        Raises:
-            SourceError: a line is not UTF-8; the message begins with `file:line`.
-        """
+        """Return the lines at `location` without their ends; an error begins with `file:line`."""
         chunks = list(self._rows.chunks(location))
         return in_order(chunks, [line for chunk in chunks for line in self._lines(chunk)])
 
@@ -78,7 +62,6 @@ class TextReader(Reader):
             raise
 
     def close(self) -> None:
-        """Close the files."""
         self._rows.close()
 
 
@@ -86,7 +69,7 @@ _JSONL_RULES = RowRules(quoted=False, keep_blank=False)
 
 
 class _TooLarge(ValueError):
-    """A number does not fit float64."""
+    pass
 
 
 def _float(text: str) -> float:
@@ -101,10 +84,6 @@ _decode = json.JSONDecoder(parse_float=_float).decode
 
 def open_jsonl(config: Config, folder: Path) -> RowSource:
     """Open files of JSON objects, one per line; blank lines are skipped.
-
-    Args:
-        config: `path`, and optional `columns`: name -> type.
-        folder: the folder that relative paths start from.
 
     Raises:
         SourceError: no file matches, a file can't be read, a type is unknown, or no object has the key of
@@ -184,11 +163,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 class JsonlReader(Reader):
-    """Reads JSON objects.
-
-    Args:
-        config: `files`; `columns`: [name, type] of each, empty for the objects themselves.
-    """
+    """Reads JSON objects, as columns if the config has some."""
 
     def __init__(self, config: Config) -> None:
         self._columns: dict[str, str] = dict(config["columns"])
@@ -197,11 +172,7 @@ class JsonlReader(Reader):
     def read(self, location: Tree) -> list[dict[str, Any]] | dict[str, Column]:
         """Return the objects at `location`, or {column: array[n]} of them.
 
-        A key that is absent or null is a missing value of its column.
-
-        Raises:
-            SourceError: a line is not an object, or a value does not have its column's type; the
-                message begins with `file:line`.
+        A key that is absent or null is a missing value of its column. An error begins with `file:line`.
         """
         chunks = list(self._rows.chunks(location))
         objects = in_order(chunks, [each for chunk in chunks for each in self._objects(chunk)])
@@ -248,20 +219,14 @@ class JsonlReader(Reader):
         return self._rows.row_place(*counted[position])
 
     def close(self) -> None:
-        """Close the files."""
         self._rows.close()
 
 
-FILE_BYTES_MAX = 1 << 30
-"""The largest file that can be an element."""
+FILE_BYTES_MAX = 1 << 30  # the largest file that can be an element
 
 
 class RawFilesSource(Source):
-    """Whole files; a location is a list of them, so that workers need not know all.
-
-    Args:
-        files: the files, one per element.
-    """
+    """Whole files; a location is a list of them, so that workers need not know all."""
 
     def __init__(self, files: Sequence[DataFile]) -> None:
         self._files = tuple(files)
@@ -270,13 +235,11 @@ class RawFilesSource(Source):
         self.config = {"kind": "files"}
 
     def locate(self, ids: Ids) -> Tree:
-        """Return the elements' files."""
         rows = rows_of(ids, self.length)
         numbers = rows if isinstance(rows, range) else rows.tolist()
         return [self._files[number].to_config() for number in numbers]
 
     def read(self, location: Tree) -> Tree:
-        """Return {path: list[str], bytes: list[bytes]} of the files at `location`."""
         return self._reader.read(location)
 
 
@@ -287,24 +250,13 @@ class RawFilesReader(Reader):
         """Return {path: list[str], bytes: list[bytes]} of the files at `location`.
 
         A path is relative to the spec's folder if the source's was, so that it is equal on every host.
-
-        Raises:
-            SourceError: a file is missing, or has changed since the run began.
         """
         files = [DataFile.from_config(config) for config in location]
         return {"path": [file.label for file in files], "bytes": [file.contents() for file in files]}
 
 
 def open_files(config: Config, folder: Path) -> RawFilesSource:
-    """Open files of any kind, one per element.
-
-    Args:
-        config: `path`.
-        folder: the folder that relative paths start from.
-
-    Raises:
-        SourceError: no file matches, or one is larger than `FILE_BYTES_MAX`.
-    """
+    """Open files of any kind, one per element, of at most `FILE_BYTES_MAX`."""
     files = expand(config.get("path", ()), folder)
     for file in files:
         if file.size_bytes > FILE_BYTES_MAX:
