@@ -8,7 +8,8 @@ replica function receives. The arrays of a shard are C-contiguous, in native byt
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,13 +73,13 @@ class Source(abc.ABC):
     by_id: bool = False  # `locate` is the identity, so a reader that can compute ids needs no location
     config: Config  # settings of the reader; empty if not `portable`
 
-    @abc.abstractmethod
     def locate(self, ids: Ids) -> Tree:
         """Return the location of elements, of any epoch: a tree that can be sent to a reader.
 
         Raises:
             IndexError: an id is negative, or the source is empty.
         """
+        return ids
 
     @abc.abstractmethod
     def read(self, location: Tree) -> Tree: ...
@@ -96,6 +97,32 @@ class Source(abc.ABC):
     def close(self) -> None:
         """Release the files, and remove unpacked ones."""
         return
+
+
+class ReaderSource(Source):
+    """A source that is read by its reader, which finds elements by their ids."""
+
+    by_id = True
+
+    def __init__(
+        self, length: int, config: Config, reader: Reader, on_close: Callable[[], None] = lambda: None
+    ) -> None:
+        self.length: int = length
+        self.config = config
+        self._reader = reader
+        self._on_close = on_close
+
+    def read(self, location: Tree) -> Tree:
+        return self._reader.read(location)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._on_close()
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the name that is most similar to a mistyped one, or ""."""
+    return next(iter(difflib.get_close_matches(name, list(names), 1)), "")
 
 
 def rows_of(ids: Ids, length: int) -> Ids:

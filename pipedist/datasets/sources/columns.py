@@ -8,7 +8,6 @@ float32 is the float64 of the text, rounded.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipedist.datasets.sources.base import SourceError
+from pipedist.datasets.sources.base import SourceError, nearest
 
 Column = npt.NDArray[Any]
 
@@ -83,19 +82,17 @@ def check_types(columns: dict[str, str]) -> None:
     """Raise SourceError if the type of a column, by name, is not one of `COLUMN_TYPES`."""
     for name, kind in columns.items():
         if kind not in COLUMN_TYPES:
-            near = difflib.get_close_matches(str(kind), COLUMN_TYPES, 1)
             raise SourceError(
                 f"column {name!r}: unknown type {kind!r}",
                 key="columns",
                 name=name,
-                nearest=near[0] if near else "",
+                nearest=nearest(str(kind), COLUMN_TYPES),
                 expected=", ".join(COLUMN_TYPES),
             )
 
 
 def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
     """Return the error for a column that is not among the columns of a file."""
-    near = difflib.get_close_matches(name, there, 1)
     for separator, word in ((";", "semicolons"), ("\t", "tabs")):
         if any(separator in other and name in other.split(separator) for other in there):
             return SourceError(
@@ -108,7 +105,7 @@ def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
         f"{file} has no column {name!r}",
         key="columns",
         name=name,
-        nearest=near[0] if near else "",
+        nearest=nearest(name, there),
         expected="one of " + ", ".join(there),
     )
 

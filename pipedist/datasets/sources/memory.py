@@ -24,6 +24,7 @@ from pipedist.datasets.sources.base import (
     Config,
     Ids,
     Reader,
+    ReaderSource,
     Source,
     SourceError,
     plain_array,
@@ -32,23 +33,6 @@ from pipedist.datasets.sources.base import (
 )
 
 _INT64 = np.iinfo(np.int64)
-
-
-class IntegerRangeSource(Source):
-    """Integers within int64, which readers compute."""
-
-    by_id = True
-
-    def __init__(self, numbers: range) -> None:
-        self.length: int = len(numbers)
-        self.config = {"kind": "range", "start": numbers.start, "stop": numbers.stop, "step": numbers.step}
-        self._reader = RangeReader(self.config)
-
-    def locate(self, ids: Ids) -> Tree:
-        return ids
-
-    def read(self, location: Tree) -> npt.NDArray[np.int64]:
-        return self._reader.read(location)
 
 
 class RangeReader(Reader):
@@ -64,7 +48,7 @@ class RangeReader(Reader):
         return sealed(self._numbers.start + rows * self._numbers.step)
 
 
-def open_range(config: Config) -> IntegerRangeSource:
+def open_range(config: Config, _folder: object) -> ReaderSource:
     """Open a range of integers: `stop`, and optional `start` (0) and `step` (1).
 
     Raises:
@@ -81,13 +65,15 @@ def open_range(config: Config) -> IntegerRangeSource:
     if numbers["step"] == 0:
         raise SourceError("step of the range is 0", key="step", expected="any other integer")
     try:
-        return IntegerRangeSource(range(numbers["start"], numbers["stop"], numbers["step"]))
+        length = len(range(numbers["start"], numbers["stop"], numbers["step"]))
     except OverflowError:  # of len()
         raise SourceError(
             "the range has more elements than int64 can count",
             key="stop",
             expected=f"at most {_INT64.max} elements",
         ) from None
+    settings = {"kind": "range", **{key: numbers[key] for key in ("start", "stop", "step")}}
+    return ReaderSource(length, settings, RangeReader(settings))
 
 
 class ArrayTreeSource(Source):
@@ -105,16 +91,13 @@ class ArrayTreeSource(Source):
         self.length: int = length
         self.config = {}
 
-    def locate(self, ids: Ids) -> Tree:
-        return ids
-
     def read(self, location: Tree) -> Tree:
         rows = rows_of(location, self.length)
         chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         return trees.tree_map(lambda leaf: sealed(leaf[chosen]), self._tree)
 
 
-def open_arrays(config: Config) -> ArrayTreeSource:
+def open_arrays(config: Config, _folder: object) -> ArrayTreeSource:
     """Open `arrays` of the program: a tree of arrays with one common leading dimension."""
     return ArrayTreeSource(*leading_arrays(config["arrays"], "arrays", key="arrays"))
 

@@ -23,10 +23,9 @@ import numpy.typing as npt
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
     Config,
-    Ids,
     Reader,
+    ReaderSource,
     RowLayout,
-    Source,
     SourceError,
     check_dtype,
     rows_of,
@@ -56,7 +55,7 @@ class Stored:
     @classmethod
     def from_config(cls, config: Sequence[Any]) -> Stored:
         file, offset, dtype, shape, fortran = config
-        return cls(DataFile.from_config(file), offset, dtype, tuple(shape), fortran)
+        return cls(DataFile(*file), offset, dtype, tuple(shape), fortran)
 
     def size_bytes(self) -> int:
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
@@ -72,34 +71,15 @@ class Stored:
             return np.memmap(stream, dtype, "r", offset, self.shape, order)
 
 
-class NumpySource(Source):
-    """Arrays in files, one dataset through all of them: {name: one array per file}, `BARE` for `.npy`.
-
-    The store holds unpacked files, and is closed with the source.
-    """
-
-    by_id = True
-
-    def __init__(self, arrays: dict[str, list[Stored]], store: UnpackStore) -> None:
-        lengths = [stored.shape[0] for stored in next(iter(arrays.values()))]
-        self._store = store
-        self.length: int = sum(lengths)
-        self.config = {
-            "kind": "npz" if BARE not in arrays else "npy",
-            "lengths": lengths,
-            "arrays": {name: [each.to_config() for each in stored] for name, stored in arrays.items()},
-        }
-        self._reader = NumpyReader(self.config)
-
-    def locate(self, ids: Ids) -> Tree:
-        return ids
-
-    def read(self, location: Tree) -> Tree:
-        return self._reader.read(location)
-
-    def close(self) -> None:
-        self._reader.close()
-        self._store.close()
+def _source(arrays: dict[str, list[Stored]], store: UnpackStore) -> ReaderSource:
+    """Return the source of one dataset through all files: {name: one array per file}, `BARE` for `.npy`."""
+    lengths = [stored.shape[0] for stored in next(iter(arrays.values()))]
+    config = {
+        "kind": "npz" if BARE not in arrays else "npy",
+        "lengths": lengths,
+        "arrays": {name: [each.to_config() for each in stored] for name, stored in arrays.items()},
+    }
+    return ReaderSource(sum(lengths), config, NumpyReader(config), store.close)
 
 
 class NumpyReader(Reader):
@@ -166,7 +146,7 @@ class NumpyReader(Reader):
         self._open.close()
 
 
-def open_npy(config: Config, folder: Path) -> NumpySource:
+def open_npy(config: Config, folder: Path) -> ReaderSource:
     """Open `.npy` files.
 
     Raises:
@@ -187,10 +167,10 @@ def open_npy(config: Config, folder: Path) -> NumpySource:
                     expected="one array per file; several arrays are an .npz, or separate files",
                 )
             arrays.append(stored)
-    return NumpySource({BARE: _agreeing(arrays, "")}, UnpackStore())
+    return _source({BARE: _agreeing(arrays, "")}, UnpackStore())
 
 
-def open_npz(config: Config, folder: Path) -> NumpySource:
+def open_npz(config: Config, folder: Path) -> ReaderSource:
     """Open `.npz` files.
 
     Raises:
@@ -209,7 +189,7 @@ def open_npz(config: Config, folder: Path) -> NumpySource:
                     f"{file.label} has {', '.join(sorted(found))}",
                     key="path",
                 )
-        return NumpySource(
+        return _source(
             {name: _agreeing([found[name] for found in members], f" of {name!r}") for name in names}, store
         )
     except BaseException:

@@ -18,10 +18,9 @@ import numpy.typing as npt
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
     Config,
-    Ids,
     Reader,
+    ReaderSource,
     RowLayout,
-    Source,
     SourceError,
     rows_of,
     sealed,
@@ -45,24 +44,6 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-class ParquetFileSource(Source):
-    by_id = True
-
-    def __init__(self, config: Config) -> None:
-        self.length: int = sum(rows for _, _, rows in config["groups"])
-        self.config = config
-        self._reader = ParquetReader(config)
-
-    def locate(self, ids: Ids) -> Tree:
-        return ids
-
-    def read(self, location: Tree) -> Tree:
-        return self._reader.read(location)
-
-    def close(self) -> None:
-        self._reader.close()
-
-
 class ParquetReader(Reader):
     """Reads rows of parquet files, row group by row group.
 
@@ -72,7 +53,7 @@ class ParquetReader(Reader):
 
     def __init__(self, config: Config) -> None:
         self._arrow = _pyarrow()
-        self._files = [DataFile.from_config(file) for file in config["files"]]
+        self._files = [DataFile(*file) for file in config["files"]]
         self._groups: list[tuple[int, int, int]] = [tuple(group) for group in config["groups"]]
         self._columns: dict[str, str] = dict(config["columns"])
         self._layout = RowLayout([rows for _, _, rows in self._groups])
@@ -191,7 +172,7 @@ class ParquetReader(Reader):
         self._watched.close()
 
 
-def open_parquet(config: Config, folder: Path) -> ParquetFileSource:
+def open_parquet(config: Config, folder: Path) -> ReaderSource:
     """Open parquet files; without `columns` (name -> type or `OWN_TYPE`), all columns with their own types.
 
     Raises:
@@ -228,14 +209,13 @@ def open_parquet(config: Config, folder: Path) -> ParquetFileSource:
                     )
             rows = [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)]
             groups += [[number, each, count] for each, count in enumerate(rows) if count]
-    return ParquetFileSource(
-        {
-            "kind": "parquet",
-            "files": [file.to_config() for file in files],
-            "groups": groups,
-            "columns": [[name, kind] for name, kind in wanted.items()],
-        }
-    )
+    reader_config = {
+        "kind": "parquet",
+        "files": [file.to_config() for file in files],
+        "groups": groups,
+        "columns": [[name, kind] for name, kind in wanted.items()],
+    }
+    return ReaderSource(sum(rows for _, _, rows in groups), reader_config, ParquetReader(reader_config))
 
 
 def _open(arrow: Any, file: DataFile) -> Any:

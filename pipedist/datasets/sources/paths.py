@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pipedist.datasets.sources.base import Config, Source, SourceError
 
@@ -37,11 +37,6 @@ def is_private(path: str) -> bool:
     return any(part.partition("://")[0] in _PRIVATE for part in path.split("::")) and is_remote(path)
 
 
-def local_path(path: str) -> str:
-    """Return a path without `file://`."""
-    return path.removeprefix("file://")
-
-
 class DataFile(Struct, frozen=True):
     """A file of a source, or a part of one, and its version. Methods raise SourceError if it has changed."""
 
@@ -52,11 +47,7 @@ class DataFile(Struct, frozen=True):
     mtime_ns: int  # at the time the source was opened, or `UNPACKED`; for a URL, its stamp
 
     def to_config(self) -> list[Any]:
-        return [self.label, self.path, self.offset, self.size_bytes, self.mtime_ns]
-
-    @classmethod
-    def from_config(cls, config: Sequence[Any]) -> DataFile:
-        return cls(*config)
+        return list(structs.astuple(self))
 
     def open(self) -> int:
         """Return a new descriptor for reading; for a URL, of a copy."""
@@ -187,7 +178,7 @@ def expand(path: str | Iterable[str], folder: Path) -> list[DataFile]:
                 (each.url, DataFile(each.url, each.url, 0, each.size_bytes, each.stamp)) for each in urls
             )
             continue
-        pattern = local_path(given)
+        pattern = given.removeprefix("file://")
         names = [name for name in _matches(pattern, folder) if _is_file(name, folder)]
         if not names:
             place = "" if os.path.isabs(pattern) else f" in {os.path.abspath(folder)}"
@@ -275,9 +266,9 @@ def hindrance(source: Source) -> str:
 
 def _files(config: Config) -> Iterator[DataFile]:
     """Yield the files of a config; it has none for kind `files`, whose locations name them."""
-    yield from map(DataFile.from_config, config.get("files", ()))
+    yield from (DataFile(*file) for file in config.get("files", ()))
     for places in config.get("arrays", {}).values():
-        yield from (DataFile.from_config(place[0]) for place in places)
+        yield from (DataFile(*place[0]) for place in places)
 
 
 def _is_here(file: DataFile) -> bool:

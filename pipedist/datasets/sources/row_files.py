@@ -17,20 +17,22 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pipedist.core.types import Tree
-from pipedist.datasets.sources.base import Config, Ids, Reader, RowLayout, Source, SourceError, rows_of
+from pipedist.datasets.sources.base import Config, Ids, Reader, ReaderSource, RowLayout, SourceError, rows_of
 from pipedist.datasets.sources.file_kinds import UnpackStore, refuse_binary, unpack_all
 from pipedist.datasets.sources.paths import DataFile, OpenFiles, expand
 
 T = TypeVar("T")
+
+Offsets = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,9 @@ class RowChunk:
     data: bytes  # the bytes of the rows; ends with a line feed
     rows: int
     start: int = 0  # offset of `data` in the file, for consecutive rows
-    starts: npt.NDArray[np.int64] | None = None  # offset of each row in the file, for scattered rows
-    begins: npt.NDArray[np.int64] | None = None  # offset of each row in `data`, for scattered rows
-    order: npt.NDArray[np.int64] | None = None  # position of each row in the shard; None: in order
+    starts: Offsets | None = None  # offset of each row in the file, for scattered rows
+    begins: Offsets | None = None  # offset of each row in `data`, for scattered rows
+    order: Offsets | None = None  # position of each row in the shard; None: in order
 
 
 class RowFiles:
@@ -54,24 +56,52 @@ class RowFiles:
         self.rules = rules
         self._open = OpenFiles(files)
 
-    def index(self, file: int) -> npt.NDArray[np.int64]:
+    def index(self, file: int) -> Offsets:
         """Return the offset of each row of a file, and the end of the last one: int64[rows + 1].
 
         Raises:
             SourceError: the file can't be read, or does not consist of rows.
         """
-        descriptor, data_file = self._open.descriptor(file), self.files[file]
-        refuse_binary(data_file, descriptor)
-        start = byte_order_mark(data_file, descriptor)
+        refuse_binary(self.files[file], self._open.descriptor(file))
         try:
-            return row_starts(lambda: self.blocks(file), start, self.rules)
+            return row_starts(lambda: self.blocks(file), self._byte_order_mark(file), self.rules)
         except RowError as error:
             raise SourceError(f"{self.place(file, error.offset)}: {error.message}", key="path") from error
 
     def blocks(self, file: int) -> Iterator[bytes]:
-        """Yield the bytes of a file after its byte order mark, in blocks that end with a line feed."""
+        """Yield the bytes of a file after its byte order mark, in blocks that end with a line feed.
+
+        Raises:
+            SourceError: a line is longer than `ROW_BYTES_MAX`.
+        """
         descriptor, data_file = self._open.descriptor(file), self.files[file]
-        return file_blocks(data_file, descriptor, byte_order_mark(data_file, descriptor))
+        start = self._byte_order_mark(file)
+        rest = b""
+        while start < data_file.size_bytes:
+            stop = min(start + BLOCK_BYTES, data_file.size_bytes)
+            block = data_file.read(descriptor, start, stop)
+            start = stop
+            cut = block.rfind(b"\n") + 1
+            if cut:
+                yield rest + block[:cut]
+                rest = block[cut:]
+            else:
+                rest += block
+            if len(rest) > ROW_BYTES_MAX:
+                raise SourceError(
+                    f"{data_file.label}: a line is longer than {ROW_BYTES_MAX} bytes; is this a text file?",
+                    key="path",
+                )
+        if rest:
+            yield rest
+
+    def _byte_order_mark(self, file: int) -> int:
+        """Return the size of the UTF-8 byte order mark at the beginning of a file: 3 or 0."""
+        data_file = self.files[file]
+        head = data_file.read(self._open.descriptor(file), 0, min(3, data_file.size_bytes))
+        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise SourceError(f"{data_file.label}: the text is UTF-16", key="path", expected="UTF-8")
+        return 3 if head == b"\xef\xbb\xbf" else 0
 
     def read(self, file: int, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of a file, with a line feed at the end."""
@@ -87,28 +117,15 @@ class RowFiles:
         for file, start, stop, rows in location:
             yield RowChunk(file, self.read(file, start, stop), rows, start)
 
-    def _scattered(
-        self,
-        files: npt.NDArray[np.int64],
-        starts: npt.NDArray[np.int64],
-        stops: npt.NDArray[np.int64],
-    ) -> Iterator[RowChunk]:
+    def _scattered(self, files: Offsets, starts: Offsets, stops: Offsets) -> Iterator[RowChunk]:
         for file in np.unique(files).tolist():
             order = np.flatnonzero(files == file)
             begins, ends = starts[order], stops[order]
-            pieces = [
-                self.read(file, start, stop)
-                for start, stop in zip(begins.tolist(), ends.tolist(), strict=True)
-            ]
+            ranges = zip(begins.tolist(), ends.tolist(), strict=True)
+            pieces = [self.read(file, start, stop) for start, stop in ranges]
             sizes = np.fromiter(map(len, pieces), np.int64, len(pieces))
-            yield RowChunk(
-                file,
-                b"".join(pieces),
-                len(pieces),
-                starts=begins,
-                begins=np.cumsum(sizes) - sizes,
-                order=order,
-            )
+            offsets = np.cumsum(sizes) - sizes
+            yield RowChunk(file, b"".join(pieces), len(pieces), starts=begins, begins=offsets, order=order)
 
     def row_place(self, chunk: RowChunk, row: int) -> str:
         """Return `file:line` of the beginning of a row of a chunk."""
@@ -126,28 +143,41 @@ class RowFiles:
         return self.place(chunk.file, int(chunk.starts[row]) + offset - int(chunk.begins[row]))
 
     def place(self, file: int, offset: int) -> str:
-        data_file = self.files[file]
-        return f"{data_file.label}:{line_number(data_file, self._open.descriptor(file), offset)}"
+        """Return `file:line` of a byte; lines are counted only when an error needs it."""
+        data_file, line = self.files[file], 1
+        for start in range(0, offset, BLOCK_BYTES):
+            stop = min(start + BLOCK_BYTES, offset)
+            line += data_file.read(self._open.descriptor(file), start, stop).count(b"\n")
+        return f"{data_file.label}:{line}"
 
     def close(self) -> None:
         self._open.close()
 
 
-class RowSource(Source):
-    """Rows of text files, found by their offsets: for each file, `RowFiles.index`.
+class RowReader(Reader):
+    """Reads rows of text files as columns, if the config has some."""
 
-    The store holds unpacked files, and is closed with the source.
-    """
+    rules: ClassVar[RowRules]
+
+    def __init__(self, config: Config) -> None:
+        self._columns: dict[str, str] = dict(config.get("columns", ()))
+        self._rows = RowFiles([DataFile(*file) for file in config["files"]], self.rules)
+
+    def close(self) -> None:
+        self._rows.close()
+
+
+class RowSource(ReaderSource):
+    """Rows of text files, found by their offsets: for each file, `RowFiles.index`."""
+
+    by_id = False
 
     def __init__(
-        self, starts: Sequence[npt.NDArray[np.int64]], config: Config, reader: Reader, store: UnpackStore
+        self, starts: Sequence[Offsets], config: Config, reader: Reader, on_close: Callable[[], None]
     ) -> None:
         self._starts = tuple(starts)
         self._layout = RowLayout([len(each) - 1 for each in starts])
-        self._reader = reader
-        self._store = store
-        self.length: int = self._layout.total
-        self.config = config
+        super().__init__(self._layout.total, config, reader, on_close)
 
     def locate(self, ids: Ids) -> Tree:
         """Return the byte ranges of elements, as the module defines them."""
@@ -165,36 +195,37 @@ class RowSource(Source):
             stops[chosen] = self._starts[file][places[chosen] + 1]
         return {"files": files, "starts": starts, "stops": stops}
 
-    def read(self, location: Tree) -> Tree:
-        return self._reader.read(location)
-
     def probe(self) -> None:
         """Read the first row of each file."""
         for file, starts in enumerate(self._starts):
             if len(starts) > 1:
                 self.read([[file, int(starts[0]), int(starts[1]), 1]])
 
-    def close(self) -> None:
-        self._reader.close()
-        self._store.close()
-
 
 def open_rows(
-    config: Config, folder: Path, open_files: Callable[[list[DataFile], UnpackStore], RowSource]
+    kind: str,
+    config: Config,
+    folder: Path,
+    reader: type[RowReader],
+    scan: Callable[[RowFiles], tuple[list[Offsets], Config]],
 ) -> RowSource:
     """Return a source of the rows of the files that `config["path"]` matches.
 
-    `open_files` creates it, given the unpacked files and their store; if it raises, they are removed.
+    `scan` returns the index of each file, and further settings of the reader.
     """
     store = UnpackStore()
     try:
-        return open_files(unpack_all(expand(config.get("path", ()), folder), store), store)
+        files = unpack_all(expand(config.get("path", ()), folder), store)
+        with closing(RowFiles(files, reader.rules)) as rows:
+            starts, settings = scan(rows)
+        settings = {"kind": kind, "files": [file.to_config() for file in files], **settings}
+        return RowSource(starts, settings, reader(settings), store.close)
     except BaseException:
         store.close()
         raise
 
 
-def shard_order(chunks: Sequence[RowChunk]) -> npt.NDArray[np.int64] | None:
+def shard_order(chunks: Sequence[RowChunk]) -> Offsets | None:
     """Return the row of the concatenated chunks at each position of the shard; None: they are in order."""
     orders = [chunk.order for chunk in chunks if chunk.order is not None]
     # the rows of a single chunk are in the order of the shard
@@ -239,33 +270,7 @@ class _StrayQuote(Exception):
     """A quote is in an unusual place, so parity does not decide."""
 
 
-def file_blocks(file: DataFile, descriptor: int, start: int) -> Iterator[bytes]:
-    """Yield the bytes of `file` from `start`, in blocks that end with a line feed.
-
-    Raises:
-        SourceError: a line is longer than `ROW_BYTES_MAX`.
-    """
-    rest = b""
-    while start < file.size_bytes:
-        stop = min(start + BLOCK_BYTES, file.size_bytes)
-        block = file.read(descriptor, start, stop)
-        start = stop
-        cut = block.rfind(b"\n") + 1
-        if cut:
-            yield rest + block[:cut]
-            rest = block[cut:]
-        else:
-            rest += block
-        if len(rest) > ROW_BYTES_MAX:
-            raise SourceError(
-                f"{file.label}: a line is longer than {ROW_BYTES_MAX} bytes; is this a text file?",
-                key="path",
-            )
-    if rest:
-        yield rest
-
-
-def row_starts(blocks: Blocks, start: int, rules: RowRules) -> npt.NDArray[np.int64]:
+def row_starts(blocks: Blocks, start: int, rules: RowRules) -> Offsets:
     """Return the offset of each row, and the end of the data: int64[rows + 1].
 
     A row's bytes end where the next one begins; blank lines that are not rows belong to the row before them.
@@ -277,11 +282,11 @@ def row_starts(blocks: Blocks, start: int, rules: RowRules) -> npt.NDArray[np.in
     try:
         return _scan(blocks(), start, rules)
     except _StrayQuote:
-        return _scan_leniently(blocks(), start)
+        return np.array([begin for begin, _ in lenient_rows(blocks(), start)], np.int64)
 
 
-def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> npt.NDArray[np.int64]:
-    found: list[npt.NDArray[np.int64]] = []
+def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> Offsets:
+    found: list[Offsets] = []
     inside = False  # whether a quoted field is open at the beginning of the block
     opened_at = start  # offset of the row whose quoted field is open
     begin = start  # offset of the row that the block continues
@@ -313,12 +318,7 @@ def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> npt.NDArray[n
     return np.concatenate(found)
 
 
-def _without_blank(
-    begins: npt.NDArray[np.int64],
-    stops: npt.NDArray[np.int64],
-    data: npt.NDArray[np.uint8],
-    start: int,
-) -> npt.NDArray[np.int64]:
+def _without_blank(begins: Offsets, stops: Offsets, data: npt.NDArray[np.uint8], start: int) -> Offsets:
     lengths = stops - begins
     blank = lengths == 1
     two = np.flatnonzero(lengths == 2)
@@ -345,10 +345,6 @@ def well_placed(data: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp], insid
     returns = np.flatnonzero(after == CARRIAGE_RETURN)
     closes[returns] = data[np.minimum(closers[returns] + 2, last)] == LINE_FEED
     return bool(closes.all())
-
-
-def _scan_leniently(blocks: Iterator[bytes], start: int) -> npt.NDArray[np.int64]:
-    return np.array([begin for begin, _ in lenient_rows(blocks, start)], np.int64)
 
 
 def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, list[str]]]:
@@ -393,23 +389,3 @@ def _long_fields() -> Iterator[None]:
         yield
     finally:
         csv.field_size_limit(before)
-
-
-def line_number(file: DataFile, descriptor: int, offset: int) -> int:
-    """Return the 1-based line number of byte `offset` of `file`, counted when an error needs it."""
-    line = 1
-    for start in range(0, offset, BLOCK_BYTES):
-        line += file.read(descriptor, start, min(start + BLOCK_BYTES, offset)).count(b"\n")
-    return line
-
-
-def byte_order_mark(file: DataFile, descriptor: int) -> int:
-    """Return the size of the UTF-8 byte order mark at the beginning of a file: 3 or 0.
-
-    Raises:
-        SourceError: the file has the mark of another encoding.
-    """
-    head = file.read(descriptor, 0, min(3, file.size_bytes))
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise SourceError(f"{file.label}: the text is UTF-16", key="path", expected="UTF-8")
-    return 3 if head == b"\xef\xbb\xbf" else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -11,35 +10,43 @@ from pathlib import Path
 from typing import Any
 
 from pipedist.core.types import Tree
-from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError, rows_of, sealed
+from pipedist.datasets.sources.base import (
+    Config,
+    Ids,
+    Reader,
+    ReaderSource,
+    SourceError,
+    nearest,
+    rows_of,
+    sealed,
+)
 from pipedist.datasets.sources.columns import CellError, Column, check_types, column_of_values
-from pipedist.datasets.sources.file_kinds import UnpackStore
 from pipedist.datasets.sources.paths import DataFile, expand
-from pipedist.datasets.sources.row_files import RowChunk, RowFiles, RowRules, RowSource, in_order, open_rows
-
-_TEXT_RULES = RowRules(quoted=False, keep_blank=True)
+from pipedist.datasets.sources.row_files import (
+    Offsets,
+    RowChunk,
+    RowFiles,
+    RowReader,
+    RowRules,
+    RowSource,
+    in_order,
+    open_rows,
+)
 
 
 def open_text(config: Config, folder: Path) -> RowSource:
     """Open text files: UTF-8, lines end with LF or CRLF, which the last one may lack."""
-
-    def open_files(files: list[DataFile], store: UnpackStore) -> RowSource:
-        rows = RowFiles(files, _TEXT_RULES)
-        try:
-            starts = [rows.index(number) for number in range(len(files))]
-        finally:
-            rows.close()
-        reader_config = {"kind": "text", "files": [file.to_config() for file in files]}
-        return RowSource(starts, reader_config, TextReader(reader_config), store)
-
-    return open_rows(config, folder, open_files)
+    return open_rows("text", config, folder, TextReader, lambda rows: (_indexes(rows), {}))
 
 
-class TextReader(Reader):
+def _indexes(rows: RowFiles) -> list[Offsets]:
+    return [rows.index(number) for number in range(len(rows.files))]
+
+
+class TextReader(RowReader):
     """Reads lines of text files."""
 
-    def __init__(self, config: Config) -> None:
-        self._rows = RowFiles([DataFile.from_config(file) for file in config["files"]], _TEXT_RULES)
+    rules = RowRules(quoted=False, keep_blank=True)
 
     def read(self, location: Tree) -> list[str]:
         """Return the lines at `location` without their ends; an error begins with `file:line`."""
@@ -60,12 +67,6 @@ class TextReader(Reader):
                         f"{self._rows.row_place(chunk, row)}: the line is not UTF-8 text", key="path"
                     ) from error
             raise
-
-    def close(self) -> None:
-        self._rows.close()
-
-
-_JSONL_RULES = RowRules(quoted=False, keep_blank=False)
 
 
 class _TooLarge(ValueError):
@@ -92,22 +93,13 @@ def open_jsonl(config: Config, folder: Path) -> RowSource:
     columns: dict[str, str] = dict(config.get("columns") or {})
     check_types(columns)
 
-    def open_files(files: list[DataFile], store: UnpackStore) -> RowSource:
-        rows = RowFiles(files, _JSONL_RULES)
-        try:
-            starts = [rows.index(number) for number in range(len(files))]
-            if any(len(each) > 1 for each in starts):
-                _check_keys(rows, list(columns))
-        finally:
-            rows.close()
-        reader_config = {
-            "kind": "jsonl",
-            "files": [file.to_config() for file in files],
-            "columns": [[name, kind] for name, kind in columns.items()],
-        }
-        return RowSource(starts, reader_config, JsonlReader(reader_config), store)
+    def scan(rows: RowFiles) -> tuple[list[Offsets], Config]:
+        starts = _indexes(rows)
+        if any(len(each) > 1 for each in starts):
+            _check_keys(rows, list(columns))
+        return starts, {"columns": [[name, kind] for name, kind in columns.items()]}
 
-    return open_rows(config, folder, open_files)
+    return open_rows("jsonl", config, folder, JsonlReader, scan)
 
 
 def _check_keys(rows: RowFiles, names: Sequence[str]) -> None:
@@ -131,12 +123,11 @@ def _check_keys(rows: RowFiles, names: Sequence[str]) -> None:
                         del unseen[name]
     for name in unseen:
         several = f" and {len(rows.files) - 1} more" if len(rows.files) > 1 else ""
-        near = difflib.get_close_matches(name, keys, 1)
         raise SourceError(
             f"no object of {rows.files[0].label}{several} has the key {name!r}",
             key="columns",
             name=name,
-            nearest=near[0] if near else "",
+            nearest=nearest(name, keys),
             expected="keys that some object has; the first one has " + (", ".join(keys) or "none"),
         )
 
@@ -162,12 +153,10 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class JsonlReader(Reader):
+class JsonlReader(RowReader):
     """Reads JSON objects, as columns if the config has some."""
 
-    def __init__(self, config: Config) -> None:
-        self._columns: dict[str, str] = dict(config["columns"])
-        self._rows = RowFiles([DataFile.from_config(file) for file in config["files"]], _JSONL_RULES)
+    rules = RowRules(quoted=False, keep_blank=False)
 
     def read(self, location: Tree) -> list[dict[str, Any]] | dict[str, Column]:
         """Return the objects at `location`, or {column: array[n]} of them.
@@ -218,40 +207,38 @@ class JsonlReader(Reader):
         counted = in_order(chunks, [(chunk, row) for chunk in chunks for row in range(chunk.rows)])
         return self._rows.row_place(*counted[position])
 
-    def close(self) -> None:
-        self._rows.close()
-
 
 FILE_BYTES_MAX = 1 << 30  # the largest file that can be an element
 
 
-class RawFilesSource(Source):
+class RawFilesSource(ReaderSource):
     """Whole files; a location is a list of them, so that workers need not know all."""
+
+    by_id = False
 
     def __init__(self, files: Sequence[DataFile]) -> None:
         self._files = tuple(files)
-        self._reader = RawFilesReader()
-        self.length: int = len(files)
-        self.config = {"kind": "files"}
+        config = {"kind": "files"}
+        super().__init__(len(files), config, RawFilesReader(config))
 
     def locate(self, ids: Ids) -> Tree:
         rows = rows_of(ids, self.length)
         numbers = rows if isinstance(rows, range) else rows.tolist()
         return [self._files[number].to_config() for number in numbers]
 
-    def read(self, location: Tree) -> Tree:
-        return self._reader.read(location)
-
 
 class RawFilesReader(Reader):
     """Reads whole files."""
+
+    def __init__(self, _config: Config) -> None:
+        """Create a reader; locations name the files."""
 
     def read(self, location: Tree) -> dict[str, list[str] | list[bytes]]:
         """Return {path: list[str], bytes: list[bytes]} of the files at `location`.
 
         A path is relative to the spec's folder if the source's was, so that it is equal on every host.
         """
-        files = [DataFile.from_config(config) for config in location]
+        files = [DataFile(*config) for config in location]
         return {"path": [file.label for file in files], "bytes": [file.contents() for file in files]}
 
 
