@@ -43,19 +43,14 @@ class Division(Struct, frozen=True):
     drop_remainder: bool = False  # drop an epoch's last step if it has fewer than B elements
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("length", self.length, 0),
-            ("batch", self.batch, 1),
-            ("replicas", self.replicas, 1),
-        ):
+        for name, least in (("length", 0), ("batch", 1), ("replicas", 1)):
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer >= {least}, not {value!r}")
 
     @property
     def steps_per_epoch(self) -> int:
-        if self.drop_remainder:
-            return self.length // self.batch
-        return -(-self.length // self.batch)
+        return self.length // self.batch if self.drop_remainder else -(-self.length // self.batch)
 
     def rows(self, step: int) -> int:
         """Return m, the number of elements of `step`."""

@@ -198,21 +198,17 @@ def stack_padded(elements: Sequence[Tree]) -> Tree:
 
 
 def _columns(elements: Sequence[Tree]) -> tuple[list[list[Any]], trees.Treedef]:
-    rows = []
-    first: trees.Treedef | None = None
-    for element in elements:
-        leaves, treedef = trees.flatten(element)
-        if first is None:
-            first = treedef
-        elif treedef != first:
+    if not elements:
+        raise ValueError("nothing to batch")
+    flattened = list(map(trees.flatten, elements))
+    first = flattened[0][1]
+    for _, treedef in flattened:
+        if treedef != first:
             raise ValueError(
                 "can't batch elements of different structures: "
                 f"{trees.describe(first)} and {trees.describe(treedef)}"
             )
-        rows.append(leaves)
-    if first is None:
-        raise ValueError("nothing to batch")
-    return [list(column) for column in zip(*rows, strict=True)], first
+    return [list(column) for column in zip(*(leaves for leaves, _ in flattened), strict=True)], first
 
 
 def common_rows(element: Tree) -> int:
@@ -246,8 +242,7 @@ def split(element: Tree, parts: int) -> list[Tree]:
                 f"can't divide a scalar among replicas{_at(name)}: "
                 "batch the dataset last, with .batch(global_batch_size)"
             )
-        view = np.ascontiguousarray(leaf).view()
-        view.flags.writeable = False
+        view = _frozen(np.ascontiguousarray(leaf))
         size = -(-len(view) // parts)
         columns.append([view[part * size : (part + 1) * size] for part in range(parts)])
     return [trees.unflatten(treedef, [column[part] for column in columns]) for part in range(parts)]

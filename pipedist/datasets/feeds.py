@@ -59,15 +59,12 @@ class Feed(Protocol):
         Raises:
             SourceError: the dataset has fewer steps.
         """
-        ...
 
     async def pull(self, count: int) -> list[StepBatch]:
         """Return the next steps, at most `count`; none at the end of the dataset."""
-        ...
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
         """Return the data sent for calls [lo, hi)."""
-        ...
 
     def separable(self, call: int) -> int:
         """Return how many elements of a call `some` can send separately; 0 if it cannot."""
@@ -79,17 +76,14 @@ class Feed(Protocol):
 
     def release(self, before: int) -> None:
         """Discard the data of steps before `before`."""
-        ...
 
     def elements(self, first: int, last: int) -> int:
         """Return the number of elements of steps [first, last)."""
-        ...
 
     def epoch(self, step: int) -> int: ...
 
     def ids(self, step: int) -> list[Tree]:
         """Return the element ids of each non-empty shard of a step."""
-        ...
 
 
 class IndexedFeed(Feed):
@@ -154,10 +148,7 @@ class IndexedFeed(Feed):
         length = self._division.length
         try:
             return permutation(seed, self._name, epoch, length)
-        except (
-            MemoryError,
-            ValueError,
-        ) as error:  # NumPy raises ValueError if the array exceeds its size limit
+        except (MemoryError, ValueError) as error:  # ValueError: the array exceeds NumPy's size limit
             raise SourceError(
                 f"`shuffle` of {self._name}: the order of {length:,} elements takes {16 * length:,} bytes, "
                 "more than the memory available: shuffle fewer, or set `shuffle: false`",
@@ -205,10 +196,9 @@ class IndexedFeed(Feed):
 
     def release(self, before: int) -> None:
         """Discard the orders of finished epochs."""
-        if self._orders and self._division.steps_per_epoch:
+        if self._orders:
             epoch = before // self._division.steps_per_epoch
-            for old in [e for e in self._orders if e < epoch]:
-                del self._orders[old]
+            self._orders = {each: order for each, order in self._orders.items() if each >= epoch}
 
     def elements(self, first: int, last: int) -> int:
         division = self._division
@@ -268,7 +258,7 @@ class SequentialFeed(Feed):
         for epoch in range(self._epochs):
             index = 0
             for value in self._source.blocks(self._batch):
-                rows = row_count(value)
+                rows = int(trees.flatten(value)[0][0].shape[0])
                 if epoch and index + rows > length:
                     raise _uneven(epoch, f"more than the {length} elements")
                 if rows == self._batch or not self._drop_remainder:
@@ -280,9 +270,7 @@ class SequentialFeed(Feed):
 
     async def begin_at(self, step: int) -> None:
         while self._next < step:
-            blocks = await anyio.to_thread.run_sync(
-                self._read_some, step - self._next, abandon_on_cancel=True
-            )
+            blocks = await self._read_in_thread(step - self._next)
             if not blocks:
                 raise SourceError(
                     f"the dataset has {self._next} steps now, and had at least {step} before", key="call"
@@ -292,8 +280,7 @@ class SequentialFeed(Feed):
 
     async def pull(self, count: int) -> list[StepBatch]:
         """Read the next steps, in a thread, because the user's iterator may block."""
-        # On cancellation, do not wait for the user's iterator; its later blocks are discarded.
-        blocks = await anyio.to_thread.run_sync(self._read_some, count, abandon_on_cancel=True)
+        blocks = await self._read_in_thread(count)
         if not blocks:
             self.steps_total = self._next
         offers = []
@@ -304,6 +291,10 @@ class SequentialFeed(Feed):
             parts = sum(1 for n in chunk_sizes(block.rows, self._replicas) if n)
             offers.append(StepBatch(step, step + 1, parts, block.rows, block.size))
         return offers
+
+    async def _read_in_thread(self, count: int) -> list[_Block]:
+        # On cancellation, do not wait for the user's iterator; its later blocks are discarded.
+        return await anyio.to_thread.run_sync(self._read_some, count, abandon_on_cancel=True)
 
     def _read_some(self, count: int) -> list[_Block]:
         """Return the next blocks, at most `count`, within READ_S and READ_BYTES."""
@@ -324,32 +315,28 @@ class SequentialFeed(Feed):
         return blocks
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        ids: list[Tree] = []
-        values: list[Tree] = []
-        for call in range(lo, hi):
-            step, replica = divmod(call, self._replicas)
-            block = self._blocks[step]
-            start, stop = self._bounds(block, replica)
-            ids.append(range(block.first_id + start, block.first_id + stop))
-            values.append(rows_between(block.value, start, stop))
-        return Shards(ids=ids, values=values)
+        shards = [self._shard(call) for call in range(lo, hi)]
+        return Shards(
+            ids=[range(block.first_id + start, block.first_id + stop) for block, start, stop in shards],
+            values=[_rows(block.value, slice(start, stop)) for block, start, stop in shards],
+        )
 
     def separable(self, call: int) -> int:
-        step, replica = divmod(call, self._replicas)
-        start, stop = self._bounds(self._blocks[step], replica)
+        _, start, stop = self._shard(call)
         return stop - start
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
+        block, start, _ = self._shard(call)
+        rows = start + positions(elements)
+        return Shards(ids=[block.first_id + rows], values=[_rows(block.value, rows)])
+
+    def _shard(self, call: int) -> tuple[_Block, int, int]:
+        """Return the block of a call, and the range of its rows."""
         step, replica = divmod(call, self._replicas)
         block = self._blocks[step]
-        start, _ = self._bounds(block, replica)
-        rows = start + positions(elements)
-        return Shards(ids=[block.first_id + rows], values=[rows_at(block.value, rows)])
-
-    def _bounds(self, block: _Block, replica: int) -> tuple[int, int]:
         size = -(-block.rows // self._replicas)
         start = min(replica * size, block.rows)
-        return start, min(start + size, block.rows)
+        return block, start, min(start + size, block.rows)
 
     def release(self, before: int) -> None:
         """Discard the blocks of visible steps."""
@@ -364,24 +351,15 @@ class SequentialFeed(Feed):
         return self._blocks[step].epoch
 
     def ids(self, step: int) -> list[Tree]:
-        block = self._blocks[step]
-        bounds = [self._bounds(block, replica) for replica in range(self._replicas)]
-        return [range(block.first_id + a, block.first_id + b) for a, b in bounds if a < b]
+        shards = [self._shard(step * self._replicas + replica) for replica in range(self._replicas)]
+        return [range(block.first_id + a, block.first_id + b) for block, a, b in shards if a < b]
 
 
 def _array_bytes(tree: Tree) -> int:
     return sum(leaf.nbytes for leaf in trees.flatten(tree)[0] if isinstance(leaf, np.ndarray))
 
 
-def row_count(block: Tree) -> int:
-    return int(trees.flatten(block)[0][0].shape[0])
-
-
-def rows_between(block: Tree, start: int, stop: int) -> Tree:
-    return trees.tree_map(lambda leaf: leaf[start:stop], block)
-
-
-def rows_at(block: Tree, rows: NDArray[np.int64]) -> Tree:
+def _rows(block: Tree, rows: slice | NDArray[np.int64]) -> Tree:
     return trees.tree_map(lambda leaf: leaf[rows], block)
 
 

@@ -7,6 +7,7 @@ starts from the beginning. The transformations are in `pipedist.datasets.transfo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -168,10 +169,19 @@ class GeneratorNode(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class FileNamesNode(Node):
-    """The names of files, which FILE sharding divides."""
+class FilesNode(Node):
+    """A source of files, which FILE sharding divides."""
 
     paths: tuple[str, ...]
+
+    def spec(self) -> Tree:
+        return ArraySpec(str)
+
+
+class FileNamesNode(FilesNode):
+    """The names of files."""
+
+    __slots__ = ()
 
     def __iter__(self) -> Iterator[Tree]:
         return map(np.str_, self.paths)
@@ -179,18 +189,11 @@ class FileNamesNode(Node):
     def cardinality(self) -> int:
         return len(self.paths)
 
-    def spec(self) -> Tree:
-        return ArraySpec(str)
 
-    def only(self, pipelines: int, index: int) -> FileNamesNode:
-        return FileNamesNode(self.paths[index::pipelines])
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class TextFilesNode(Node):
+class TextFilesNode(FilesNode):
     """The lines of UTF-8 files in the order of the files, without their line ends."""
 
-    paths: tuple[str, ...]
+    __slots__ = ()
 
     def __iter__(self) -> Iterator[Tree]:
         for path in self.paths:
@@ -200,12 +203,6 @@ class TextFilesNode(Node):
 
     def cardinality(self) -> int:
         return UNKNOWN
-
-    def spec(self) -> Tree:
-        return ArraySpec(str)
-
-    def only(self, pipelines: int, index: int) -> TextFilesNode:
-        return TextFilesNode(self.paths[index::pipelines])
 
 
 class UnknownSpecError(ValueError):
@@ -221,15 +218,10 @@ def sampled_spec(node: Node, maker: str) -> Tree:
 
     `maker` is the Dataset method that created the node, as errors name it.
     """
-    spec: Tree = None
-    seen = 0
-    for element in itertools.islice(iter(node), _SAMPLES):
-        found = spec_of(element)
-        spec = found if seen == 0 else merge_specs(spec, found)
-        seen += 1
-    if seen == 0:
+    specs = [spec_of(element) for element in itertools.islice(iter(node), _SAMPLES)]
+    if not specs:
         raise UnknownSpecError(maker)
-    return spec
+    return functools.reduce(merge_specs, specs)
 
 
 _SAMPLES = 2  # two show which dimensions differ; a spec that needs more can be declared

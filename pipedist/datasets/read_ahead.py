@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class _Shared(Generic[T]):
             callback()
 
 
-class ReadAhead(Iterator[T]):
+class ReadAhead(Iterator[T], AbstractContextManager["ReadAhead[T]"]):
     """An iterator that reads up to `buffer` (>= 1) elements of `source` ahead, in a thread of its own."""
 
     def __init__(self, source: Iterable[T], buffer: int) -> None:
@@ -115,33 +115,22 @@ class ReadAhead(Iterator[T]):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 
-    def __enter__(self) -> ReadAhead[T]:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
 _END: Final = object()
 
 
-def _has_room(buffer: int, shared: _Shared[T]) -> bool:
-    """Wait for space in the buffer; return False if the reader was closed."""
-    with shared.changed:
-        shared.changed.wait_for(lambda: shared.closed or len(shared.items) < buffer)
-        return not shared.closed
-
-
 def _read(source: Iterable[T], buffer: int, shared: _Shared[T]) -> None:
     error: BaseException | None = None
     try:
         iterator = iter(source)
-        while _has_room(buffer, shared):
+        while True:
+            with shared.changed:
+                shared.changed.wait_for(lambda: shared.closed or len(shared.items) < buffer)
+                if shared.closed:
+                    break
             item = next(iterator, _END)
             if item is _END:
                 break

@@ -19,12 +19,13 @@ OFF, FILE and HINT its sizes are rounded down or up and cross batch boundaries, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from pipedist.core.arguments import check_int
 from pipedist.core.types import Tree
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.datasets.logical import Dataset
-from pipedist.datasets.nodes import INFINITE, UNKNOWN, FileNamesNode, Node, TextFilesNode
+from pipedist.datasets.nodes import INFINITE, UNKNOWN, FilesNode, Node
 from pipedist.datasets.transforms import EnumerateNode, RebatchNode, ShardNode
 
 
@@ -37,15 +38,20 @@ def auto_shard(
         ValueError: a number is out of range, or the policy is FILE and the dataset does not read
             only files, or fewer than `num_pipelines` (for every index, before anything is read).
     """
+    pipelines, place = _checked(num_pipelines, index)
+    chosen = dataset.auto_shard_policy if policy is None else AutoShardPolicy.of(policy)
+    node = _sharded(dataset.node, pipelines, place, chosen)
+    return Dataset(node, dataset.auto_shard_policy)
+
+
+def _checked(num_pipelines: int, index: int) -> tuple[int, int]:
     pipelines = check_int("num_pipelines", num_pipelines, at_least=1)
     place = check_int("index", index, at_least=0)
     if place >= pipelines:
         raise ValueError(
             f"index is {place}, but there are {pipelines} pipelines: expected 0 to {pipelines - 1}"
         )
-    chosen = dataset.auto_shard_policy if policy is None else AutoShardPolicy.of(policy)
-    node = _sharded(dataset.node, pipelines, place, chosen)
-    return Dataset(node, dataset.auto_shard_policy)
+    return pipelines, place
 
 
 def _sharded(node: Node, pipelines: int, index: int, policy: AutoShardPolicy) -> Node:
@@ -53,17 +59,17 @@ def _sharded(node: Node, pipelines: int, index: int, policy: AutoShardPolicy) ->
         return _with_hints(node, pipelines, index)
     if policy is AutoShardPolicy.OFF or pipelines == 1:
         return node
-    if policy is AutoShardPolicy.FILE:
-        problem = _file_problem(node, pipelines)
-        if problem:
+    if policy is AutoShardPolicy.DATA:
+        return ShardNode(node, pipelines, index)
+    problem = _file_problem(node, pipelines)
+    if problem:
+        if policy is AutoShardPolicy.FILE:
             raise ValueError(
                 f"auto-shard policy FILE among {pipelines} input pipelines: {problem}; "
                 "use AutoShardPolicy.DATA, or AUTO"
             )
-        return _with_files(node, pipelines, index)
-    if policy is AutoShardPolicy.AUTO and not _file_problem(node, pipelines):
-        return _with_files(node, pipelines, index)
-    return ShardNode(node, pipelines, index)
+        return ShardNode(node, pipelines, index)
+    return _with_files(node, pipelines, index)
 
 
 def _file_problem(node: Node, pipelines: int) -> str:
@@ -71,7 +77,7 @@ def _file_problem(node: Node, pipelines: int) -> str:
     for source in _sources(node):
         if isinstance(source, EnumerateNode):
             return "enumerate numbers the elements of all files"
-        if not isinstance(source, FileNamesNode | TextFilesNode):
+        if not isinstance(source, FilesNode):
             return (
                 f"the dataset reads a source that is not files ({type(source).__name__.removesuffix('Node')})"
             )
@@ -89,8 +95,8 @@ def _sources(node: Node) -> Iterator[Node]:
 
 
 def _with_files(node: Node, pipelines: int, index: int) -> Node:
-    if isinstance(node, FileNamesNode | TextFilesNode):
-        return node.only(pipelines, index)
+    if isinstance(node, FilesNode):
+        return replace(node, paths=node.paths[index::pipelines])
     return node.with_inputs([_with_files(child, pipelines, index) for child in node.inputs])
 
 
@@ -134,13 +140,8 @@ def batch_sizes_for_worker(
     Replica r of the pipeline uses entries r, r + R, ..., cyclically.
     """
     rows = check_int("global_batch", global_batch, at_least=0)
-    pipelines = check_int("num_pipelines", num_pipelines, at_least=1)
     replicas = check_int("replicas_per_pipeline", replicas_per_pipeline, at_least=1)
-    place = check_int("index", index, at_least=0)
-    if place >= pipelines:
-        raise ValueError(
-            f"index is {place}, but there are {pipelines} pipelines: expected 0 to {pipelines - 1}"
-        )
+    pipelines, place = _checked(num_pipelines, index)
     floor, longer = divmod(rows, pipelines * replicas)
     first = [floor + 1] * longer + [floor] * (pipelines * replicas - longer)
     offset = place * replicas

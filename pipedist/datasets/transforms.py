@@ -232,34 +232,25 @@ class PrefetchNode(Transform):
             yield from elements
 
 
-class CacheStore:
-    """The elements of one cache, after the first complete pass."""
-
-    __slots__ = ("elements",)
-
-    def __init__(self) -> None:
-        self.elements: list[Tree] | None = None
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CacheNode(Transform):
     """The same elements, from memory after the first complete pass."""
 
-    store: CacheStore = dataclasses.field(default_factory=CacheStore)
+    passes: list[list[Tree]] = dataclasses.field(default_factory=list)  # the first complete pass
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
         (replaced,) = inputs
         return CacheNode(replaced)
 
     def __iter__(self) -> Iterator[Tree]:
-        if self.store.elements is not None:
-            yield from self.store.elements
+        if self.passes:
+            yield from self.passes[0]
             return
         elements = []
         for element in map(read_only, self.input):
             elements.append(element)
             yield element
-        self.store.elements = elements
+        self.passes[:] = [elements]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -277,8 +268,8 @@ class EnumerateNode(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ConcatenateNode(Node):
-    """The elements of several inputs, one input after the other."""
+class Combination(Node):
+    """A node with several inputs."""
 
     parts: tuple[Node, ...]
 
@@ -287,7 +278,13 @@ class ConcatenateNode(Node):
         return self.parts
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        return ConcatenateNode(tuple(inputs))
+        return dataclasses.replace(self, parts=tuple(inputs))
+
+
+class ConcatenateNode(Combination):
+    """The elements of several inputs, one input after the other."""
+
+    __slots__ = ()
 
     def __iter__(self) -> Iterator[Tree]:
         return itertools.chain.from_iterable(self.parts)
@@ -305,18 +302,10 @@ class ConcatenateNode(Node):
         return first
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ZipNode(Node):
+class ZipNode(Combination):
     """Tuples of one element of each input, as many as the shortest has."""
 
-    parts: tuple[Node, ...]
-
-    @property
-    def inputs(self) -> tuple[Node, ...]:
-        return self.parts
-
-    def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        return ZipNode(tuple(inputs))
+    __slots__ = ()
 
     def __iter__(self) -> Iterator[Tree]:
         return zip(*self.parts, strict=False)
