@@ -35,11 +35,7 @@ def is_foreign(cls: type) -> bool:
 
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
-    """Return an array of another library as a NumPy array, a view of its memory if possible.
-
-    Raises:
-        ForeignArrayError: it requires grad, is sparse, or has a dtype unknown to NumPy.
-    """
+    """Return an array of another library as a NumPy array, a view of its memory if possible."""
     try:
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):

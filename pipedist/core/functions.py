@@ -68,8 +68,7 @@ def reference(fn: Callable[..., Any] | str) -> FunctionRef:
 def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
     """Return the callable of a reference; one sent by value must come from this worker's own driver.
 
-    Args:
-        code: absolute folders of the spec's modules; they become the last entries of `sys.path`.
+    The folders of the spec's modules, `code`, become the last entries of `sys.path`.
 
     Raises:
         FunctionNotFound: the module is missing, fails to import, or is not the spec's own module of
@@ -326,11 +325,9 @@ def _is_within(place: str, folder: str) -> bool:
 def _modules_in(code: Sequence[str]) -> list[str]:
     names: list[str] = []
     for folder in code:
-        try:
+        with contextlib.suppress(OSError):  # a missing folder is reported with the spec's errors
             entries = sorted(os.listdir(folder))
-        except OSError:
-            continue  # a missing folder is reported with the spec's errors
-        names += [e.removesuffix(".py") for e in entries if e.endswith(".py") or "." not in e]
+            names += [e.removesuffix(".py") for e in entries if e.endswith(".py") or "." not in e]
     return names
 
 

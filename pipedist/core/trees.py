@@ -38,8 +38,7 @@ _registered: set[type] = set()
 def flatten(tree: Tree) -> tuple[list[Leaf], Treedef]:
     """Split a tree, or a bare leaf, into its leaves and its structure.
 
-    Raises:
-        RecursionError: the tree is deeper than 1,000 nodes, or contains itself.
+    A tree that is deeper than 1,000 nodes, or contains itself, is a RecursionError.
     """
     while True:
         leaves, treedef = optree.tree_flatten(tree, namespace=_NAMESPACE)
@@ -104,11 +103,7 @@ def describe(treedef: Treedef) -> str:
 
 
 def same_structure(trees: Sequence[Tree]) -> tuple[list[list[Leaf]], Treedef]:
-    """Split at least one tree of ONE structure into each one's leaves and the structure.
-
-    Raises:
-        ValueError: two trees differ in structure; the text shows both structures.
-    """
+    """Split at least one tree of ONE structure (else ValueError) into each one's leaves and the structure."""
     if not trees:
         raise ValueError("no components: at least one replica is needed")
     flattened = list(map(flatten, trees))

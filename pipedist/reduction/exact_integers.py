@@ -33,10 +33,7 @@ Ints = NDArray[Any]  # arrays of any integer dtype
 
 
 def sum_rows(x: Ints, axes: tuple[int, ...]) -> tuple[Limbs, int]:
-    """Return the exact sums of `x` along `axes`, and a bound on their magnitudes.
-
-    Args:
-        axes: non-negative, without duplicates; () converts without summing.
+    """Return the exact sums of `x` along `axes` (() only converts), and a bound on their magnitudes.
 
     Raises:
         ValueError: more than 2**31 - 1 elements are summed into one.

@@ -83,9 +83,7 @@ class _Kind(Struct, frozen=True):
 def axes_of(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
     """Return the axes that a user passed (None, an int, or a list or tuple of ints) in normal form.
 
-    Raises:
-        TypeError: an axis is not an int (a bool is not).
-        ValueError: an axis is repeated.
+    A repeated axis is a ValueError, another type (or a bool) a TypeError.
     """
     if axis is None:
         return None
@@ -103,11 +101,7 @@ def axis_of(axis: object) -> int:
 
 
 def resolve_axes(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    """Return axes of an array with `ndim` dimensions as non-negative numbers.
-
-    Raises:
-        ValueError: an axis is out of range, or repeated (0 and -1 of a vector).
-    """
+    """Return axes as non-negative numbers; raise ValueError if one is out of range, or repeated (0 and -1)."""
     resolved = []
     for axis in axes:
         if not -ndim <= axis < ndim:
@@ -143,9 +137,7 @@ def leaf_partial(op: ReduceOp, axis: tuple[int, ...] | None, leaf: Any) -> list[
 def join_leaf(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any]:
     """Combine the partials of one leaf of two neighbouring ranges of calls, `a` before `b`.
 
-    Raises:
-        TypeError: they differ in dtype.
-        ValueError: they differ in shape.
+    Different dtypes are a TypeError, different shapes a ValueError.
     """
     code, count, x = a
     if code != b[0]:
@@ -179,8 +171,7 @@ def join_numbers(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any] | None:
 def finish_leaf(op: ReduceOp, part: list[Any]) -> Any:
     """Return the value of a leaf's last partial: an array, a NumPy scalar, or None for no rows.
 
-    Raises:
-        OverflowError: an integer result does not fit its dtype.
+    An integer result that does not fit its dtype is an OverflowError.
     """
     code, count, data = part
     if data is None:

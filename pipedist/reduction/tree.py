@@ -39,12 +39,7 @@ class Reduction:
 
     @classmethod
     def of(cls, op: ReduceOp | str, axis: int | Sequence[int] | None) -> Reduction:
-        """Return the reduction of an operator and axes as a spec or a call names them.
-
-        Raises:
-            ValueError: an unknown operator, or the same axis twice.
-            TypeError: an axis is not an int (a bool is not).
-        """
+        """Return the reduction of an operator and axes as a spec or a call names them; see `axes_of`."""
         return cls(ReduceOp.of(op), axes_of(axis))
 
     def partial(self, component: Tree) -> Partial:
@@ -76,9 +71,7 @@ class Reduction:
     def combine(self, a: Partial, b: Partial) -> Partial:
         """Combine the partials of two neighbouring ranges of calls, `a` before `b`.
 
-        Raises:
-            ValueError: they differ in structure, or a leaf in shape.
-            TypeError: a leaf differs in dtype.
+        A different structure or shape is a ValueError, a different dtype a TypeError.
         """
         if type(a[0]) is int and type(b[0]) is int and type(a[1][0][2]) in _NUMBERS:
             joined = partials.join_numbers(self.op, a[1][0], b[1][0])
@@ -108,10 +101,8 @@ class Reduction:
     def finish(self, partial: Partial | None) -> Tree:
         """Return the value of the combination of all partials; None if there are none.
 
-        Its leaves are arrays, or NumPy scalars if no axis remains; None for MIN or MAX without rows.
-
-        Raises:
-            OverflowError: an integer result does not fit its dtype; the text names the leaf's path.
+        Its leaves are arrays, or NumPy scalars if no axis remains; None for MIN or MAX without rows. An integer result
+        that does not fit its dtype is an OverflowError, whose text names the leaf's path.
         """
         if partial is None:
             return None

@@ -24,8 +24,7 @@ from pipedist.errors import PipedistError, UsageError
 
 PROCESSES_MAX = 256
 
-TEXT_CHARS_MAX = 2000
-"""Characters of a process's output that an error shows."""
+TEXT_CHARS_MAX = 2000  # limit of a process's output in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +212,7 @@ def _text(path: Path) -> str:
 
 
 def frames_in(data: bytes) -> list[memoryview]:
-    """Return the frames of the only record in a file.
-
-    Raises:
-        ValueError: the record is damaged.
-    """
+    """Return the frames of the only record in a file; raise ValueError if it is damaged."""
     view = memoryview(data)
     head = record_at(view, 0)
     if isinstance(head, str):

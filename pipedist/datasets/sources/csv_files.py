@@ -46,12 +46,7 @@ from pipedist.datasets.sources.row_files import (
 
 
 def open_csv(config: Config, folder: Path) -> RowSource:
-    """Open csv files; `columns` of the config has the name and type of each column to be read.
-
-    Raises:
-        SourceError: no file matches, a column is missing or exists twice, a type is unknown, or a
-            file is not csv.
-    """
+    """Open csv files; `columns` of the config has the name and type of each column to be read."""
     columns: dict[str, str] = dict(config.get("columns") or {})
     if not columns:
         raise SourceError(

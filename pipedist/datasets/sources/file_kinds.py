@@ -116,11 +116,7 @@ class UnpackStore:
         self._size_bytes = 0
 
     def add(self, label: str, stream: IO[bytes] | gzip.GzipFile) -> DataFile:
-        """Append all of `stream`, and return the file that it makes up; `label` names the data in errors.
-
-        Raises:
-            SourceError: the disk is full, or the limit is exceeded.
-        """
+        """Append all of `stream`, and return the file that it makes up; `label` names the data in errors."""
         file = self._open()
         offset = -(-self._size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         end = offset
@@ -162,11 +158,7 @@ class UnpackStore:
 
 
 def unpack_all(files: Sequence[DataFile], store: UnpackStore) -> list[DataFile]:
-    """Return `files` with each `.gz` and one-member `.zip` replaced by its contents in the store.
-
-    Raises:
-        SourceError: a file is damaged, or a `.zip` has not exactly one member.
-    """
+    """Return `files` with each `.gz` and one-member `.zip` replaced by its contents in the store."""
     return [_unpack(file, store) for file in files]
 
 

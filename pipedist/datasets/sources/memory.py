@@ -49,12 +49,7 @@ class RangeReader(Reader):
 
 
 def open_range(config: Config, _folder: object) -> ReaderSource:
-    """Open a range of integers: `stop`, and optional `start` (0) and `step` (1).
-
-    Raises:
-        SourceError: a number is missing, not an integer, or beyond int64; the step is 0; or there are
-            more elements than int64 can count.
-    """
+    """Open a range of integers: `stop`, and optional `start` (0) and `step` (1)."""
     numbers = {"start": 0, "step": 1, **config}
     for key in ("start", "stop", "step"):
         value = numbers.get(key)
@@ -106,10 +101,6 @@ def leading_arrays(tree: Tree, what: str, *, key: str) -> tuple[Tree, int]:
     """Return `tree` with each leaf as a NumPy array, and their common leading dimension.
 
     Errors name the tree `what`, and the setting `key`.
-
-    Raises:
-        SourceError: there is no leaf, a leaf is not an array or has no leading dimension, two
-            leading dimensions differ, or a dtype can't be sent.
     """
     leaves, treedef = trees.flatten(tree)
     names = [f"{what}/{path}" if path else what for path in trees.paths(tree)]
@@ -187,9 +178,7 @@ class IterableSource(Source):
     def blocks(self, batch: int) -> Iterator[Tree]:
         """Yield one epoch as consecutive blocks of `batch` stacked elements, the last one shorter.
 
-        Raises:
-            SourceError: the iterable raises, or an element differs from the first one in
-                structure, dtype or shape; the message names the element's index.
+        The SourceError of an element that differs from the first in structure, dtype or shape names its index.
         """
         elements = enumerate(self._elements())
         while block := [self._arrays(element, index) for index, element in itertools.islice(elements, batch)]:
@@ -272,12 +261,7 @@ class IterableSource(Source):
 
 
 def open_function(config: Config, code: Sequence[str]) -> Source:
-    """Call a factory (`call`, with the arguments `with`), and open what it returns.
-
-    Raises:
-        SourceError: the factory raises, or returns neither a tree of arrays nor an iterable.
-        PipedistError: there is no such function.
-    """
+    """Call a factory (`call`, with the arguments `with`), and open what it returns."""
     call: Callable[..., Any] | str = config["call"]
     if isinstance(call, str):
         function, label = load(reference(call), code), call

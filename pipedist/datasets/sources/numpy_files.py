@@ -147,12 +147,7 @@ class NumpyReader(Reader):
 
 
 def open_npy(config: Config, folder: Path) -> ReaderSource:
-    """Open `.npy` files.
-
-    Raises:
-        SourceError: no file matches, a file is not a `.npy` file, or two files differ in dtype or
-            trailing shape.
-    """
+    """Open `.npy` files."""
     arrays = []
     for file in expand(config.get("path", ()), folder):
         with _open(file) as stream:
@@ -171,12 +166,7 @@ def open_npy(config: Config, folder: Path) -> ReaderSource:
 
 
 def open_npz(config: Config, folder: Path) -> ReaderSource:
-    """Open `.npz` files.
-
-    Raises:
-        SourceError: no file matches, a file is not an `.npz` file, its arrays differ in their
-            leading dimension, or two files differ in names, dtypes or trailing shapes.
-    """
+    """Open `.npz` files, whose arrays have one leading dimension."""
     files = expand(config.get("path", ()), folder)
     store = UnpackStore()
     try:

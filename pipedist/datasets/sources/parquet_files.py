@@ -173,13 +173,7 @@ class ParquetReader(Reader):
 
 
 def open_parquet(config: Config, folder: Path) -> ReaderSource:
-    """Open parquet files; without `columns` (name -> type or `OWN_TYPE`), all columns with their own types.
-
-    Raises:
-        SourceError: no file matches, pyarrow is not installed, a file is not a parquet file, a column is
-            missing, can't be read as its type, or differs in type between files; or, without
-            `columns`, a file has a column that the first file lacks.
-    """
+    """Open parquet files; without `columns` (name -> type or `OWN_TYPE`), all columns with their own types."""
     arrow = _pyarrow()
     wanted: dict[str, str] = dict(config.get("columns") or {})
     check_types({name: kind for name, kind in wanted.items() if kind != OWN_TYPE})

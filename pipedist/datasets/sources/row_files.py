@@ -57,11 +57,7 @@ class RowFiles:
         self._open = OpenFiles(files)
 
     def index(self, file: int) -> Offsets:
-        """Return the offset of each row of a file, and the end of the last one: int64[rows + 1].
-
-        Raises:
-            SourceError: the file can't be read, or does not consist of rows.
-        """
+        """Return the offset of each row of a file, and the end of the last one: int64[rows + 1]."""
         refuse_binary(self.files[file], self._open.descriptor(file))
         try:
             return row_starts(lambda: self.blocks(file), self._byte_order_mark(file), self.rules)
@@ -69,11 +65,7 @@ class RowFiles:
             raise SourceError(f"{self.place(file, error.offset)}: {error.message}", key="path") from error
 
     def blocks(self, file: int) -> Iterator[bytes]:
-        """Yield the bytes of a file after its byte order mark, in blocks that end with a line feed.
-
-        Raises:
-            SourceError: a line is longer than `ROW_BYTES_MAX`.
-        """
+        """Yield the bytes of a file after its byte order mark, in blocks that end with a line feed."""
         descriptor, data_file = self._open.descriptor(file), self.files[file]
         start = self._byte_order_mark(file)
         rest = b""

@@ -84,12 +84,7 @@ _decode = json.JSONDecoder(parse_float=_float).decode
 
 
 def open_jsonl(config: Config, folder: Path) -> RowSource:
-    """Open files of JSON objects, one per line; blank lines are skipped.
-
-    Raises:
-        SourceError: no file matches, a file can't be read, a type is unknown, or no object has the key of
-            a column.
-    """
+    """Open files of JSON objects, one per line; blank lines are skipped."""
     columns: dict[str, str] = dict(config.get("columns") or {})
     check_types(columns)
 
