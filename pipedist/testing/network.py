@@ -94,10 +94,9 @@ class FaultyNetwork:
         self.draw = random.random
         self.latency_s = LATENCY_S_MAX
         self.counts: Counter[str] = Counter()  # number of faults so far, by kind
-        rates = faults.rates()
-        self._kinds = [kind for kind in PER_MESSAGE if rates[kind]]
+        self._kinds = [kind for kind in PER_MESSAGE if faults.rates()[kind]]
         self.is_faithful = faithful
-        self._weights = [rates[kind] for kind in self._kinds]
+        self._weights = [faults.rates()[kind] for kind in self._kinds]
         self.rate = min(1.0, sum(self._weights))  # probability of a fault for each message
 
     def connect(self, *, up: Receiver, down: Receiver, on_cut: Callable[[], None]) -> Connection:

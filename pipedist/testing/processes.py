@@ -131,17 +131,11 @@ def run_in_processes(
     if not timeout_s > 0:
         raise UsageError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
     reference = functions.reference(fn)
-    frames = encode(
-        [
-            [reference.label, reference.name, reference.pickled],
-            list(args),
-            dict(kwargs or {}),
-            [entry for entry in sys.path if entry],
-        ]
-    )
+    function = [reference.label, reference.name, reference.pickled]
+    paths = [entry for entry in sys.path if entry]
+    frames = encode([function, list(args), dict(kwargs or {}), paths])
     with tempfile.TemporaryDirectory(prefix="pipedist-processes-") as folder:
-        call = Path(folder, "call")
-        call.write_bytes(b"".join(pack(frames)))
+        Path(folder, "call").write_bytes(b"".join(pack(frames)))
         running = [_Process(Path(folder), number, environment or {}) for number in range(workers)]
         until = time.monotonic() + timeout_s
         try:
@@ -162,13 +156,9 @@ class _Process:
         command = [sys.executable, "-m", "pipedist.testing.process_child", str(folder), str(number)]
         paths = os.pathsep.join(entry for entry in sys.path if entry)
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
+            env = {**os.environ, "PYTHONPATH": paths, **environment}
             self._popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env={**os.environ, "PYTHONPATH": paths, **environment},
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, start_new_session=True
             )
 
     def outcome(self, until: float) -> ProcessOutcome:

@@ -35,8 +35,7 @@ FAULTS_MARKER = "pipedist_faults"
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers",
-        f"{CLUSTER_MARKER}(workers=..., ...): default arguments of pipedist_cluster()",
+        "markers", f"{CLUSTER_MARKER}(workers=..., ...): default arguments of pipedist_cluster()"
     )
     config.addinivalue_line(
         "markers", f"{FAULTS_MARKER}(drop=..., seed=..., ...): default arguments of pipedist_faults()"

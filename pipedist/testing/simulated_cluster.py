@@ -106,7 +106,8 @@ class SimulatedRouter:
         self._leases: dict[tuple[bytes, int], int] = {}  # the pass of each valid lease, by identity and lease
 
     async def __aenter__(self) -> Self:
-        self._host.on_arrival, self._host.on_exit_reported = self._arrived, self._supersede
+        self._host.on_arrival = self._arrived
+        self._host.on_exit_reported = lambda process: self._superseded.add(process.identity)
         return self
 
     async def __aexit__(self, *raised: object) -> None:
@@ -138,9 +139,6 @@ class SimulatedRouter:
             self._on_reject(reason)
         self._dropped.add(identity)
         self._superseded.add(identity)
-
-    def _supersede(self, process: SimulatedProcess) -> None:
-        self._superseded.add(process.identity)
 
     def _arrived(self, process: SimulatedProcess, item: Received) -> None:
         identity = process.identity
@@ -181,10 +179,6 @@ class SimulatedLauncher:
     def running(self, _worker: str) -> Running | None:
         """Return None: calls are not watched in virtual time."""
         return None
-
-    @property
-    def alive(self) -> Sequence[SimulatedProcess]:
-        return list(self._alive.values())
 
     def start(self, worker: str, incarnation: int) -> None:
         before = self._alive.get(worker)
@@ -228,7 +222,7 @@ class SimulatedLauncher:
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._emptied.wait()
-        for process in self.alive:
+        for process in list(self._alive.values()):
             process.kill()
         self._host.on_exit = None
 
@@ -303,8 +297,7 @@ class SimulatedCluster(Cluster):
         loop = asyncio.get_running_loop()
         if not isinstance(loop, VirtualLoop):
             raise UsageError("SimulatedCluster needs a VirtualLoop. Use pipedist.testing.simulate")
-        simulated = SimulatedHost(loop, Random(self._seed), self._faults, self._threads)
-        self.simulated = simulated
+        self.simulated = simulated = SimulatedHost(loop, Random(self._seed), self._faults, self._threads)
         router_factory: Any = lambda *callbacks: SimulatedRouter(simulated, *callbacks)  # noqa: E731
         coordinator = CheckedCoordinator(
             router_factory=router_factory,

@@ -19,7 +19,7 @@ from pipedist.protocol.messages import Message
 from pipedist.protocol.wire import pack, unpack
 from pipedist.testing.cooperative_threads import CooperativeThreads, Killed
 from pipedist.testing.faults import PAUSE_S_MAX, SLOW_TIMES, STOPPED_S_MAX, Faults
-from pipedist.testing.network import Connection, FaultyNetwork
+from pipedist.testing.network import FaultyNetwork
 from pipedist.testing.virtual_clock import VirtualLoop
 from pipedist.worker.commands import Ending
 from pipedist.worker.driver import Driver
@@ -57,7 +57,7 @@ class SimulatedHost:
         # Called with each process that ended: its exit code, signal, a description, and its call.
         self.on_exit: OnExit | None = None
         self.poisoned = 0  # number of messages of superseded attempts, whose results were replaced
-        self.defects: list[BaseException] = []  # that ended workers, and were not caused by a message
+        self.defects: list[BaseException] = []  # exceptions that ended workers; messages did not cause them
         self.on_defect: Callable[[], object] = lambda: None
         self.blocked_at = ""  # place of a function when the simulation was interrupted, as in a traceback
         self._faults = faults
@@ -92,11 +92,6 @@ class SimulatedHost:
             cost *= SLOW_TIMES
         return cost
 
-    def record_error(self, error: BaseException) -> None:
-        if not isinstance(error, RemoteProtocolError):  # faults of messages lead to those
-            self.defects.append(error)
-            self.on_defect()
-
 
 class SimulatedProcess:
     """The process of one incarnation of a worker."""
@@ -104,7 +99,6 @@ class SimulatedProcess:
     def __init__(self, host: SimulatedHost, worker: str, incarnation: int) -> None:
         self._host = host
         self._loop = host.loop
-        self._random: Random = host.random
         self.worker = worker
         self.incarnation = incarnation
         self.identity = f"{worker}.{incarnation}".encode()
@@ -119,9 +113,7 @@ class SimulatedProcess:
         self._overdue = False
         self._driver: SimulatedDriver | None = None
         self._ending = (Ending.STOPPED, "")
-        self.connection: Connection = host.network.connect(
-            up=self._arrived, down=self._receive, on_cut=self._on_cut
-        )
+        self.connection = host.network.connect(up=self._arrived, down=self._receive, on_cut=self._on_cut)
 
     def begin(self) -> None:
         if self.alive:
@@ -182,7 +174,9 @@ class SimulatedProcess:
             ending, reason = self._ending
             self._exit(_EXIT_CODES[ending], None, f"exit code {_EXIT_CODES[ending]}: {reason}")
         else:
-            self._host.record_error(error)
+            if not isinstance(error, RemoteProtocolError):  # faults of messages lead to those
+                self._host.defects.append(error)
+                self._host.on_defect()
             self._exit(70, None, f"exit code 70: {type(error).__name__}: {error}")
 
     def _inject_fault(self) -> None:
@@ -190,7 +184,7 @@ class SimulatedProcess:
             self.kill()
         else:
             self.asleep = True
-            self._loop.at(self._loop.now + PAUSE_S_MAX * self._random.random() ** 2, self._resume)
+            self._loop.at(self._loop.now + PAUSE_S_MAX * self._host.random.random() ** 2, self._resume)
             self._loop.at(self._loop.now + STOPPED_S_MAX, self._kill_stopped, self._waits)
 
     def _kill_stopped(self, wait: int) -> None:
