@@ -7,12 +7,7 @@ from typing import SupportsIndex
 
 
 def check_int(name: str, value: object, *, at_least: int = 1) -> int:
-    """Return `value` as a plain int.
-
-    Raises:
-        TypeError: it is not an integer (a bool is not).
-        ValueError: it is smaller than `at_least`.
-    """
+    """Return `value` as a plain int; raise TypeError (for a bool too) or ValueError if it is none."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} is {value!r}; expected an int")
     number = operator.index(value)

@@ -18,11 +18,9 @@ import numpy as np
 from pipedist.core import trees
 from pipedist.core.types import Tree
 
-_ON_HOST: Final = (1, 3)
-"""DLPack's device types of the CPU, and of host memory pinned for CUDA."""
+_ON_HOST: Final = (1, 3)  # DLPack's device types: the CPU, and host memory pinned for CUDA
 
-_REASONS: Final = (BufferError, TypeError, ValueError, RuntimeError, AttributeError)
-"""Exceptions that libraries raise if an array cannot be converted."""
+_REASONS: Final = (BufferError, TypeError, ValueError, RuntimeError, AttributeError)  # of failed conversions
 
 _NATIVE: Final = frozenset({np.ndarray, int, float, str, bool, bytes, complex, type(None)})
 
@@ -37,20 +35,11 @@ def is_foreign(cls: type) -> bool:
 
 
 def to_numpy(value: Any) -> np.ndarray[Any, Any]:
-    """Return an array of another library as a NumPy array.
-
-    Args:
-        value: of a class that `is_foreign`.
-
-    Returns:
-        The same dtype, shape and values; a view of its memory if possible.
-
-    Raises:
-        ForeignArrayError: it requires grad, is sparse, or has a dtype unknown to NumPy.
-    """
+    """Return an array of another library as a NumPy array, a view of its memory if possible."""
     try:
-        if type(value).__module__.partition(".")[0] == "torch" or _is_tensor(value):
-            return _of_torch(value)
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(value, torch.Tensor):
+            return _of_torch(torch, value)
         return _of_any(value)
     except ForeignArrayError:
         raise
@@ -59,11 +48,7 @@ def to_numpy(value: Any) -> np.ndarray[Any, Any]:
 
 
 def to_host(tree: Tree) -> Tree:
-    """Return a tree with other libraries' arrays as NumPy arrays; the same object if it has none.
-
-    Raises:
-        ForeignArrayError: an array cannot be converted; the text names its path.
-    """
+    """Return a tree with other libraries' arrays as NumPy arrays; the same object if it has none."""
     if type(tree) in _NATIVE:
         return tree
     leaves, treedef = trees.flatten(tree)
@@ -98,13 +83,7 @@ def _of_any(value: Any) -> np.ndarray[Any, Any]:
         raise
 
 
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")  # also subclasses
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _of_torch(tensor: Any) -> np.ndarray[Any, Any]:
-    torch = sys.modules["torch"]
+def _of_torch(torch: Any, tensor: Any) -> np.ndarray[Any, Any]:
     if tensor.requires_grad:
         raise ForeignArrayError(
             f"{_type_text(tensor)} that requires grad: its history cannot leave the function, "

@@ -20,11 +20,7 @@ _NEW_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder; return False if another process holds the lock.
-
-    Raises:
-        OSError: the file system has no locks.
-    """
+    """Lock an open file or folder; return False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -35,36 +31,24 @@ def try_lock(descriptor: int) -> bool:
 def is_file_at(path: str | Path, descriptor: int) -> bool:
     """Return whether an open file is the one at `path`: it may be removed before it is locked."""
     try:
-        found, opened = os.lstat(path), os.fstat(descriptor)
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except OSError:
         return False
-    return (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino)
 
 
 class AtomicFile:
-    """A file that appears at its path complete, on `commit`, or not at all.
+    """A file that appears at its path (in an existing folder) complete, on `commit`, or not at all.
 
     A process that is killed before `commit` leaves at most a hidden `.NAME.*.partial`.
-
-    Args:
-        path: where the file will be; its folder exists.
-        mode: permissions of the file, before the umask.
-
-    Raises:
-        OSError: the folder can't be written.
     """
 
-    def __init__(self, path: Path, mode: int = 0o666) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
-        self.file: BinaryIO = os.fdopen(os.open(self._temporary, _NEW_FLAGS, mode), "w+b")
+        self.file: BinaryIO = os.fdopen(os.open(self._temporary, _NEW_FLAGS, 0o666), "w+b")
 
     def commit(self) -> None:
-        """Make the file durable and rename it to `path`.
-
-        Raises:
-            OSError: the disk is full, or fails.
-        """
+        """Make the file durable and rename it to `path`."""
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
@@ -79,18 +63,9 @@ class AtomicFile:
             self._temporary.unlink()
 
 
-def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Replace the content of a file, atomically and durably.
-
-    Args:
-        path: where the file will be; its folder exists.
-        content: all of it.
-        mode: permissions of the file, before the umask.
-
-    Raises:
-        OSError: it can't be written; then the old content stays.
-    """
-    out = AtomicFile(path, mode)
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file atomically and durably; if it can't be written, the old content stays."""
+    out = AtomicFile(path)
     try:
         out.file.write(content)
         out.commit()
@@ -99,11 +74,7 @@ def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Make the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

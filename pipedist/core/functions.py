@@ -29,17 +29,13 @@ from pipedist.core.import_guard import ADVICE, caller_is_waiting, importing
 from pipedist.core.types import FunctionRef
 from pipedist.errors import PipedistError, UsageError
 
-PICKLED_BYTES_MAX = 64 * 2**20
-"""Maximum size of a function sent by value, with everything that it captures."""
+PICKLED_BYTES_MAX = 64 * 2**20  # limit for a function sent by value, with everything that it captures
 
 _IDENTIFIERS = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _NAME = re.compile(rf"(?P<module>{_IDENTIFIERS}):(?P<attribute>{_IDENTIFIERS})")
 
-_process_note = ""
-"""Text about this process in errors; see `set_process_note`."""
-
-_appended: list[str] = []
-"""The code folders that `append_code` put at the end of `sys.path`."""
+_process_note = ""  # see `set_process_note`
+_appended: list[str] = []  # the code folders that `append_code` put at the end of `sys.path`
 
 
 class FunctionNotFound(PipedistError):
@@ -51,9 +47,7 @@ class FunctionNotFound(PipedistError):
 def reference(fn: Callable[..., Any] | str) -> FunctionRef:
     """Return the reference with which `fn` is sent to workers.
 
-    Args:
-        fn: a name "package.module:attribute", which is not looked up here; or a callable, which is sent
-            by name if it can be imported under its own name, else by value.
+    A name is not looked up here. A callable is sent by name if it can be imported under its own name, else by value.
 
     Raises:
         UsageError: the name has another form, `fn` is not callable, or it cannot be pickled.
@@ -72,12 +66,9 @@ def reference(fn: Callable[..., Any] | str) -> FunctionRef:
 
 
 def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
-    """Return the callable of a reference.
+    """Return the callable of a reference; one sent by value must come from this worker's own driver.
 
-    Args:
-        ref: from `reference`, possibly in another process. A function sent by value is unpickled: it
-            must come from this worker's own driver.
-        code: absolute folders of the spec's modules; they become the last entries of `sys.path`.
+    The folders of the spec's modules, `code`, become the last entries of `sys.path`.
 
     Raises:
         FunctionNotFound: the module is missing, fails to import, or is not the spec's own module of
@@ -211,11 +202,7 @@ def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
 
 
 def append_code(code: Sequence[str]) -> None:
-    """Move the folders of a spec's modules, then those of earlier specs, to the end of `sys.path`.
-
-    Args:
-        code: absolute folders.
-    """
+    """Move the folders of a spec's modules, then those of earlier specs, to the end of `sys.path`."""
     wanted = [folder for folder in code if folder not in sys.path or folder in _appended]
     if wanted == _appended[: len(wanted)]:
         return
@@ -265,12 +252,9 @@ def _where(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return ""  # its text names the place
     walked = traceback.extract_tb(error.__traceback__)
-    here = os.path.dirname(os.path.dirname(__file__))  # the package
-    frames = [
-        f
-        for f in walked
-        if not _is_within(f.filename, here) and not f.filename.startswith("<frozen importlib")
-    ]
+    package = os.path.dirname(os.path.dirname(__file__))
+    outside = [f for f in walked if not _is_within(f.filename, package)]
+    frames = [f for f in outside if not f.filename.startswith("<frozen importlib")]
     own = [f for f in frames if any(_is_within(f.filename, folder) for folder in _appended)]
     if not frames:
         return ""
@@ -341,11 +325,9 @@ def _is_within(place: str, folder: str) -> bool:
 def _modules_in(code: Sequence[str]) -> list[str]:
     names: list[str] = []
     for folder in code:
-        try:
+        with contextlib.suppress(OSError):  # a missing folder is reported with the spec's errors
             entries = sorted(os.listdir(folder))
-        except OSError:
-            continue  # a missing folder is reported with the spec's errors
-        names += [e.removesuffix(".py") for e in entries if e.endswith(".py") or "." not in e]
+            names += [e.removesuffix(".py") for e in entries if e.endswith(".py") or "." not in e]
     return names
 
 

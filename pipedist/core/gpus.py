@@ -14,57 +14,35 @@ from typing import Final
 
 from msgspec import Struct
 
-VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
-"""Variable that selects and orders the GPUs visible to CUDA libraries of a process."""
-
-GPUS_MAX: Final = 64
-"""Maximum number of GPUs per call."""
-
+VISIBLE: Final = "CUDA_VISIBLE_DEVICES"  # selects and orders the GPUs visible to CUDA libraries
+GPUS_MAX: Final = 64  # limit per call
 _DRIVER: Final = "/proc/driver/nvidia/gpus"
-_TOOL_S: Final = 30.0
-"""Timeout of `nvidia-smi`, which loads the driver if it is not loaded yet."""
-
+_TOOL_S: Final = 30.0  # `nvidia-smi` loads the driver if it is not loaded yet
 _TPU_SIGNS: Final = ("TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
 
 
 class VisibleGpus(Struct, frozen=True):
-    """The GPUs available to the workers of this machine.
+    """The GPUs available to the workers of this machine."""
 
-    Args:
-        gpus: names as in CUDA_VISIBLE_DEVICES: "0", "GPU-8932f937".
-        how: origin of the list, for messages.
-    """
-
-    gpus: tuple[str, ...]
-    how: str
+    gpus: tuple[str, ...]  # names as in CUDA_VISIBLE_DEVICES: "0", "GPU-8932f937"
+    how: str  # origin of the list, for messages
 
 
 class Supply(Struct, frozen=True):
-    """The GPUs of a cluster's workers.
+    """The GPUs of a cluster's workers."""
 
-    Args:
-        owned: number of GPUs per worker, a fraction if shared; None: unknown until workers join.
-        gpus: the GPUs that were divided.
-        how: origin of the list, for messages.
-    """
-
-    owned: tuple[float, ...] | None
-    gpus: tuple[str, ...]
-    how: str
+    owned: tuple[float, ...] | None  # per worker, a fraction if shared; None: unknown until workers join
+    gpus: tuple[str, ...]  # the GPUs that were divided
+    how: str  # origin of the list, for messages
 
 
-def found(environment: Mapping[str, str] | None = None) -> VisibleGpus:
-    """Return the GPUs that a process with this environment may use.
-
-    Args:
-        environment: the environment; None: this process's.
-    """
-    environ = os.environ if environment is None else environment
-    count, origin = installed(environ)
-    visible = environ.get(VISIBLE)
+def found() -> VisibleGpus:
+    """Return the GPUs that this process may use."""
+    count, origin = installed(os.environ)
+    visible = os.environ.get(VISIBLE)
     if count == 0:
         note = f", though {VISIBLE} is {visible!r}" if visible else ""
-        sign = next((name for name in _TPU_SIGNS if environ.get(name)), "")
+        sign = next((name for name in _TPU_SIGNS if os.environ.get(name)), "")
         tpu = f"; {sign} is set, but a TPU is no GPU" if sign else ""
         return VisibleGpus((), f"{origin}{note}{tpu}")
     if visible is None:
@@ -72,24 +50,16 @@ def found(environment: Mapping[str, str] | None = None) -> VisibleGpus:
     return VisibleGpus(_seen(visible, count), f"{origin}, restricted by {VISIBLE}={visible!r}")
 
 
-def named(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def named() -> tuple[str, ...]:
     """Return the GPUs of a worker started by hand: those in CUDA_VISIBLE_DEVICES.
 
     Without that variable it owns none, because several workers of a machine would own the same GPUs.
-
-    Args:
-        environment: the environment; None: this process's.
     """
-    environ = os.environ if environment is None else environment
-    return found(environ).gpus if environ.get(VISIBLE) else ()
+    return found().gpus if os.environ.get(VISIBLE) else ()
 
 
 def installed(environment: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of NVIDIA GPUs of the driver, and the origin of that number, for messages.
-
-    Args:
-        environment: its PATH locates `nvidia-smi`.
-    """
+    """Return the number of NVIDIA GPUs of the driver, and the origin of that number, for messages."""
     import shutil  # rarely needed
 
     tool = shutil.which("nvidia-smi", path=environment.get("PATH", ""))
@@ -110,15 +80,10 @@ def installed(environment: Mapping[str, str]) -> tuple[int, str]:
 
 
 def owned(gpus: tuple[str, ...], each: float, workers: int) -> tuple[tuple[str, ...], ...]:
-    """Return the GPUs of each worker.
+    """Return the GPUs of each worker, in order; () for workers after the GPUs are used up.
 
     Args:
-        gpus: all GPUs.
         each: GPUs per worker; a fraction: floor(1 / each) workers share one.
-        workers: number of workers.
-
-    Returns:
-        The GPUs of each worker, in order; () for workers after the GPUs are used up.
     """
     if each >= 1:
         size = math.ceil(each)

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 
+# True while this thread or task imports the module of a function for a run.
 importing: ContextVar[bool] = ContextVar("importing", default=False)
-"""True while this thread or task imports the module of a function for a run."""
-
-
+# True if the thread that started this one is blocked on it (possibly inside an import lock).
 caller_is_waiting: ContextVar[bool] = ContextVar("caller_is_waiting", default=False)
-"""True if the thread that started this one is blocked on it (possibly inside an import lock)."""
 
 ADVICE = 'call it in a function, or below `if __name__ == "__main__":`'
 
 
 def reject_during_import(what: str) -> None:
-    """Raise if a module is being imported for a run.
-
-    Raises:
-        UsageError: the current thread or task imports one.
-    """
+    """Raise UsageError if the current thread or task imports a module for a run."""
     if importing.get():
         from pipedist.errors import UsageError  # entry points import little before they start a run
 

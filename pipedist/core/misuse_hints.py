@@ -45,9 +45,7 @@ class TfNames:
 
     __slots__ = ()
 
-    _tf_names: ClassVar[Mapping[str, str]] = {}
-    """By TensorFlow's name: the equivalent in pipedist."""
-
+    _tf_names: ClassVar[Mapping[str, str]] = {}  # by TensorFlow's name: the equivalent in pipedist
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:

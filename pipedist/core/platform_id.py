@@ -15,32 +15,24 @@ from pipedist._version import __version__
 
 
 class Platform(Struct, frozen=True):
-    """Properties besides code and inputs that can change the bits of a result.
-
-    Args:
-        python, numpy, pipedist: versions.
-        cpu: processor model, for messages.
-        traits: properties by which numeric libraries select code: architecture, vendor, CPU features.
-    """
+    """Properties besides code and inputs that can change the bits of a result."""
 
     python: str
     numpy: str
     pipedist: str
-    cpu: str
-    traits: tuple[str, ...]
+    cpu: str  # model, for messages
+    traits: tuple[str, ...]  # architecture, vendor, CPU features: numeric libraries select code by them
 
     @classmethod
     def here(cls) -> Platform:
-        """Return the platform of this process."""
-        return cls(platform.python_version(), np.__version__, __version__, cpu_model(), cpu_traits())
+        cpu = _cpu_lines().get("model name") or os.uname().machine
+        return cls(platform.python_version(), np.__version__, __version__, cpu, cpu_traits())
 
 
 def differences(there: Platform, here: Platform, *, called: str, same_processor: bool = False) -> list[str]:
     """Return the differences between two platforms that can change bits, as phrases.
 
-    Args:
-        called: name of `here` in the phrases: "numpy 1.0 (the run 2.0)".
-        same_processor: True if both run on the same processor; it is not compared.
+    `called` names `here` in the phrases: "numpy 1.0 (the run 2.0)".
     """
     pairs = {
         "python": (_minor(there.python), _minor(here.python)),
@@ -59,11 +51,6 @@ def differences(there: Platform, here: Platform, *, called: str, same_processor:
 
 def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
-
-
-def cpu_model() -> str:
-    """Return the processor's model, for messages."""
-    return _cpu_lines().get("model name") or os.uname().machine
 
 
 def cpu_traits() -> tuple[str, ...]:

@@ -26,21 +26,13 @@ _CRC: Final = struct.Struct("<I")
 
 
 class Head(Struct, frozen=True):
-    """Where a record and its frames are.
-
-    Args:
-        begin: offset of the record, bytes.
-        body: offset of its first frame.
-        end: offset behind its last frame.
-        sizes: bytes of each frame.
-        crc: CRC32 of the frames.
-    """
+    """Where a record and its frames are: offsets, bytes."""
 
     begin: int
-    body: int
-    end: int
-    sizes: tuple[int, ...]
-    crc: int
+    body: int  # offset of the first frame
+    end: int  # offset behind the last frame
+    sizes: tuple[int, ...]  # size of each frame
+    crc: int  # CRC32 of the frames
 
 
 def head_bytes(frames: int) -> int:

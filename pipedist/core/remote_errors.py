@@ -83,13 +83,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def rebuild_exception(module: str, name: str, text: str) -> BaseException:
     """Return an exception with the class and text of the remote one.
 
-    Args:
-        module, name: the remote class.
-        text: `str(exception)` in the remote process.
-
-    Returns:
-        An instance of that class whose text is `text`; a RemoteError that names the class if the class is
-        unknown here or cannot be built from a text.
+    It is a RemoteError that names the class if that is unknown here, or its instance has another text.
     """
     cls = getattr(sys.modules.get(module), name, None)
     unknown: BaseException = RemoteError(f"{name}: {text}" if text else name)

@@ -28,16 +28,14 @@ _MODE = 0o700
 class ScratchFolder:
     """A folder that only this user can enter, until `close`.
 
-    Args:
-        kind: its purpose, a word; part of the folder's name.
-        parent: the parent folder; None: the temporary folder.
-
-    Raises:
-        OSError: the folder cannot be created.
+    `kind`, a word, is part of its name. Without `parent` it is in the temporary folder.
     """
 
     def __init__(self, kind: str, parent: str | None = None) -> None:
-        parent = parent or _temporary()
+        if parent is None:
+            import tempfile  # slow to import, and few workers create a folder
+
+            parent = tempfile.gettempdir()
         prefix = f"pipedist-{kind}-{zlib.crc32(os.uname().nodename.encode()):08x}-"
         _remove_stale(parent, re.compile(re.escape(prefix) + r"[0-9]+-[0-9a-f]{4}"))
         self.path, self._lock = _make(parent, f"{prefix}{os.getpid()}-")
@@ -54,12 +52,8 @@ class ScratchFolder:
 def _make(parent: str, prefix: str) -> tuple[str, int]:
     """Return a new folder and the descriptor that holds its lock."""
     for _ in range(_ATTEMPTS_MAX):
-        path = os.path.join(
-            parent, prefix + os.urandom(2).hex()
-        )  # short, because paths of sockets are limited
-        with contextlib.suppress(
-            FileExistsError, FileNotFoundError
-        ):  # the name exists, or the folder was removed
+        path = os.path.join(parent, prefix + os.urandom(2).hex())  # short: paths of sockets are limited
+        with contextlib.suppress(FileExistsError, FileNotFoundError):  # the folder has just been removed
             os.mkdir(path, _MODE)
             lock = _open(path)
             try:
@@ -93,12 +87,6 @@ def _remove_stale(parent: str, name: re.Pattern[str]) -> None:
 
 def _open(path: str) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-def _temporary() -> str:
-    import tempfile  # slow to import, and few workers create a folder
-
-    return tempfile.gettempdir()
 
 
 def remove(path: str) -> None:

@@ -36,16 +36,9 @@ _registered: set[type] = set()
 
 
 def flatten(tree: Tree) -> tuple[list[Leaf], Treedef]:
-    """Split a tree into its leaves and its structure.
+    """Split a tree, or a bare leaf, into its leaves and its structure.
 
-    Args:
-        tree: any tree; a bare leaf is a tree too.
-
-    Returns:
-        Its leaves (dict values in sorted order of keys), and its structure.
-
-    Raises:
-        RecursionError: the tree is deeper than 1,000 nodes, or contains itself.
+    A tree that is deeper than 1,000 nodes, or contains itself, is a RecursionError.
     """
     while True:
         leaves, treedef = optree.tree_flatten(tree, namespace=_NAMESPACE)
@@ -57,29 +50,15 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Treedef]:
 
 
 def unflatten(treedef: Treedef, leaves: Iterable[Leaf]) -> Tree:
-    """Build a tree from a structure and leaves.
-
-    Args:
-        treedef: a structure from `flatten`.
-        leaves: as many leaves as the structure has, in the order of `flatten`.
-
-    Raises:
-        ValueError: the number of leaves does not match the structure.
-    """
+    """Build a tree from a structure and as many leaves (else ValueError), in the order of `flatten`."""
     return optree.tree_unflatten(treedef, leaves)
 
 
 def tree_map(fn: Callable[..., Leaf], tree: Tree, *rest: Tree) -> Tree:
-    """Return the tree of `fn(leaf, *leaves_of_rest)`.
+    """Return the tree of `fn(leaf, *leaves_of_rest)`, called in the order of `flatten`.
 
-    Args:
-        fn: called once for each leaf of `tree`, in the order of `flatten`.
-        tree: gives the structure.
-        rest: trees whose structure extends that of `tree`: where `tree` has a leaf they may have a
-            subtree, which is passed to `fn`.
-
-    Raises:
-        ValueError: a tree of `rest` has another structure.
+    The trees of `rest` extend the structure of `tree` (else ValueError): where it has a leaf they may have a
+    subtree, which is passed to `fn`.
     """
     leaves, treedef = flatten(tree)
     columns = [leaves]
@@ -90,13 +69,7 @@ def tree_map(fn: Callable[..., Leaf], tree: Tree, *rest: Tree) -> Tree:
 
 
 def replace(tree: Tree, kind: type[T], fn: Callable[[T], Tree]) -> Tree:
-    """Return the tree with each node of a class replaced by `fn(node)`.
-
-    Args:
-        tree: any tree; other nodes are unchanged.
-        kind: the exact class, not its subclasses; its instances are not traversed.
-        fn: returns a tree.
-    """
+    """Return the tree with each node of exactly the class `kind`, not traversed, replaced by `fn(node)`."""
     flatten(tree)  # registers its dataclasses
     return optree.tree_map(
         lambda leaf: fn(leaf) if type(leaf) is kind else leaf,
@@ -107,7 +80,6 @@ def replace(tree: Tree, kind: type[T], fn: Callable[[T], Tree]) -> Tree:
 
 
 def structure(tree: Tree) -> Treedef:
-    """Return the structure of a tree."""
     return flatten(tree)[1]
 
 
@@ -121,52 +93,33 @@ def paths(tree: Tree) -> list[str]:
 
 
 def treedef_paths(treedef: Treedef) -> list[str]:
-    """Return the path of each leaf of a structure, as `paths` does."""
     return ["/".join(_step(entry) for entry in accessor) for accessor in treedef.accessors()]
 
 
 def describe(treedef: Treedef) -> str:
     """Return a structure as text for an error: `{'a': *, 'b': [*, None]}`, with * for a leaf."""
-    text = str(treedef)
-    prefix, suffix = "PyTreeSpec(", ")"
-    text = text.removeprefix(prefix).removesuffix(suffix)
+    text = str(treedef).removeprefix("PyTreeSpec(").removesuffix(")")
     return text.removesuffix(f", namespace={_NAMESPACE!r}")
 
 
 def same_structure(trees: Sequence[Tree]) -> tuple[list[list[Leaf]], Treedef]:
-    """Split several trees of ONE structure into leaves and the structure.
-
-    Args:
-        trees: at least one tree.
-
-    Returns:
-        A list of leaves for each tree, and the shared structure.
-
-    Raises:
-        ValueError: two trees differ in structure; the text shows both structures.
-    """
-    columns: list[list[Leaf]] = []
-    first: Treedef | None = None
-    for index, tree in enumerate(trees):
-        leaves, treedef = flatten(tree)
-        if first is None:
-            first = treedef
-        elif treedef != first:
+    """Split at least one tree of ONE structure (else ValueError) into each one's leaves and the structure."""
+    if not trees:
+        raise ValueError("no components: at least one replica is needed")
+    flattened = list(map(flatten, trees))
+    first = flattened[0][1]
+    for index, (_, treedef) in enumerate(flattened):
+        if treedef != first:
             raise ValueError(
                 f"the components have different structures: replica 0 has {describe(first)}, "
                 f"replica {index} has {describe(treedef)}; a replica function must return the same "
                 "structure on every replica"
             )
-        columns.append(leaves)
-    if first is None:
-        raise ValueError("no components: at least one replica is needed")
-    return columns, first
+    return [leaves for leaves, _ in flattened], first
 
 
 def _step(entry: optree.PyTreeEntry) -> str:
-    if isinstance(entry, NamedTupleEntry):
-        return entry.field
-    return str(entry.entry)
+    return entry.field if isinstance(entry, NamedTupleEntry) else str(entry.entry)
 
 
 def _register(cls: type) -> None:

@@ -11,14 +11,8 @@ Tree = Any
 
 
 class FunctionRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How a worker finds a function.
+    """How a worker finds a function."""
 
-    Args:
-        label: for people and errors: "flights:delays", "<lambda>".
-        name: "package.module:name", or "" if it travels by value.
-        pickled: cloudpickle bytes, or b"" if it travels by name.
-    """
-
-    label: str
-    name: str = ""
-    pickled: bytes = b""
+    label: str  # for people and errors: "flights:delays", "<lambda>"
+    name: str = ""  # "package.module:name", or "" if it travels by value
+    pickled: bytes = b""  # cloudpickle bytes, or b"" if it travels by name

@@ -23,18 +23,7 @@ from msgspec import Struct
 
 
 def chunk_sizes(rows: int, parts: int) -> list[int]:
-    """Return the sizes of `parts` shards of `rows` consecutive elements.
-
-    Args:
-        rows: elements of the step, >= 0.
-        parts: number of shards, >= 1.
-
-    Returns:
-        `parts` sizes: ceil(rows / parts) each, the last ones shorter or 0; their sum is `rows`.
-
-    Raises:
-        ValueError: `rows` is negative, or `parts` is not positive.
-    """
+    """Return the sizes of `parts` shards: ceil(rows / parts) each, the last ones shorter or 0."""
     if rows < 0 or parts < 1:
         raise ValueError(f"can't cut {rows} elements into {parts} shards")
     size = -(-rows // parts)
@@ -44,65 +33,37 @@ def chunk_sizes(rows: int, parts: int) -> list[int]:
 class Division(Struct, frozen=True):
     """The arithmetic of one dataset: steps, shards and element ids.
 
-    Steps are numbered through all epochs: step `e * steps_per_epoch + s` is the s-th step of epoch e.
-
-    Args:
-        length: N, elements of one epoch, >= 0.
-        batch: B, the GLOBAL batch size in elements, >= 1.
-        replicas: R, shards per step, >= 1.
-        drop_remainder: drop an epoch's last step if it has fewer than B elements.
-
-    Raises:
-        ValueError: a number is out of its range.
+    Steps are numbered through all epochs: step `e * steps_per_epoch + s` is the s-th step of epoch e. Methods
+    raise IndexError if there is no such step or replica.
     """
 
-    length: int
-    batch: int
-    replicas: int
-    drop_remainder: bool = False
+    length: int  # N, elements of one epoch, >= 0
+    batch: int  # B, the GLOBAL batch size in elements, >= 1
+    replicas: int  # R, shards per step, >= 1
+    drop_remainder: bool = False  # drop an epoch's last step if it has fewer than B elements
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("length", self.length, 0),
-            ("batch", self.batch, 1),
-            ("replicas", self.replicas, 1),
-        ):
+        for name, least in (("length", 0), ("batch", 1), ("replicas", 1)):
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer >= {least}, not {value!r}")
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps of one epoch."""
-        if self.drop_remainder:
-            return self.length // self.batch
-        return -(-self.length // self.batch)
+        return self.length // self.batch if self.drop_remainder else -(-self.length // self.batch)
 
     def rows(self, step: int) -> int:
-        """Return m, the number of elements of `step`.
-
-        Raises:
-            IndexError: there is no such step.
-        """
+        """Return m, the number of elements of `step`."""
         _, first = self._place(step)
         return min(self.batch, self.length - first)
 
     def parts(self, step: int) -> int:
-        """Return the number of non-empty shards of `step`: those of replicas 0..parts-1.
-
-        Raises:
-            IndexError: there is no such step.
-        """
+        """Return the number of non-empty shards of `step`: those of replicas 0..parts-1."""
         rows = self.rows(step)
         return -(-rows // -(-rows // self.replicas))
 
     def bounds(self, step: int, replica: int) -> tuple[int, int, int]:
-        """Return (epoch, start, stop): the positions of a shard within its epoch's order.
-
-        An empty shard has start == stop.
-
-        Raises:
-            IndexError: there is no such step or replica.
-        """
+        """Return (epoch, start, stop), the positions of a shard within its epoch's order; empty: start == stop."""
         if not 0 <= replica < self.replicas:
             raise IndexError(f"replica {replica} of {self.replicas}")
         epoch, first = self._place(step)
@@ -114,9 +75,6 @@ class Division(Struct, frozen=True):
         """Return (start, stop) of `count` consecutive shards from this one on.
 
         The same as `bounds` of each up to the epoch's end, many times faster.
-
-        Raises:
-            IndexError: there is no such step.
         """
         _, first = self._place(step)
         found: list[tuple[int, int]] = []
@@ -135,11 +93,7 @@ class Division(Struct, frozen=True):
         return found[:count]
 
     def ids(self, step: int, replica: int) -> range:
-        """Return the element ids of a shard of an unshuffled dataset.
-
-        Raises:
-            IndexError: there is no such step or replica.
-        """
+        """Return the element ids of a shard of an unshuffled dataset."""
         epoch, start, stop = self.bounds(step, replica)
         base = epoch * self.length
         return range(base + start, base + stop)
@@ -153,7 +107,7 @@ class Division(Struct, frozen=True):
 
 
 def permutation(seed: int, dataset_name: str, epoch: int, n: int) -> npt.NDArray[np.int64]:
-    """Return the order of a shuffled dataset in one epoch.
+    """Return the order of a shuffled dataset of `n` rows in one epoch: int64[n], read-only.
 
     The algorithm is part of the spec language, so a spec gives the same bytes in all versions:
 
@@ -166,15 +120,6 @@ def permutation(seed: int, dataset_name: str, epoch: int, n: int) -> npt.NDArray
     NumPy promises that the streams of SeedSequence and of a bit generator's raw output do not
     change between versions (NEP 19). It does not promise that of `Generator.permutation`, so
     that is not used.
-
-    Args:
-        seed: the spec's seed, any integer.
-        dataset_name: the dataset's name in the spec.
-        epoch: number of the epoch, >= 0.
-        n: elements of an epoch.
-
-    Returns:
-        int64[n], each row once; read-only.
     """
     text = "\0".join(("pipedist permutation 1", str(seed), dataset_name, str(epoch)))
     entropy = int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")

@@ -18,8 +18,7 @@ from pipedist.core import trees
 from pipedist.core.misuse_hints import conversion_hint, is_masked
 from pipedist.core.types import Tree
 
-Shape = tuple[int | None, ...]
-"""A static shape; None is a dimension that differs between elements."""
+Shape = tuple[int | None, ...]  # None is a dimension that differs between elements
 
 
 class ArraySpec:
@@ -149,11 +148,7 @@ def spec_of(element: Tree) -> Tree:
 
 
 def merge_specs(first: Tree, second: Tree) -> Tree:
-    """Return the narrowest spec that covers both trees of specs.
-
-    Raises:
-        ValueError: structures, dtypes or ranks differ.
-    """
+    """Return the narrowest spec that covers both trees of specs, else raise ValueError."""
     a, treedef = trees.flatten(first)
     b, other = trees.flatten(second)
     if treedef != other:
@@ -171,11 +166,7 @@ def zeros(spec: Tree) -> Tree:
 
 
 def stack(elements: Sequence[Tree]) -> Tree:
-    """Stack elements along a new first axis, leaf by leaf.
-
-    Raises:
-        ValueError: structures or shapes differ; the text names the leaf.
-    """
+    """Stack elements of one structure and shape (else ValueError) along a new first axis, leaf by leaf."""
     columns, treedef = _columns(elements)
     stacked = []
     for index, column in enumerate(columns):
@@ -190,11 +181,7 @@ def stack(elements: Sequence[Tree]) -> Tree:
 
 
 def stack_padded(elements: Sequence[Tree]) -> Tree:
-    """Stack elements along a new first axis; each leaf is padded at the end to the largest shape.
-
-    Raises:
-        ValueError: structures or ranks differ.
-    """
+    """Stack elements of one structure and rank; each leaf is padded at the end to the largest shape."""
     columns, treedef = _columns(elements)
     stacked = []
     for index, column in enumerate(columns):
@@ -211,29 +198,21 @@ def stack_padded(elements: Sequence[Tree]) -> Tree:
 
 
 def _columns(elements: Sequence[Tree]) -> tuple[list[list[Any]], trees.Treedef]:
-    rows = []
-    first: trees.Treedef | None = None
-    for element in elements:
-        leaves, treedef = trees.flatten(element)
-        if first is None:
-            first = treedef
-        elif treedef != first:
+    if not elements:
+        raise ValueError("nothing to batch")
+    flattened = list(map(trees.flatten, elements))
+    first = flattened[0][1]
+    for _, treedef in flattened:
+        if treedef != first:
             raise ValueError(
                 "can't batch elements of different structures: "
                 f"{trees.describe(first)} and {trees.describe(treedef)}"
             )
-        rows.append(leaves)
-    if first is None:
-        raise ValueError("nothing to batch")
-    return [list(column) for column in zip(*rows, strict=True)], first
+    return [list(column) for column in zip(*(leaves for leaves, _ in flattened), strict=True)], first
 
 
 def common_rows(element: Tree) -> int:
-    """Return the length of the leading axis that all leaves share.
-
-    Raises:
-        ValueError: there is no leaf, a leaf is a scalar, or lengths differ.
-    """
+    """Return the length of the leading axis that all leaves share, else raise ValueError."""
     leaves, treedef = trees.flatten(element)
     if not leaves:
         raise ValueError("an element without arrays has no rows")
@@ -252,11 +231,7 @@ def common_rows(element: Tree) -> int:
 def split(element: Tree, parts: int) -> list[Tree]:
     """Divide an element's rows into `parts` chunks of ceil(rows / parts), the last shorter or empty.
 
-    Each leaf is divided by its own length (tf.distribute's rebatching of a zip). Chunks are read-only
-    views.
-
-    Raises:
-        ValueError: a leaf is a scalar.
+    Each leaf is divided by its own length (tf.distribute's rebatching of a zip). Chunks are read-only views.
     """
     leaves, treedef = trees.flatten(element)
     columns = []
@@ -267,8 +242,7 @@ def split(element: Tree, parts: int) -> list[Tree]:
                 f"can't divide a scalar among replicas{_at(name)}: "
                 "batch the dataset last, with .batch(global_batch_size)"
             )
-        view = np.ascontiguousarray(leaf).view()
-        view.flags.writeable = False
+        view = _frozen(np.ascontiguousarray(leaf))
         size = -(-len(view) // parts)
         columns.append([view[part * size : (part + 1) * size] for part in range(parts)])
     return [trees.unflatten(treedef, [column[part] for column in columns]) for part in range(parts)]

@@ -26,39 +26,32 @@ from pipedist.errors import LocalProtocolError
 from pipedist.protocol.program import ReaderConfig, Shards
 
 READ_S = 0.01
-READ_BYTES = 2**20
-"""Limits of one uninterrupted read of a sequential source, seconds and bytes."""
+READ_BYTES = 2**20  # with READ_S, the limit of one uninterrupted read of a sequential source
 
 
-ElementRanges = Sequence[tuple[int, int]]
-"""Positions in a shard, as ranges [lo, hi)."""
+ElementRanges = Sequence[tuple[int, int]]  # positions in a shard, as ranges [lo, hi)
 
 
 class StepBatch(Struct, frozen=True):
-    """Steps [first, last), each of `parts` calls.
-
-    Args:
-        elements: number of elements of all steps.
-        bytes: size of the data held here for all steps.
-        skipped_replicas: replicas whose shard is empty in each step, because all of it is quarantined.
-    """
+    """Steps [first, last), each of `parts` calls."""
 
     first: int
     last: int
     parts: int
-    elements: int
-    bytes: int = 0
-    skipped_replicas: tuple[int, ...] = ()
+    elements: int  # number of elements of all steps
+    bytes: int = 0  # size of the data held here for all steps
+    skipped_replicas: tuple[int, ...] = ()  # their shards are quarantined completely
 
 
 class Feed(Protocol):
-    """Source of a pass's steps."""
+    """Source of a pass's steps.
 
-    steps_total: int | None
-    """Number of steps, None while unknown."""
+    `elements`, `epoch` and `ids` are for steps that are pulled and not released. `local`: the worker shares
+    this host's files.
+    """
 
-    reader: ReaderConfig
-    """Configuration with which a worker reads a shard."""
+    steps_total: int | None  # None while unknown
+    reader: ReaderConfig  # configuration with which a worker reads a shard
 
     async def begin_at(self, step: int) -> None:
         """Skip the steps before `step`, which are done; called before any other method.
@@ -66,59 +59,37 @@ class Feed(Protocol):
         Raises:
             SourceError: the dataset has fewer steps.
         """
-        ...
 
     async def pull(self, count: int) -> list[StepBatch]:
         """Return the next steps, at most `count`; none at the end of the dataset."""
-        ...
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return the data sent for calls [lo, hi).
-
-        Args:
-            local: the worker shares this host's files.
-        """
-        ...
+        """Return the data sent for calls [lo, hi)."""
 
     def separable(self, call: int) -> int:
         """Return how many elements of a call `some` can send separately; 0 if it cannot."""
         return 0
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        """Return the data sent for some elements of a call.
-
-        Args:
-            elements: their positions in the call's shard.
-            local: the worker shares this host's files.
-        """
+        """Return the data sent for some elements of a call, by their positions in its shard."""
         raise LocalProtocolError(f"the elements of call {call} cannot be sent separately")
 
     def release(self, before: int) -> None:
         """Discard the data of steps before `before`."""
-        ...
 
     def elements(self, first: int, last: int) -> int:
-        """Return the number of elements of steps [first, last), pulled and not released."""
-        ...
+        """Return the number of elements of steps [first, last)."""
 
-    def epoch(self, step: int) -> int:
-        """Return the epoch of a step, pulled and not released."""
-        ...
+    def epoch(self, step: int) -> int: ...
 
     def ids(self, step: int) -> list[Tree]:
-        """Return the element ids of each non-empty shard of a step, pulled and not released."""
-        ...
+        """Return the element ids of each non-empty shard of a step."""
 
 
 class IndexedFeed(Feed):
-    """Feeds a source with random access: steps are arithmetic.
+    """Feeds a source with random access and known length: steps are arithmetic.
 
-    Args:
-        source: the opened source; its `length` is known.
-        name: the dataset's name, part of the shuffle's seed.
-        division: assignment of elements to (step, replica).
-        epochs: number of passes over the dataset.
-        shuffle_seed: the spec's seed, None for the dataset's own order.
+    The dataset's name is part of the shuffle; a `shuffle_seed` of None is the dataset's own order.
     """
 
     def __init__(
@@ -130,8 +101,7 @@ class IndexedFeed(Feed):
         self._shuffle_seed = shuffle_seed
         self._next = 0
         self._orders: dict[int, NDArray[np.int64]] = {}
-        self._element_bytes = 0.0
-        """Average element size once values were sent, else 0; leases are then limited by bytes too."""
+        self._element_bytes = 0.0  # average, once values were sent; then bytes limit leases too
         self._full_parts = sum(1 for n in chunk_sizes(division.batch, division.replicas) if n)
         self.steps_total: int | None = division.steps_per_epoch * epochs
         self.reader = ReaderConfig(
@@ -142,11 +112,9 @@ class IndexedFeed(Feed):
         )
 
     async def begin_at(self, step: int) -> None:
-        """Skip the steps before `step`, without reading."""
         self._next = step
 
     async def pull(self, count: int) -> list[StepBatch]:
-        """Return the next steps, without reading."""
         total = self.steps_total or 0
         end = min(total, self._next + count)
         offers: list[StepBatch] = []
@@ -167,7 +135,6 @@ class IndexedFeed(Feed):
         return offers
 
     def _ids(self, call: int) -> range | NDArray[np.int64]:
-        """Return the element ids of a call."""
         step, replica = divmod(call, self._division.replicas)
         if self._shuffle_seed is None:
             return self._division.ids(step, replica)
@@ -181,10 +148,7 @@ class IndexedFeed(Feed):
         length = self._division.length
         try:
             return permutation(seed, self._name, epoch, length)
-        except (
-            MemoryError,
-            ValueError,
-        ) as error:  # NumPy raises ValueError if the array exceeds its size limit
+        except (MemoryError, ValueError) as error:  # ValueError: the array exceeds NumPy's size limit
             raise SourceError(
                 f"`shuffle` of {self._name}: the order of {length:,} elements takes {16 * length:,} bytes, "
                 "more than the memory available: shuffle fewer, or set `shuffle: false`",
@@ -202,11 +166,9 @@ class IndexedFeed(Feed):
         )
 
     def separable(self, call: int) -> int:
-        """Return how many elements of a call `some` can send separately."""
         return len(self._ids(call))
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        """Return the ids, and locations or values, of some elements of a call."""
         ids = np.asarray(self._ids(call), np.int64)[positions(elements)]
         return self._shards([ids], read_there=local and self._source.portable, send_ids=True)
 
@@ -215,9 +177,7 @@ class IndexedFeed(Feed):
     ) -> Shards:
         """Return the data sent for calls with these elements.
 
-        Args:
-            read_there: the worker reads the elements itself.
-            send_ids: the ids do not follow from the calls' numbers.
+        `read_there`: the worker reads them itself. `send_ids`: the ids do not follow from the calls' numbers.
         """
         length = self._division.length
         rows = [
@@ -236,13 +196,11 @@ class IndexedFeed(Feed):
 
     def release(self, before: int) -> None:
         """Discard the orders of finished epochs."""
-        if self._orders and self._division.steps_per_epoch:
+        if self._orders:
             epoch = before // self._division.steps_per_epoch
-            for old in [e for e in self._orders if e < epoch]:
-                del self._orders[old]
+            self._orders = {each: order for each, order in self._orders.items() if each >= epoch}
 
     def elements(self, first: int, last: int) -> int:
-        """Return the number of elements of steps [first, last)."""
         division = self._division
         per_epoch = division.steps_per_epoch
         if not per_epoch:
@@ -251,11 +209,9 @@ class IndexedFeed(Feed):
         return (last - first) * division.batch - (last // per_epoch - first // per_epoch) * missing
 
     def epoch(self, step: int) -> int:
-        """Return the epoch of a step."""
         return step // self._division.steps_per_epoch
 
     def ids(self, step: int) -> list[Tree]:
-        """Return the element ids of each non-empty shard."""
         first = step * self._division.replicas
         return [self._ids(call) for call in range(first, first + self._division.parts(step))]
 
@@ -279,15 +235,7 @@ def _uneven(epoch: int, what: str) -> SourceError:
 
 
 class SequentialFeed(Feed):
-    """Feeds a sequential source, read in this process.
-
-    Args:
-        source: the opened source.
-        batch: global batch size, elements.
-        replicas: shards per step.
-        drop_remainder: drop an epoch's last step if it is short.
-        epochs: number of passes over the source; each must have the same number of elements.
-    """
+    """Feeds a sequential source, read in this process; each epoch must have the same number of elements."""
 
     def __init__(
         self, source: Source, *, batch: int, replicas: int, drop_remainder: bool, epochs: int
@@ -310,7 +258,7 @@ class SequentialFeed(Feed):
         for epoch in range(self._epochs):
             index = 0
             for value in self._source.blocks(self._batch):
-                rows = row_count(value)
+                rows = int(trees.flatten(value)[0][0].shape[0])
                 if epoch and index + rows > length:
                     raise _uneven(epoch, f"more than the {length} elements")
                 if rows == self._batch or not self._drop_remainder:
@@ -321,15 +269,8 @@ class SequentialFeed(Feed):
             length = index
 
     async def begin_at(self, step: int) -> None:
-        """Read and discard the steps before `step`, in a thread.
-
-        Raises:
-            SourceError: the dataset has fewer steps.
-        """
         while self._next < step:
-            blocks = await anyio.to_thread.run_sync(
-                self._read_some, step - self._next, abandon_on_cancel=True
-            )
+            blocks = await self._read_in_thread(step - self._next)
             if not blocks:
                 raise SourceError(
                     f"the dataset has {self._next} steps now, and had at least {step} before", key="call"
@@ -338,13 +279,8 @@ class SequentialFeed(Feed):
         self._released = self._next
 
     async def pull(self, count: int) -> list[StepBatch]:
-        """Read the next steps, in a thread, because the user's iterator may block.
-
-        Raises:
-            SourceError: the iterator raised, or an epoch has another number of elements.
-        """
-        # On cancellation, do not wait for the user's iterator; its later blocks are discarded.
-        blocks = await anyio.to_thread.run_sync(self._read_some, count, abandon_on_cancel=True)
+        """Read the next steps, in a thread, because the user's iterator may block."""
+        blocks = await self._read_in_thread(count)
         if not blocks:
             self.steps_total = self._next
         offers = []
@@ -355,6 +291,10 @@ class SequentialFeed(Feed):
             parts = sum(1 for n in chunk_sizes(block.rows, self._replicas) if n)
             offers.append(StepBatch(step, step + 1, parts, block.rows, block.size))
         return offers
+
+    async def _read_in_thread(self, count: int) -> list[_Block]:
+        # On cancellation, do not wait for the user's iterator; its later blocks are discarded.
+        return await anyio.to_thread.run_sync(self._read_some, count, abandon_on_cancel=True)
 
     def _read_some(self, count: int) -> list[_Block]:
         """Return the next blocks, at most `count`, within READ_S and READ_BYTES."""
@@ -375,35 +315,28 @@ class SequentialFeed(Feed):
         return blocks
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return the values of calls [lo, hi)."""
-        ids: list[Tree] = []
-        values: list[Tree] = []
-        for call in range(lo, hi):
-            step, replica = divmod(call, self._replicas)
-            block = self._blocks[step]
-            start, stop = self._bounds(block, replica)
-            ids.append(range(block.first_id + start, block.first_id + stop))
-            values.append(rows_between(block.value, start, stop))
-        return Shards(ids=ids, values=values)
+        shards = [self._shard(call) for call in range(lo, hi)]
+        return Shards(
+            ids=[range(block.first_id + start, block.first_id + stop) for block, start, stop in shards],
+            values=[_rows(block.value, slice(start, stop)) for block, start, stop in shards],
+        )
 
     def separable(self, call: int) -> int:
-        """Return how many elements of a call `some` can send separately."""
-        step, replica = divmod(call, self._replicas)
-        start, stop = self._bounds(self._blocks[step], replica)
+        _, start, stop = self._shard(call)
         return stop - start
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        """Return the values of some elements of a call."""
+        block, start, _ = self._shard(call)
+        rows = start + positions(elements)
+        return Shards(ids=[block.first_id + rows], values=[_rows(block.value, rows)])
+
+    def _shard(self, call: int) -> tuple[_Block, int, int]:
+        """Return the block of a call, and the range of its rows."""
         step, replica = divmod(call, self._replicas)
         block = self._blocks[step]
-        start, _ = self._bounds(block, replica)
-        rows = start + positions(elements)
-        return Shards(ids=[block.first_id + rows], values=[rows_at(block.value, rows)])
-
-    def _bounds(self, block: _Block, replica: int) -> tuple[int, int]:
         size = -(-block.rows // self._replicas)
         start = min(replica * size, block.rows)
-        return start, min(start + size, block.rows)
+        return block, start, min(start + size, block.rows)
 
     def release(self, before: int) -> None:
         """Discard the blocks of visible steps."""
@@ -412,39 +345,23 @@ class SequentialFeed(Feed):
         self._released = max(self._released, before)
 
     def elements(self, first: int, last: int) -> int:
-        """Return the number of elements of steps [first, last)."""
         return sum(self._blocks[step].rows for step in range(first, last))
 
     def epoch(self, step: int) -> int:
-        """Return the epoch of a step."""
         return self._blocks[step].epoch
 
     def ids(self, step: int) -> list[Tree]:
-        """Return the element ids of each non-empty shard."""
-        block = self._blocks[step]
-        bounds = [self._bounds(block, replica) for replica in range(self._replicas)]
-        return [range(block.first_id + a, block.first_id + b) for a, b in bounds if a < b]
+        shards = [self._shard(step * self._replicas + replica) for replica in range(self._replicas)]
+        return [range(block.first_id + a, block.first_id + b) for block, a, b in shards if a < b]
 
 
 def _array_bytes(tree: Tree) -> int:
     return sum(leaf.nbytes for leaf in trees.flatten(tree)[0] if isinstance(leaf, np.ndarray))
 
 
-def row_count(block: Tree) -> int:
-    """Return the number of elements of a block: the leading dimension of its arrays."""
-    return int(trees.flatten(block)[0][0].shape[0])
-
-
-def rows_between(block: Tree, start: int, stop: int) -> Tree:
-    """Return elements [start, stop) of a sequential source's block."""
-    return trees.tree_map(lambda leaf: leaf[start:stop], block)
-
-
-def rows_at(block: Tree, rows: NDArray[np.int64]) -> Tree:
-    """Return elements of a sequential source's block, by position."""
+def _rows(block: Tree, rows: slice | NDArray[np.int64]) -> Tree:
     return trees.tree_map(lambda leaf: leaf[rows], block)
 
 
 def positions(elements: ElementRanges) -> NDArray[np.int64]:
-    """Return ranges of positions as an array of single positions."""
     return np.concatenate([np.arange(lo, hi, dtype=np.int64) for lo, hi in elements])

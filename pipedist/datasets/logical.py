@@ -19,7 +19,7 @@ from pipedist.core.arguments import check_int
 from pipedist.core.misuse_hints import TfNames
 from pipedist.core.types import Tree
 from pipedist.datasets import nodes, transforms
-from pipedist.datasets.element import ArraySpec, as_element
+from pipedist.datasets.element import as_element
 from pipedist.datasets.input import AutoShardPolicy
 
 
@@ -348,6 +348,3 @@ def _function(maker: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     if not callable(fn):
         raise TypeError(f"{maker}: {fn!r} can't be called")
     return fn
-
-
-__all__ = ["ArraySpec", "Dataset", "numpy_dataset"]

@@ -7,6 +7,7 @@ starts from the beginning. The transformations are in `pipedist.datasets.transfo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,11 +28,9 @@ from pipedist.datasets.element import (
     stack,
 )
 
-INFINITE: Final = -1
-"""The cardinality of a dataset that never ends (tf.data.INFINITE_CARDINALITY)."""
+INFINITE: Final = -1  # the cardinality of a dataset that never ends (tf.data.INFINITE_CARDINALITY)
 
-UNKNOWN: Final = -2
-"""The cardinality of a dataset of unknown length (tf.data.UNKNOWN_CARDINALITY)."""
+UNKNOWN: Final = -2  # the cardinality of a dataset of unknown length (tf.data.UNKNOWN_CARDINALITY)
 
 
 class Node(ABC):
@@ -45,12 +44,10 @@ class Node(ABC):
         return ()
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        """Return a copy of this node with other inputs."""
         return self
 
     @abstractmethod
-    def __iter__(self) -> Iterator[Tree]:
-        """Iterate over the elements from the beginning."""
+    def __iter__(self) -> Iterator[Tree]: ...
 
     @abstractmethod
     def cardinality(self) -> int:
@@ -68,8 +65,7 @@ class Node(ABC):
     def blocks(self, size: int, *, whole: bool = False) -> Iterator[tuple[int, Tree]]:
         """Yield (count, stacked) blocks of `size` consecutive elements, the last one shorter.
 
-        Args:
-            whole: drop a shorter last block, whose elements need not have one shape.
+        `whole`: drop a shorter last block, whose elements need not have one shape.
         """
         pending: list[Tree] = []
         for element in self:
@@ -111,12 +107,7 @@ class SlicesNode(Node):
 
     @classmethod
     def of(cls, tree: Any) -> SlicesNode:
-        """Return a node with read-only views of the arrays.
-
-        Raises:
-            ValueError: a leaf is a scalar, or lengths differ.
-            TypeError: a leaf has no NumPy dtype.
-        """
+        """Return a node with read-only views of the arrays; raise ValueError or TypeError if it can't be made."""
         arrays = read_only(as_element(tree))
         return cls(arrays, common_rows(arrays))
 
@@ -156,17 +147,11 @@ class SingleNode(Node):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class GeneratorNode(Node):
-    """The elements of a callable's iterable; called once for each iteration.
-
-    Args:
-        factory: returns an iterable of elements.
-        declared: the spec of an element; None: derived from the first two.
-        batched: each element is a global batch.
-    """
+    """The elements of a callable's iterable; called once for each iteration."""
 
     factory: Callable[[], Iterable[Any]]
-    declared: Tree | None
-    batched: bool
+    declared: Tree | None  # the spec of an element; None: derived from the first two
+    batched: bool  # each element is a global batch
 
     def __iter__(self) -> Iterator[Tree]:
         for element in self.factory():
@@ -184,10 +169,19 @@ class GeneratorNode(Node):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class FileNamesNode(Node):
-    """The names of files, which FILE sharding divides."""
+class FilesNode(Node):
+    """A source of files, which FILE sharding divides."""
 
     paths: tuple[str, ...]
+
+    def spec(self) -> Tree:
+        return ArraySpec(str)
+
+
+class FileNamesNode(FilesNode):
+    """The names of files."""
+
+    __slots__ = ()
 
     def __iter__(self) -> Iterator[Tree]:
         return map(np.str_, self.paths)
@@ -195,19 +189,11 @@ class FileNamesNode(Node):
     def cardinality(self) -> int:
         return len(self.paths)
 
-    def spec(self) -> Tree:
-        return ArraySpec(str)
 
-    def only(self, pipelines: int, index: int) -> FileNamesNode:
-        """Return every `pipelines`-th file from `index` on."""
-        return FileNamesNode(self.paths[index::pipelines])
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class TextFilesNode(Node):
+class TextFilesNode(FilesNode):
     """The lines of UTF-8 files in the order of the files, without their line ends."""
 
-    paths: tuple[str, ...]
+    __slots__ = ()
 
     def __iter__(self) -> Iterator[Tree]:
         for path in self.paths:
@@ -218,17 +204,8 @@ class TextFilesNode(Node):
     def cardinality(self) -> int:
         return UNKNOWN
 
-    def spec(self) -> Tree:
-        return ArraySpec(str)
-
-    def only(self, pipelines: int, index: int) -> TextFilesNode:
-        """Return every `pipelines`-th file from `index` on."""
-        return TextFilesNode(self.paths[index::pipelines])
-
 
 class UnknownSpecError(ValueError):
-    """The spec of a node is unknown, because it has no element."""
-
     def __init__(self, maker: str) -> None:
         super().__init__(
             f"the element_spec of this empty dataset is unknown: pass element_spec= to {maker}, "
@@ -239,22 +216,12 @@ class UnknownSpecError(ValueError):
 def sampled_spec(node: Node, maker: str) -> Tree:
     """Return the spec of a node whose elements user code makes, from the first two of them.
 
-    Args:
-        maker: the Dataset method that created the node, as errors name it.
-
-    Raises:
-        UnknownSpecError: the node has no element.
+    `maker` is the Dataset method that created the node, as errors name it.
     """
-    spec: Tree = None
-    seen = 0
-    for element in itertools.islice(iter(node), _SAMPLES):
-        found = spec_of(element)
-        spec = found if seen == 0 else merge_specs(spec, found)
-        seen += 1
-    if seen == 0:
+    specs = [spec_of(element) for element in itertools.islice(iter(node), _SAMPLES)]
+    if not specs:
         raise UnknownSpecError(maker)
-    return spec
+    return functools.reduce(merge_specs, specs)
 
 
-_SAMPLES = 2
-"""Two elements show which dimensions differ; a spec that needs more can be declared."""
+_SAMPLES = 2  # two show which dimensions differ; a spec that needs more can be declared

@@ -12,13 +12,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
+from contextlib import AbstractContextManager
 from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
 
-_JOIN_S: Final = 5.0
-"""Time that `close` waits for a source that is reading an element, in seconds."""
+_JOIN_S: Final = 5.0  # time that `close` waits for a source that is reading an element
 
 
 class _Shared(Generic[T]):
@@ -48,13 +47,8 @@ class _Shared(Generic[T]):
             callback()
 
 
-class ReadAhead(Iterator[T]):
-    """An iterator over `source` that reads up to `buffer` elements ahead.
-
-    Args:
-        source: iterated once, in a thread of its own.
-        buffer: number of elements that are buffered, at least 1.
-    """
+class ReadAhead(Iterator[T], AbstractContextManager["ReadAhead[T]"]):
+    """An iterator that reads up to `buffer` (>= 1) elements of `source` ahead, in a thread of its own."""
 
     def __init__(self, source: Iterable[T], buffer: int) -> None:
         self._source: Iterable[T] | None = source
@@ -64,7 +58,6 @@ class ReadAhead(Iterator[T]):
         weakref.finalize(self, self._shared.close).atexit = False
 
     def start(self) -> None:
-        """Start the thread, unless it was started."""
         if self._thread is not None or self._source is None or self._shared.closed:
             return
         source, self._source = self._source, None
@@ -80,11 +73,7 @@ class ReadAhead(Iterator[T]):
             self._shared.changed.wait_for(lambda: self.ready)
 
     def when_ready(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call a function once, as soon as `ready`, in the thread that makes it so.
-
-        Returns:
-            A function that cancels this; harmless afterwards.
-        """
+        """Call a function once, as soon as `ready`, in the thread that makes it so; return its cancellation."""
         self.start()
         shared = self._shared
         with shared.changed:
@@ -126,33 +115,22 @@ class ReadAhead(Iterator[T]):
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 
-    def __enter__(self) -> ReadAhead[T]:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
 
 _END: Final = object()
 
 
-def _has_room(buffer: int, shared: _Shared[T]) -> bool:
-    """Wait for space in the buffer; return False if the reader was closed."""
-    with shared.changed:
-        shared.changed.wait_for(lambda: shared.closed or len(shared.items) < buffer)
-        return not shared.closed
-
-
 def _read(source: Iterable[T], buffer: int, shared: _Shared[T]) -> None:
     error: BaseException | None = None
     try:
         iterator = iter(source)
-        while _has_room(buffer, shared):
+        while True:
+            with shared.changed:
+                shared.changed.wait_for(lambda: shared.closed or len(shared.items) < buffer)
+                if shared.closed:
+                    break
             item = next(iterator, _END)
             if item is _END:
                 break

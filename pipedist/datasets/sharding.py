@@ -19,12 +19,13 @@ OFF, FILE and HINT its sizes are rounded down or up and cross batch boundaries, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from pipedist.core.arguments import check_int
 from pipedist.core.types import Tree
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.datasets.logical import Dataset
-from pipedist.datasets.nodes import INFINITE, UNKNOWN, FileNamesNode, Node, TextFilesNode
+from pipedist.datasets.nodes import INFINITE, UNKNOWN, FilesNode, Node
 from pipedist.datasets.transforms import EnumerateNode, RebatchNode, ShardNode
 
 
@@ -33,22 +34,24 @@ def auto_shard(
 ) -> Dataset:
     """Return the part of a dataset that input pipeline `index` of `num_pipelines` reads.
 
-    Args:
-        policy: None: the dataset's own.
-
     Raises:
         ValueError: a number is out of range, or the policy is FILE and the dataset does not read
             only files, or fewer than `num_pipelines` (for every index, before anything is read).
     """
+    pipelines, place = _checked(num_pipelines, index)
+    chosen = dataset.auto_shard_policy if policy is None else AutoShardPolicy.of(policy)
+    node = _sharded(dataset.node, pipelines, place, chosen)
+    return Dataset(node, dataset.auto_shard_policy)
+
+
+def _checked(num_pipelines: int, index: int) -> tuple[int, int]:
     pipelines = check_int("num_pipelines", num_pipelines, at_least=1)
     place = check_int("index", index, at_least=0)
     if place >= pipelines:
         raise ValueError(
             f"index is {place}, but there are {pipelines} pipelines: expected 0 to {pipelines - 1}"
         )
-    chosen = dataset.auto_shard_policy if policy is None else AutoShardPolicy.of(policy)
-    node = _sharded(dataset.node, pipelines, place, chosen)
-    return Dataset(node, dataset.auto_shard_policy)
+    return pipelines, place
 
 
 def _sharded(node: Node, pipelines: int, index: int, policy: AutoShardPolicy) -> Node:
@@ -56,17 +59,17 @@ def _sharded(node: Node, pipelines: int, index: int, policy: AutoShardPolicy) ->
         return _with_hints(node, pipelines, index)
     if policy is AutoShardPolicy.OFF or pipelines == 1:
         return node
-    if policy is AutoShardPolicy.FILE:
-        problem = _file_problem(node, pipelines)
-        if problem:
+    if policy is AutoShardPolicy.DATA:
+        return ShardNode(node, pipelines, index)
+    problem = _file_problem(node, pipelines)
+    if problem:
+        if policy is AutoShardPolicy.FILE:
             raise ValueError(
                 f"auto-shard policy FILE among {pipelines} input pipelines: {problem}; "
                 "use AutoShardPolicy.DATA, or AUTO"
             )
-        return _with_files(node, pipelines, index)
-    if policy is AutoShardPolicy.AUTO and not _file_problem(node, pipelines):
-        return _with_files(node, pipelines, index)
-    return ShardNode(node, pipelines, index)
+        return ShardNode(node, pipelines, index)
+    return _with_files(node, pipelines, index)
 
 
 def _file_problem(node: Node, pipelines: int) -> str:
@@ -74,7 +77,7 @@ def _file_problem(node: Node, pipelines: int) -> str:
     for source in _sources(node):
         if isinstance(source, EnumerateNode):
             return "enumerate numbers the elements of all files"
-        if not isinstance(source, FileNamesNode | TextFilesNode):
+        if not isinstance(source, FilesNode):
             return (
                 f"the dataset reads a source that is not files ({type(source).__name__.removesuffix('Node')})"
             )
@@ -92,8 +95,8 @@ def _sources(node: Node) -> Iterator[Node]:
 
 
 def _with_files(node: Node, pipelines: int, index: int) -> Node:
-    if isinstance(node, FileNamesNode | TextFilesNode):
-        return node.only(pipelines, index)
+    if isinstance(node, FilesNode):
+        return replace(node, paths=node.paths[index::pipelines])
     return node.with_inputs([_with_files(child, pipelines, index) for child in node.inputs])
 
 
@@ -105,23 +108,14 @@ def _with_hints(node: Node, pipelines: int, index: int) -> Node:
 
 
 def rebatch(dataset: Dataset, parts: int) -> Dataset:
-    """Return each element divided into `parts` chunks of ceil(rows / parts), empty ones included.
-
-    Raises:
-        ValueError: during iteration, if a leaf is a scalar.
-    """
+    """Return each element divided into `parts` chunks of ceil(rows / parts), empty ones included."""
     return Dataset(
         RebatchNode(dataset.node, check_int("parts", parts, at_least=1)), dataset.auto_shard_policy
     )
 
 
 def divide(dataset: Dataset, num_pipelines: int, replicas_per_pipeline: int) -> list[Dataset]:
-    """Return the chunks of each input pipeline, R consecutive ones per step.
-
-    Args:
-        dataset: batched by the global batch size.
-        num_pipelines: W.
-        replicas_per_pipeline: R.
+    """Return the chunks of each input pipeline of a dataset of global batches, R consecutive ones per step.
 
     Raises:
         ValueError: the dataset is not batched, or FILE can't be applied.
@@ -142,29 +136,12 @@ def batch_sizes_for_worker(
 
     For input functions whose pipelines read independent streams. With N = W * R replicas, the N sizes
     are global_batch / N, rounded down or up, and pipeline w starts R * w entries after pipeline 0, so the
-    sizes of each step have the sum `global_batch`
-    (tf.data.experimental.distribute.batch_sizes_for_worker).
-
-    Args:
-        global_batch: rows of a global step.
-        num_pipelines: W.
-        replicas_per_pipeline: R.
-        index: w.
-
-    Returns:
-        W * R sizes; replica r of the pipeline uses entries r, r + R, ..., cyclically.
-
-    Raises:
-        ValueError: a number is out of range.
+    sizes of each step have the sum `global_batch` (tf.data.experimental.distribute.batch_sizes_for_worker).
+    Replica r of the pipeline uses entries r, r + R, ..., cyclically.
     """
     rows = check_int("global_batch", global_batch, at_least=0)
-    pipelines = check_int("num_pipelines", num_pipelines, at_least=1)
     replicas = check_int("replicas_per_pipeline", replicas_per_pipeline, at_least=1)
-    place = check_int("index", index, at_least=0)
-    if place >= pipelines:
-        raise ValueError(
-            f"index is {place}, but there are {pipelines} pipelines: expected 0 to {pipelines - 1}"
-        )
+    pipelines, place = _checked(num_pipelines, index)
     floor, longer = divmod(rows, pipelines * replicas)
     first = [floor + 1] * longer + [floor] * (pipelines * replicas - longer)
     offset = place * replicas
@@ -182,11 +159,9 @@ MISSING = MissingElement()
 
 
 def steps(pipelines: Sequence[Dataset], replicas_per_pipeline: int) -> Iterator[list[Tree | MissingElement]]:
-    """Iterate over pipelines in parallel, until all have ended.
+    """Yield the elements of all replicas per step, pipeline by pipeline, until all pipelines have ended.
 
-    Yields:
-        For each step the elements of all replicas, pipeline by pipeline; MISSING for a replica
-        whose pipeline has ended. At least one of them is an element.
+    The element of a replica whose pipeline has ended is MISSING.
     """
     readers = [iter(pipeline) for pipeline in pipelines]
     while True:

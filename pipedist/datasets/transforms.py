@@ -26,8 +26,7 @@ from pipedist.datasets.element import (
 from pipedist.datasets.nodes import INFINITE, UNKNOWN, Node, UnknownSpecError, sampled_spec
 from pipedist.datasets.read_ahead import ReadAhead
 
-SHARD_HINT: Final = -1
-"""In `shard(SHARD_HINT, SHARD_HINT)`, which policy HINT replaces by real numbers."""
+SHARD_HINT: Final = -1  # in `shard(SHARD_HINT, SHARD_HINT)`, which policy HINT replaces by real numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -233,34 +232,25 @@ class PrefetchNode(Transform):
             yield from elements
 
 
-class CacheStore:
-    """The elements of one cache, after the first complete pass."""
-
-    __slots__ = ("elements",)
-
-    def __init__(self) -> None:
-        self.elements: list[Tree] | None = None
-
-
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class CacheNode(Transform):
     """The same elements, from memory after the first complete pass."""
 
-    store: CacheStore = dataclasses.field(default_factory=CacheStore)
+    passes: list[list[Tree]] = dataclasses.field(default_factory=list)  # the first complete pass
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
         (replaced,) = inputs
         return CacheNode(replaced)
 
     def __iter__(self) -> Iterator[Tree]:
-        if self.store.elements is not None:
-            yield from self.store.elements
+        if self.passes:
+            yield from self.passes[0]
             return
         elements = []
         for element in map(read_only, self.input):
             elements.append(element)
             yield element
-        self.store.elements = elements
+        self.passes[:] = [elements]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -278,8 +268,8 @@ class EnumerateNode(Transform):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ConcatenateNode(Node):
-    """The elements of several inputs, one input after the other."""
+class Combination(Node):
+    """A node with several inputs."""
 
     parts: tuple[Node, ...]
 
@@ -288,7 +278,13 @@ class ConcatenateNode(Node):
         return self.parts
 
     def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        return ConcatenateNode(tuple(inputs))
+        return dataclasses.replace(self, parts=tuple(inputs))
+
+
+class ConcatenateNode(Combination):
+    """The elements of several inputs, one input after the other."""
+
+    __slots__ = ()
 
     def __iter__(self) -> Iterator[Tree]:
         return itertools.chain.from_iterable(self.parts)
@@ -306,18 +302,10 @@ class ConcatenateNode(Node):
         return first
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ZipNode(Node):
+class ZipNode(Combination):
     """Tuples of one element of each input, as many as the shortest has."""
 
-    parts: tuple[Node, ...]
-
-    @property
-    def inputs(self) -> tuple[Node, ...]:
-        return self.parts
-
-    def with_inputs(self, inputs: Sequence[Node]) -> Node:
-        return ZipNode(tuple(inputs))
+    __slots__ = ()
 
     def __iter__(self) -> Iterator[Tree]:
         return zip(*self.parts, strict=False)
@@ -339,14 +327,10 @@ def apply(fn: Callable[..., Any], element: Tree) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class MapNode(Transform):
-    """The results of `fn` for each element.
-
-    Args:
-        declared: the spec of the results; None: derived by calling `fn`.
-    """
+    """The results of `fn` for each element."""
 
     fn: Callable[..., Any]
-    declared: Tree | None
+    declared: Tree | None  # the spec of the results; None: derived by calling `fn`
 
     def __iter__(self) -> Iterator[Tree]:
         for element in self.input:

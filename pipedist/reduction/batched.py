@@ -11,8 +11,8 @@ differently between 0.0 and -0.0.) All other partials, and every error, go throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,24 +20,18 @@ from numpy.typing import NDArray
 from pipedist.reduction.partials import ReduceOp
 from pipedist.reduction.tree import FoldTree, Partial, Reduction
 
-RUN_MIN: Final = 16
-"""Fewer steps are folded one by one."""
+T = TypeVar("T")
 
-ARRAY_BYTES_MAX: Final = 1024
-"""Larger arrays are folded one by one: memory bandwidth dominates."""
+RUN_MIN: Final = 16  # fewer steps are folded one by one
+ARRAY_BYTES_MAX: Final = 1024  # larger arrays are folded one by one: memory bandwidth dominates
 
+# By code: the dtype in which floats are folded whose partials are Python floats.
 _FLOATS: Final[dict[str, np.dtype[Any]]] = {
     "f8": np.dtype(np.float64),
     "f4": np.dtype(np.float32),
     "f2": np.dtype(np.float32),
 }
-"""By code: the dtype in which floats are folded whose partials are Python floats."""
-
-_FLOAT_OPS: Final[dict[ReduceOp, np.ufunc]] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.PROD: np.multiply,
-}
+_FLOAT_OPS: Final = {ReduceOp.SUM: np.add, ReduceOp.MEAN: np.add, ReduceOp.PROD: np.multiply}
 _INT_OPS: Final[dict[ReduceOp, Callable[[Sequence[int]], int]]] = {
     ReduceOp.SUM: sum,
     ReduceOp.MEAN: sum,
@@ -54,9 +48,6 @@ def push_steps(
     Args:
         tree: the tree over the steps; its `combine` is `reduction.combine`.
         steps: for each step, the partials of its calls in replica order; may be empty.
-
-    Raises:
-        ValueError, TypeError: see `Reduction.combine`.
     """
     with np.errstate(all="ignore"):
         if len(steps) >= RUN_MIN and _push_numbers(reduction.op, tree, first, steps):
@@ -68,10 +59,14 @@ def push_steps(
 
 def step_partial(reduction: Reduction, parts: Sequence[Partial]) -> Partial | None:
     """Fold the partials of one step in replica order; None if there are none."""
-    replicas: FoldTree[Partial] = FoldTree(reduction.combine)
-    for replica, part in enumerate(parts):
-        replicas.push(replica, part)
-    return replicas.result()
+    return _folded(reduction.combine, parts)
+
+
+def _folded(combine: Callable[[T, T], T], leaves: Iterable[T]) -> T | None:
+    tree = FoldTree(combine)
+    for index, leaf in enumerate(leaves):
+        tree.push(index, leaf)
+    return tree.result()
 
 
 def _push_numbers(
@@ -127,10 +122,7 @@ def _stacked(data: list[Any], types: set[type], dtype: np.dtype[Any]) -> NDArray
 
 def _by_replica(ufunc: np.ufunc, columns: NDArray[Any]) -> NDArray[Any]:
     """Fold [steps, replicas, ...] over the replicas in the fixed tree, all steps at once."""
-    replicas: FoldTree[NDArray[Any]] = FoldTree(ufunc)
-    for replica in range(columns.shape[1]):
-        replicas.push(replica, columns[:, replica])
-    folded = replicas.result()
+    folded: NDArray[Any] | None = _folded(ufunc, np.moveaxis(columns, 1, 0))
     assert folded is not None  # there is at least one replica
     return folded
 

@@ -28,19 +28,12 @@ _PRODUCT_MAX = 1 << 64
 _ROWS_MAX = (1 << 31) - 1
 
 Limbs = NDArray[np.int64]
-Ints = NDArray[Any]
-"""An array of any integer dtype."""
+Product = tuple[NDArray[Any], ...]  # magnitude, sign and mark
+Ints = NDArray[Any]  # arrays of any integer dtype
 
 
 def sum_rows(x: Ints, axes: tuple[int, ...]) -> tuple[Limbs, int]:
-    """Return the exact sums of `x` along `axes`.
-
-    Args:
-        x: integers of any dtype.
-        axes: non-negative, without duplicates; () converts without summing.
-
-    Returns:
-        Limbs int64[k, ...], and a bound on their magnitudes.
+    """Return the exact sums of `x` along `axes` (() only converts), and a bound on their magnitudes.
 
     Raises:
         ValueError: more than 2**31 - 1 elements are summed into one.
@@ -78,29 +71,17 @@ def to_integers(limbs: Limbs) -> NDArray[Any]:
 
 
 def cast_sum(limbs: Limbs, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return the sums in an integer dtype.
-
-    Raises:
-        OverflowError: an element does not fit.
-    """
-    info = np.iinfo(dtype)
+    """Return the sums in an integer dtype; raise OverflowError if one does not fit."""
     values: NDArray[Any] = limbs[0] if len(limbs) == 1 else to_integers(limbs)
     if values.size:
-        low, high = int(values.min()), int(values.max())
-        if low < info.min or high > info.max:
-            raise OverflowError(_does_not_fit(low if low < info.min else high, dtype))
+        _check_fits(int(values.min()), dtype)
+        _check_fits(int(values.max()), dtype)
     return values.astype(dtype)
 
 
 def cast_integer(value: int, dtype: np.dtype[Any]) -> Any:
-    """Return one Python integer as a scalar of an integer dtype.
-
-    Raises:
-        OverflowError: it does not fit.
-    """
-    info = np.iinfo(dtype)
-    if not info.min <= value <= info.max:
-        raise OverflowError(_does_not_fit(value, dtype))
+    """Return a Python integer as a scalar of an integer dtype; raise OverflowError if it does not fit."""
+    _check_fits(value, dtype)
     return dtype.type(value)
 
 
@@ -142,48 +123,31 @@ def divide(total: int, count: int, dtype: np.dtype[Any]) -> Any:
 
 def product(a: int, b: int) -> int:
     """Return `a * b`, clipped to +-2**64; a later zero still absorbs it."""
-    value = a * b
-    return max(-_PRODUCT_MAX, min(_PRODUCT_MAX, value))
+    return max(-_PRODUCT_MAX, min(_PRODUCT_MAX, a * b))
 
 
-def product_rows(x: Ints, axes: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return the exact products of `x` along `axes` as magnitude, sign and mark.
-
-    Returns:
-        uint64 magnitudes; bool: negative; bool: beyond uint64.
-    """
+def product_rows(x: Ints, axes: tuple[int, ...]) -> Product:
+    """Return the exact products of `x` along `axes` as magnitude, sign and mark."""
     negative = np.asarray(x < 0)
     magnitude = x.astype(np.uint64) if x.dtype.kind == "u" else np.abs(x.astype(np.int64)).view(np.uint64)
     kept = tuple(axis for axis in range(x.ndim) if axis not in axes)
     shape = tuple(x.shape[axis] for axis in kept)
     rows = prod(x.shape[axis] for axis in axes)
     order = (*axes, *kept)
-    part = (
-        magnitude.transpose(order).reshape(rows, *shape),
-        negative.transpose(order).reshape(rows, *shape),
-        np.zeros((rows, *shape), bool),
-    )
+    whole = (magnitude, negative, np.zeros(x.shape, bool))
+    part: Product = tuple(each.transpose(order).reshape(rows, *shape) for each in whole)
     while rows > 1:
         even = rows // 2 * 2
-        folded = multiply(
-            (part[0][0:even:2], part[1][0:even:2], part[2][0:even:2]),
-            (part[0][1:even:2], part[1][1:even:2], part[2][1:even:2]),
-        )
-        part = (
-            np.concatenate([folded[0], part[0][even:]]),
-            np.concatenate([folded[1], part[1][even:]]),
-            np.concatenate([folded[2], part[2][even:]]),
-        )
+        folded = multiply(tuple(each[0:even:2] for each in part), tuple(each[1:even:2] for each in part))
+        part = tuple(np.concatenate([a, b[even:]]) for a, b in zip(folded, part, strict=True))
         rows = len(part[0])
     if rows == 0:
         return np.ones(shape, np.uint64), np.zeros(shape, bool), np.zeros(shape, bool)
-    return part[0][0], part[1][0], part[2][0]
+    return tuple(each[0] for each in part)
 
 
-def multiply(
-    a: tuple[NDArray[Any], NDArray[Any], NDArray[Any]], b: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return the product of two triples of magnitude, sign and mark; shapes must be equal."""
+def multiply(a: Product, b: Product) -> Product:
+    """Return the product of two products; shapes must be equal."""
     zero = (a[0] == 0) | (b[0] == 0)
     limit = np.uint64(_PRODUCT_MAX - 1) // np.maximum(b[0], np.uint64(1))
     beyond = (a[2] | b[2] | (a[0] > limit)) & ~zero
@@ -191,22 +155,20 @@ def multiply(
     return magnitude, a[1] ^ b[1], beyond
 
 
-def cast_product(part: tuple[NDArray[Any], NDArray[Any], NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return products in an integer dtype.
-
-    Raises:
-        OverflowError: an element does not fit.
-    """
+def cast_product(part: Product, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return products in an integer dtype; raise OverflowError if one does not fit."""
     magnitude, negative, beyond = part
     info = np.iinfo(dtype)
     if beyond.any():
-        raise OverflowError(f"a product is beyond 2**64 and does not fit {_range_of(dtype)}")
+        raise OverflowError(
+            f"a product is beyond 2**64 and does not fit {dtype.name} ({info.min}..{info.max})"
+        )
     too_big = magnitude > np.where(negative, np.uint64(-info.min), np.uint64(info.max))
     too_big &= magnitude != 0
     if too_big.any():
         place = tuple(np.argwhere(too_big)[0])
         value = int(magnitude[place])
-        raise OverflowError(_does_not_fit(-value if negative[place] else value, dtype))
+        _check_fits(-value if negative[place] else value, dtype)
     signed = magnitude.astype(dtype)
     return np.where(negative, -signed, signed) if dtype.kind == "i" else signed
 
@@ -255,11 +217,8 @@ def _float32_midpoint(x: Any) -> Any:
     return (bits & 0x1FFFFFFF) == 0x10000000
 
 
-def _range_of(dtype: np.dtype[Any]) -> str:
+def _check_fits(value: int, dtype: np.dtype[Any]) -> None:
     info = np.iinfo(dtype)
-    return f"{dtype.name} ({info.min}..{info.max})"
-
-
-def _does_not_fit(value: int, dtype: np.dtype[Any]) -> str:
-    shown = "beyond 2**64" if abs(value) >= _PRODUCT_MAX else str(value)
-    return f"the result {shown} does not fit {_range_of(dtype)}"
+    if not info.min <= value <= info.max:
+        shown = "beyond 2**64" if abs(value) >= _PRODUCT_MAX else str(value)
+        raise OverflowError(f"the result {shown} does not fit {dtype.name} ({info.min}..{info.max})")

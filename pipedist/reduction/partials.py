@@ -35,13 +35,11 @@ from numpy.typing import NDArray
 from pipedist.core.misuse_hints import conversion_hint, is_masked
 from pipedist.reduction import exact_integers
 
-_LIST_OF_OPS = "'sum', 'mean', 'min', 'max', 'prod'"
-_BLOCK_ROWS = 128
-"""Rows added sequentially before a tree starts; NumPy's own block size for the last axis."""
-_LANES_MAX = 64
-"""Maximum number of rows combined into one wide vector."""
-_LANE_ELEMENTS = 8192
-"""Maximum elements of such a vector: it fits into the L1 cache."""
+_BLOCK_ROWS = (
+    128  # rows are added sequentially before a tree starts; NumPy's own block size for the last axis
+)
+_LANES_MAX = 64  # limit of the rows combined into one wide vector
+_LANE_ELEMENTS = 8192  # limit of such a vector: it fits into the L1 cache
 
 
 class ReduceOp(enum.StrEnum):
@@ -68,36 +66,24 @@ class ReduceOp(enum.StrEnum):
         try:
             return cls(op.lower())
         except (AttributeError, ValueError):
-            raise ValueError(f"{op!r} is not a reduce op; expected one of {_LIST_OF_OPS}") from None
+            names = ", ".join(repr(each.value) for each in cls)
+            raise ValueError(f"{op!r} is not a reduce op; expected one of {names}") from None
 
 
 class _Kind(Struct, frozen=True):
-    """Fold rules of a dtype.
+    """Fold rules of a dtype."""
 
-    Args:
-        code: name of the dtype in a partial, without byte order.
-        dtype: dtype of the result of SUM, MIN, MAX, PROD.
-        fold: dtype in which it is folded.
-        mean: dtype of a MEAN.
-        exact: True for integers.
-    """
-
-    code: str
-    dtype: np.dtype[Any]
-    fold: np.dtype[Any]
-    mean: np.dtype[Any]
-    exact: bool
+    code: str  # name of the dtype in a partial, without byte order
+    dtype: np.dtype[Any]  # dtype of the result of SUM, MIN, MAX, PROD
+    fold: np.dtype[Any]  # dtype in which it is folded
+    mean: np.dtype[Any]  # dtype of a MEAN
+    exact: bool  # True for integers
 
 
 def axes_of(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Return the axes that a user passed in normal form.
+    """Return the axes that a user passed (None, an int, or a list or tuple of ints) in normal form.
 
-    Args:
-        axis: None, an int, or a list or tuple of ints.
-
-    Raises:
-        TypeError: an axis is not an int (a bool is not).
-        ValueError: an axis is repeated.
+    A repeated axis is a ValueError, another type (or a bool) a TypeError.
     """
     if axis is None:
         return None
@@ -108,22 +94,14 @@ def axes_of(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def axis_of(axis: object) -> int:
-    """Return one axis as a plain int.
-
-    Raises:
-        TypeError: it is not an int (a bool is not).
-    """
+    """Return one axis as a plain int; raise TypeError if it is none (a bool is none)."""
     if isinstance(axis, (bool, np.bool_)) or not hasattr(type(axis), "__index__"):
         raise TypeError(f"`axis` must be an int, got {axis!r}")
     return operator.index(cast(SupportsIndex, axis))
 
 
 def resolve_axes(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    """Return axes of an array with `ndim` dimensions as non-negative numbers.
-
-    Raises:
-        ValueError: an axis is out of range, or repeated (0 and -1 of a vector).
-    """
+    """Return axes as non-negative numbers; raise ValueError if one is out of range, or repeated (0 and -1)."""
     resolved = []
     for axis in axes:
         if not -ndim <= axis < ndim:
@@ -159,9 +137,7 @@ def leaf_partial(op: ReduceOp, axis: tuple[int, ...] | None, leaf: Any) -> list[
 def join_leaf(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any]:
     """Combine the partials of one leaf of two neighbouring ranges of calls, `a` before `b`.
 
-    Raises:
-        TypeError: they differ in dtype.
-        ValueError: they differ in shape.
+    Different dtypes are a TypeError, different shapes a ValueError.
     """
     code, count, x = a
     if code != b[0]:
@@ -178,7 +154,7 @@ def join_leaf(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any]:
             f"components of shapes {x_shape} and {y_shape} can't be reduced together; where only the "
             "number of rows differs, reduce along an axis (axis=0)"
         )
-    return [code, count + b[1], _JOIN[op](x, y, code)]
+    return [code, count + b[1], _joined(op, x, y, code)]
 
 
 def join_numbers(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any] | None:
@@ -195,8 +171,7 @@ def join_numbers(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any] | None:
 def finish_leaf(op: ReduceOp, part: list[Any]) -> Any:
     """Return the value of a leaf's last partial: an array, a NumPy scalar, or None for no rows.
 
-    Raises:
-        OverflowError: an integer result does not fit its dtype.
+    An integer result that does not fit its dtype is an OverflowError.
     """
     code, count, data = part
     if data is None:
@@ -275,7 +250,7 @@ def _float_data(op: ReduceOp, x: NDArray[Any], axes: tuple[int, ...], count: int
         folded = _fold_rows(_UFUNC[op], x, axes) if axes else x
     if np.ndim(folded):
         return folded
-    return float(folded) if kind.fold.kind == "f" and kind.fold.itemsize <= 8 else folded[()]
+    return float(folded) if kind.fold.char in "fd" else folded[()]
 
 
 def _fold_rows(ufunc: np.ufunc, x: NDArray[Any], axes: tuple[int, ...]) -> Any:
@@ -305,47 +280,25 @@ def _fold_rows(ufunc: np.ufunc, x: NDArray[Any], axes: tuple[int, ...]) -> Any:
     return ufunc.reduce(x, axis=0)
 
 
-def _shape(data: Any) -> tuple[int, ...]:
+def _shape(data: Any) -> Any:
     """Return the shape of the array that a leaf's data represents."""
     if type(data) is not list:
-        shape: tuple[int, ...] = getattr(data, "shape", ())
-    else:  # [limbs, bound] or [magnitude, sign, mark]
-        shape = data[0].shape[1:] if len(data) == 2 else data[0].shape
-    return shape
+        return getattr(data, "shape", ())
+    return data[0].shape[1:] if len(data) == 2 else data[0].shape  # [limbs, bound], [magnitude, sign, mark]
 
 
-def _join_sum(x: Any, y: Any, code: str) -> Any:
+def _joined(op: ReduceOp, x: Any, y: Any, code: str) -> Any:
     if type(x) is list:
-        return list(exact_integers.add(x[0], x[1], y[0], y[1]))
-    if code == "f8" or type(x) is not float:
-        return x + y
-    # Exact in float64, so one more rounding gives the bits of the float32 sum.
-    return float(np.float32(x + y))
-
-
-def _join_product(x: Any, y: Any, code: str) -> Any:
-    if type(x) is list:
-        return list(exact_integers.multiply(tuple(x), tuple(y)))
+        if op is ReduceOp.PROD:
+            return list(exact_integers.multiply(tuple(x), tuple(y)))
+        return list(exact_integers.add(*x, *y))
     if type(x) is int:
-        return exact_integers.product(x, y)
-    if code == "f8" or type(x) is not float:
-        return x * y
-    return float(np.float32(x * y))
-
-
-def _join_min(x: Any, y: Any, code: str) -> Any:
-    return _extreme(np.minimum, x, y)
-
-
-def _join_max(x: Any, y: Any, code: str) -> Any:
-    return _extreme(np.maximum, x, y)
-
-
-def _extreme(ufunc: np.ufunc, x: Any, y: Any) -> Any:
-    if type(x) is int:
-        return min(x, y) if ufunc is np.minimum else max(x, y)
-    value = ufunc(x, y)
-    return float(value) if type(x) is float else value
+        return _JOIN_INTEGERS[op](x, y)
+    value = _JOIN_FLOATS[op](x, y)
+    if type(x) is not float:
+        return value
+    # Exact in float64, so one more rounding gives the bits of the float32 result.
+    return float(value if code == "f8" else np.float32(value))
 
 
 def _finish_exact(op: ReduceOp, kind: _Kind, count: int, data: Any) -> Any:
@@ -388,10 +341,11 @@ _UFUNC: dict[ReduceOp, np.ufunc] = {
     ReduceOp.MAX: np.maximum,
     ReduceOp.PROD: np.multiply,
 }
-_JOIN: dict[ReduceOp, Callable[[Any, Any, str], Any]] = {
-    ReduceOp.SUM: _join_sum,
-    ReduceOp.MEAN: _join_sum,
-    ReduceOp.MIN: _join_min,
-    ReduceOp.MAX: _join_max,
-    ReduceOp.PROD: _join_product,
+_Join = dict[ReduceOp, Callable[[Any, Any], Any]]
+_JOIN_FLOATS: _Join = {**_UFUNC, **dict.fromkeys(_SUMS, operator.add), ReduceOp.PROD: operator.mul}
+_JOIN_INTEGERS: _Join = {
+    **dict.fromkeys(_SUMS, operator.add),
+    ReduceOp.MIN: min,
+    ReduceOp.MAX: max,
+    ReduceOp.PROD: exact_integers.product,
 }

@@ -24,9 +24,7 @@ from pipedist.reduction import partials
 from pipedist.reduction.partials import ReduceOp as ReduceOp
 from pipedist.reduction.partials import axes_of
 
-Partial = Any
-"""Result of `Reduction.partial`: a tree that the codec can encode; see the module docstring."""
-
+Partial = Any  # from `Reduction.partial`: a tree that the codec can encode
 T = TypeVar("T")
 
 _NUMBERS = frozenset({int, float})
@@ -34,41 +32,22 @@ _NUMBERS = frozenset({int, float})
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """One reduction: an operator and axes; made by `Reduction.of`.
-
-    Args:
-        op: the operator.
-        axis: None: across the components, element by element; a tuple: along these axes of all
-            components too.
-    """
+    """One reduction: an operator and axes; made by `Reduction.of`."""
 
     op: ReduceOp
-    axis: tuple[int, ...] | None
+    axis: tuple[int, ...] | None  # None: across the components, element by element; else along axes too
 
     @classmethod
     def of(cls, op: ReduceOp | str, axis: int | Sequence[int] | None) -> Reduction:
-        """Return the reduction of an operator and axes as a spec or a call names them.
-
-        Args:
-            op: see `ReduceOp.of`.
-            axis: None, an int, or a list or tuple of ints; negative ones count from the end.
-
-        Raises:
-            ValueError: an unknown operator, or the same axis twice.
-            TypeError: an axis is not an int (a bool is not).
-        """
+        """Return the reduction of an operator and axes as a spec or a call names them; see `axes_of`."""
         return cls(ReduceOp.of(op), axes_of(axis))
 
     def partial(self, component: Tree) -> Partial:
-        """Reduce one component to its partial.
-
-        Args:
-            component: a tree of numeric arrays and numbers.
+        """Reduce one component, a tree of numeric arrays and numbers, to its partial.
 
         Raises:
             TypeError: a leaf cannot be reduced (bool, str, bytes, ...); the text names its path.
-            ValueError: a leaf lacks an axis of the reduction, or two axes are the same; the text names its
-                path.
+            ValueError: a leaf lacks an axis of the reduction, or two axes are the same; the text names its path.
         """
         if type(component) is float and self.axis is None:
             return [0, [partials.leaf_partial(self.op, None, component)]]
@@ -92,9 +71,7 @@ class Reduction:
     def combine(self, a: Partial, b: Partial) -> Partial:
         """Combine the partials of two neighbouring ranges of calls, `a` before `b`.
 
-        Raises:
-            ValueError: they differ in structure, or a leaf in shape.
-            TypeError: a leaf differs in dtype.
+        A different structure or shape is a ValueError, a different dtype a TypeError.
         """
         if type(a[0]) is int and type(b[0]) is int and type(a[1][0][2]) in _NUMBERS:
             joined = partials.join_numbers(self.op, a[1][0], b[1][0])
@@ -122,17 +99,10 @@ class Reduction:
         return [skeleton, joined]
 
     def finish(self, partial: Partial | None) -> Tree:
-        """Return the value of the last partial.
+        """Return the value of the combination of all partials; None if there are none.
 
-        Args:
-            partial: the combination of all partials; None if there was no component.
-
-        Returns:
-            A tree with the structure of the components; leaves are arrays, or NumPy scalars if no axis
-            remains; None without components, and for a leaf of MIN or MAX without rows.
-
-        Raises:
-            OverflowError: an integer result does not fit its dtype; the text names the leaf's path.
+        Its leaves are arrays, or NumPy scalars if no axis remains; None for MIN or MAX without rows. An integer result
+        that does not fit its dtype is an OverflowError, whose text names the leaf's path.
         """
         if partial is None:
             return None
@@ -167,10 +137,7 @@ class FoldTree(Generic[T]):
     `node(lo, hi) = combine(node(lo, mid), node(mid, hi))` with `mid = lo + the largest power of two
     below hi - lo`; if a side has no leaves, the node is the other side. So the shape depends only on
     the leaves' indices, not on the workers that computed them, and a missing leaf (an empty shard) does
-    not move any other.
-
-    Args:
-        combine: called with a left and a right neighbour; must not modify them.
+    not move any other. `combine` must not modify its arguments.
     """
 
     __slots__ = ("_combine", "_pending")
@@ -182,14 +149,9 @@ class FoldTree(Generic[T]):
         self._pending: list[tuple[int, T]] = []
 
     def push(self, index: int, leaf: T, size: int = 1) -> None:
-        """Add a leaf, or the fold of an aligned run of them.
+        """Add a leaf at `index`, or the fold of an aligned run of `size` leaves from there on.
 
-        Args:
-            index: its position; larger than that of every earlier leaf, gaps are allowed.
-            size: number of positions it covers: a power of two that divides `index`.
-
-        Raises:
-            ValueError: the index is negative or not larger than the last one, or no multiple of `size`.
+        Indices increase, with or without gaps; `size` is a power of two that divides `index`. Else it is a ValueError.
         """
         pending = self._pending
         last = pending[-1][0] if pending else -1

@@ -29,20 +29,16 @@ if TYPE_CHECKING:
     from pipedist.testing.simulated_cluster import SimulatedCluster
     from pipedist.testing.spec_simulation import SimulationFailure, SpecSimulation, simulate
 
-_HOME = {
-    "Faults": "pipedist.testing.faults",
-    "FaultyNetwork": "pipedist.testing.network",
-    "LocalCluster": "pipedist.cluster.base",
-    "ProcessOutcome": "pipedist.testing.processes",
-    "ProcessesFailed": "pipedist.testing.processes",
-    "SimulatedCluster": "pipedist.testing.simulated_cluster",
-    "SimulationFailure": "pipedist.testing.spec_simulation",
-    "SpecSimulation": "pipedist.testing.spec_simulation",
-    "VirtualTime": "pipedist.testing.network",
-    "combinations": "pipedist.testing.parametrize",
-    "run_in_processes": "pipedist.testing.processes",
-    "simulate": "pipedist.testing.spec_simulation",
+_HOMES = {
+    "pipedist.cluster.base": ("LocalCluster",),
+    "pipedist.testing.faults": ("Faults",),
+    "pipedist.testing.network": ("FaultyNetwork", "VirtualTime"),
+    "pipedist.testing.parametrize": ("combinations",),
+    "pipedist.testing.processes": ("ProcessOutcome", "ProcessesFailed", "run_in_processes"),
+    "pipedist.testing.simulated_cluster": ("SimulatedCluster",),
+    "pipedist.testing.spec_simulation": ("SimulationFailure", "SpecSimulation", "simulate"),
 }
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Faults",

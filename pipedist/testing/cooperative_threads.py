@@ -64,10 +64,8 @@ class CooperativeThreads:
         self.is_killed = False
         self.is_over = False
         self.is_parked = False
-        self.error: BaseException | None = None
-        """The exception that ended its main thread."""
-        self.blocked_at = ""
-        """Where its thread was blocked when the simulation was interrupted, as in a traceback."""
+        self.error: BaseException | None = None  # the exception that ended the main thread
+        self.blocked_at = ""  # the thread's place when the simulation was interrupted, as in a traceback
         self._resumed = threading.Semaphore(0)
         self._stopped = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, name="pipedist-simulated", daemon=True)
@@ -95,7 +93,6 @@ class CooperativeThreads:
                 return
 
     def _user_stack(self) -> str:
-        """Return the position of its thread in the user's function, as in a traceback."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack = traceback.extract_stack(frame) if frame is not None else []
         ours = [place for place, line in enumerate(stack) if line.filename.startswith(_PACKAGE)]
@@ -110,12 +107,7 @@ class CooperativeThreads:
     # -- in its own threads -----------------------------------------------------------------------
 
     def park(self) -> None:
-        """Wait until the simulation resumes the calling thread.
-
-        Raises:
-            Killed: the process was killed.
-            UsageError: another thread of the same process is parked.
-        """
+        """Wait until the simulation resumes the calling thread; raise Killed if the process was killed."""
         if self.is_killed:
             raise Killed
         if self.is_parked:

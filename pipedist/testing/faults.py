@@ -10,18 +10,11 @@ from typing import Self
 
 from pipedist.errors import UsageError
 
+# Kinds whose rate is a probability for each message.
 PER_MESSAGE = ("drop", "duplicate", "delay", "reorder", "cut", "partition")
-"""Kinds whose rate is a probability for each message."""
-
-SLOW_TIMES = 20
-"""A slow call takes this many times as long."""
-
-PAUSE_S_MAX = 12.0
-"""The longest time for which a fault stops a process."""
-
-STOPPED_S_MAX = 3.0
-"""A launcher kills a process that is stopped for longer."""
-
+SLOW_TIMES = 20  # a slow call takes this many times as long
+PAUSE_S_MAX = 12.0  # the longest time for which a fault stops a process
+STOPPED_S_MAX = 3.0  # a launcher kills a process that is stopped for longer
 _DRAWN_RATES = (0.01, 0.02, 0.05)
 
 

@@ -26,23 +26,13 @@ from typing import Any, Protocol
 
 from pipedist.testing.faults import PER_MESSAGE, Faults
 
-LATENCY_S_MAX = 0.002
-"""The longest time that a message takes without faults."""
+LATENCY_S_MAX = 0.002  # the longest time that a message takes without faults
+DELAY_S_MAX = 4.0  # the longest time by which a fault delays a message
+PARTITION_S_MAX = 12.0  # the longest partition
+BROKEN_S_MAX = 2.0  # the longest life of a connection that has lost, repeated or reordered a message
+NOTICED_S_MAX = 0.3  # the longest time that a worker takes to detect that its connection is lost
 
-DELAY_S_MAX = 4.0
-"""The longest time by which a fault delays a message."""
-
-PARTITION_S_MAX = 12.0
-"""The longest partition."""
-
-BROKEN_S_MAX = 2.0
-"""The longest life of a connection that has lost, repeated or reordered a message."""
-
-NOTICED_S_MAX = 0.3
-"""The longest time that a worker takes to detect that its connection is lost."""
-
-Receiver = Callable[[Any], None]
-"""Receives a sent object, unchanged."""
+Receiver = Callable[[Any], None]  # receives a sent object, unchanged
 
 
 class Clock(Protocol):
@@ -62,8 +52,7 @@ class VirtualTime:
     __slots__ = ("_heap", "_order", "now")
 
     def __init__(self) -> None:
-        self.now = 0.0
-        """Seconds since the beginning."""
+        self.now = 0.0  # seconds since the beginning
         self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._order = 0
 
@@ -104,14 +93,11 @@ class FaultyNetwork:
         self.random = random
         self.draw = random.random
         self.latency_s = LATENCY_S_MAX
-        self.counts: Counter[str] = Counter()
-        """Number of faults so far, by kind."""
-        rates = faults.rates()
-        self._kinds = [kind for kind in PER_MESSAGE if rates[kind]]
+        self.counts: Counter[str] = Counter()  # number of faults so far, by kind
+        self._kinds = [kind for kind in PER_MESSAGE if faults.rates()[kind]]
         self.is_faithful = faithful
-        self._weights = [rates[kind] for kind in self._kinds]
-        self.rate = min(1.0, sum(self._weights))
-        """Probability that a message is affected by a fault of any kind."""
+        self._weights = [faults.rates()[kind] for kind in self._kinds]
+        self.rate = min(1.0, sum(self._weights))  # probability of a fault for each message
 
     def connect(self, *, up: Receiver, down: Receiver, on_cut: Callable[[], None]) -> Connection:
         """Return a connection of a worker to the server.
@@ -135,17 +121,13 @@ class FaultyNetwork:
 
 
 class _Direction:
-    """One direction of a connection."""
-
     __slots__ = ("last", "open_until", "receive", "time")
 
     def __init__(self, time: Clock, receive: Receiver) -> None:
         self.time = time
         self.receive = receive
-        self.last = 0.0
-        """Arrival time of the latest message; later ones arrive after it."""
-        self.open_until = math.inf
-        """Messages that would arrive later are lost."""
+        self.last = 0.0  # arrival time of the latest message; later ones arrive after it
+        self.open_until = math.inf  # messages that would arrive later are lost
 
     def deliver(self, item: object) -> None:
         if self.time.now <= self.open_until:
@@ -167,7 +149,6 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not lost or closed."""
         return self._down.open_until == math.inf
 
     @property
@@ -181,11 +162,9 @@ class Connection:
         return self.is_silent and self._up.last <= self._network.time.now
 
     def send_up(self, item: object) -> None:
-        """Send an object to the server."""
         self._send(self._up, item)
 
     def send_down(self, item: object) -> None:
-        """Send an object to the worker."""
         self._send(self._down, item)
 
     def _send(self, direction: _Direction, item: object) -> None:

@@ -12,8 +12,8 @@ from pipedist.errors import UsageError
 if TYPE_CHECKING:
     import pytest
 
+# Receives a combination by keyword; returns the reason to skip it, or "" or None.
 Unless = Callable[..., str | None]
-"""Receives a combination by keyword; returns the reason to skip it, or "" or None."""
 
 
 def combinations(*, unless: Unless | None = None, **values: Iterable[object]) -> pytest.MarkDecorator:
@@ -72,7 +72,6 @@ def accelerators() -> int:
 
 
 def _test_id(argument: tuple[str, object]) -> str:
-    """Return the part of a test's name for one argument."""
     name, value = argument
     if isinstance(value, bool):
         return name if value else f"not_{name}"

@@ -18,7 +18,6 @@ from pipedist.testing.processes import frames_in
 
 
 def main(folder: Path, number: int) -> None:
-    """Execute the call that is stored in the folder, and store its outcome there."""
     (label, name, pickled), args, kwargs, paths = decode(
         frames_in((folder / "call").read_bytes()), may_import=True
     )

@@ -24,8 +24,7 @@ from pipedist.errors import PipedistError, UsageError
 
 PROCESSES_MAX = 256
 
-TEXT_CHARS_MAX = 2000
-"""Characters of a process's output that an error shows."""
+TEXT_CHARS_MAX = 2000  # limit of a process's output in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +131,11 @@ def run_in_processes(
     if not timeout_s > 0:
         raise UsageError(f"timeout_s must be a positive number of seconds, got {timeout_s!r}")
     reference = functions.reference(fn)
-    frames = encode(
-        [
-            [reference.label, reference.name, reference.pickled],
-            list(args),
-            dict(kwargs or {}),
-            [entry for entry in sys.path if entry],
-        ]
-    )
+    function = [reference.label, reference.name, reference.pickled]
+    paths = [entry for entry in sys.path if entry]
+    frames = encode([function, list(args), dict(kwargs or {}), paths])
     with tempfile.TemporaryDirectory(prefix="pipedist-processes-") as folder:
-        call = Path(folder, "call")
-        call.write_bytes(b"".join(pack(frames)))
+        Path(folder, "call").write_bytes(b"".join(pack(frames)))
         running = [_Process(Path(folder), number, environment or {}) for number in range(workers)]
         until = time.monotonic() + timeout_s
         try:
@@ -163,13 +156,9 @@ class _Process:
         command = [sys.executable, "-m", "pipedist.testing.process_child", str(folder), str(number)]
         paths = os.pathsep.join(entry for entry in sys.path if entry)
         with open(self._out, "wb") as out, open(self._err, "wb") as err:
+            env = {**os.environ, "PYTHONPATH": paths, **environment}
             self._popen = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env={**os.environ, "PYTHONPATH": paths, **environment},
-                start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=env, start_new_session=True
             )
 
     def outcome(self, until: float) -> ProcessOutcome:
@@ -213,11 +202,7 @@ def _text(path: Path) -> str:
 
 
 def frames_in(data: bytes) -> list[memoryview]:
-    """Return the frames of the only record in a file.
-
-    Raises:
-        ValueError: the record is damaged.
-    """
+    """Return the frames of the only record in a file; raise ValueError if it is damaged."""
     view = memoryview(data)
     head = record_at(view, 0)
     if isinstance(head, str):

@@ -34,10 +34,8 @@ FAULTS_MARKER = "pipedist_faults"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers."""
     config.addinivalue_line(
-        "markers",
-        f"{CLUSTER_MARKER}(workers=..., ...): default arguments of pipedist_cluster()",
+        "markers", f"{CLUSTER_MARKER}(workers=..., ...): default arguments of pipedist_cluster()"
     )
     config.addinivalue_line(
         "markers", f"{FAULTS_MARKER}(drop=..., seed=..., ...): default arguments of pipedist_faults()"
@@ -127,8 +125,7 @@ class SimulatedRuns:
         self._faults = faults
         self._seeds = seeds
         self._workers = workers
-        self.injected: dict[str, int] = {}
-        """Number of faults so far, by kind."""
+        self.injected: dict[str, int] = {}  # number of faults so far, by kind
 
     def __enter__(self) -> Self:
         return self

@@ -13,9 +13,8 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from random import Random
-from types import TracebackType
 from typing import Any, Final, Self, cast
 
 import numpy as np
@@ -56,13 +55,9 @@ def fake_result(value: object, ctx: Any) -> NDArray[np.int64]:
 
 
 def with_fake_results(program: Program, costs: Mapping[str, float]) -> tuple[Program, float | None]:
-    """Replace the functions of the stages with declared costs by `fake_result`.
+    """Replace the functions of the stages with declared costs (seconds of a call) by `fake_result`.
 
-    Args:
-        costs: seconds of a call, by stage.
-
-    Returns:
-        The program, and the seconds of a call; None if no stage of it has a declared cost.
+    Returns the program, and the seconds of a call; None if no stage of it has a declared cost.
 
     Raises:
         UsageError: a stage without a declared cost reads the value of a stage with one.
@@ -90,10 +85,6 @@ class SimulatedRouter:
 
     Results of superseded attempts are replaced by POISON before they arrive; if they count, the results of
     the run differ.
-
-    Args:
-        host: the environment of the workers.
-        on_message, on_reject, on_lost: the callbacks of the real router.
     """
 
     endpoint = "simulated"
@@ -111,18 +102,15 @@ class SimulatedRouter:
         self._on_lost = on_lost
         self._peers: dict[bytes, SimulatedProcess] = {}
         self._dropped: set[bytes] = set()
-        self._superseded: set[bytes] = set()
-        """Identities whose results must not count."""
-        self._leases: dict[tuple[bytes, int], int] = {}
-        """The pass of each valid lease, by identity and lease."""
+        self._superseded: set[bytes] = set()  # identities whose results must not count
+        self._leases: dict[tuple[bytes, int], int] = {}  # the pass of each valid lease, by identity and lease
 
     async def __aenter__(self) -> Self:
-        self._host.on_arrival, self._host.on_exit_reported = self._arrived, self._supersede
+        self._host.on_arrival = self._arrived
+        self._host.on_exit_reported = lambda process: self._superseded.add(process.identity)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         self._host.on_arrival = self._host.on_exit_reported = None
 
     def send(self, identity: bytes, message: msg.Message, payload: Sequence[Frame] = ()) -> bool:
@@ -144,7 +132,6 @@ class SimulatedRouter:
         return True
 
     def drop(self, identity: bytes, reason: str = "") -> None:
-        """End the connection to a worker."""
         peer = self._peers.get(identity)
         if peer is None or identity in self._dropped:
             return
@@ -152,9 +139,6 @@ class SimulatedRouter:
             self._on_reject(reason)
         self._dropped.add(identity)
         self._superseded.add(identity)
-
-    def _supersede(self, process: SimulatedProcess) -> None:
-        self._superseded.add(process.identity)
 
     def _arrived(self, process: SimulatedProcess, item: Received) -> None:
         identity = process.identity
@@ -172,11 +156,7 @@ class SimulatedRouter:
 
 
 class SimulatedLauncher:
-    """Replaces the local launcher.
-
-    Args:
-        host: the environment of the processes.
-    """
+    """Replaces the local launcher."""
 
     def __init__(self, host: SimulatedHost) -> None:
         self.on_exit: Callable[[WorkerExit], None] = lambda _exit: None
@@ -188,9 +168,7 @@ class SimulatedLauncher:
         self._host.on_exit = self._exited
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close(1.0)
 
     @property
@@ -202,13 +180,7 @@ class SimulatedLauncher:
         """Return None: calls are not watched in virtual time."""
         return None
 
-    @property
-    def alive(self) -> Sequence[SimulatedProcess]:
-        """The running processes."""
-        return list(self._alive.values())
-
     def start(self, worker: str, incarnation: int) -> None:
-        """Start a worker's process."""
         before = self._alive.get(worker)
         if before is not None:
             before.kill()
@@ -216,7 +188,6 @@ class SimulatedLauncher:
         self._host.soon(STARTUP_S_MAX, process.begin)
 
     def kill(self, worker: str, incarnation: int | None = None) -> None:
-        """Kill a worker's process."""
         process = self._alive.get(worker)
         if process is not None and incarnation in (None, process.incarnation):
             self._host.soon(EXIT_REPORT_S_MAX, process.kill)
@@ -248,12 +219,10 @@ class SimulatedLauncher:
         """Wait up to `grace_s` until all workers have ended, then kill the others."""
         if self._alive:
             self._emptied.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._emptied.wait()
-            except TimeoutError:
-                pass
-        for process in self.alive:
+        for process in list(self._alive.values()):
             process.kill()
         self._host.on_exit = None
 
@@ -265,7 +234,6 @@ class CheckedCoordinator(Coordinator):
     declared: Mapping[str, float]
 
     def post(self, event: ev.Event, chunk: Chunk | None = None) -> None:
-        """Pass an event to the scheduler, and check its invariants."""
         super().post(event, chunk)
         if not self._pumping:
             self._scheduler.validate()
@@ -329,8 +297,7 @@ class SimulatedCluster(Cluster):
         loop = asyncio.get_running_loop()
         if not isinstance(loop, VirtualLoop):
             raise UsageError("SimulatedCluster needs a VirtualLoop. Use pipedist.testing.simulate")
-        simulated = SimulatedHost(loop, Random(self._seed), self._faults, self._threads)
-        self.simulated = simulated
+        self.simulated = simulated = SimulatedHost(loop, Random(self._seed), self._faults, self._threads)
         router_factory: Any = lambda *callbacks: SimulatedRouter(simulated, *callbacks)  # noqa: E731
         coordinator = CheckedCoordinator(
             router_factory=router_factory,

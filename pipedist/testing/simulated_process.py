@@ -19,7 +19,7 @@ from pipedist.protocol.messages import Message
 from pipedist.protocol.wire import pack, unpack
 from pipedist.testing.cooperative_threads import CooperativeThreads, Killed
 from pipedist.testing.faults import PAUSE_S_MAX, SLOW_TIMES, STOPPED_S_MAX, Faults
-from pipedist.testing.network import Connection, FaultyNetwork
+from pipedist.testing.network import FaultyNetwork
 from pipedist.testing.virtual_clock import VirtualLoop
 from pipedist.worker.commands import Ending
 from pipedist.worker.driver import Driver
@@ -28,13 +28,12 @@ from pipedist.worker.machine import WorkerMachine
 from pipedist.worker.process_setup import make_hello
 from pipedist.worker.progress import CallProgress, Running
 
-CALL_S_MAX = 0.02
-"""The longest call without a declared cost; durations are mixed."""
+CALL_S_MAX = 0.02  # the longest call without a declared cost; durations are mixed
 
-_LOOP_TURNS_MAX = 10
-"""Turns of an event loop in which the tasks of an ended process may finish."""
+_LOOP_TURNS_MAX = 10  # turns of an event loop in which the tasks of an ended process may finish
 
 Received = tuple[Message, list[memoryview]]
+OnExit = Callable[["SimulatedProcess", int | None, int | None, str, Running | None], None]
 
 _EXIT_CODES = {Ending.STOPPED: 0, Ending.REFUSED: 77, Ending.FENCED: 75, Ending.UNANSWERED: 69}
 
@@ -42,11 +41,7 @@ _EXIT_CODES = {Ending.STOPPED: 0, Ending.REFUSED: 77, Ending.FENCED: 75, Ending.
 class SimulatedHost:
     """The environment of simulated processes: loop, network, faults and costs of calls.
 
-    Args:
-        loop: the loop that defines the time.
-        random: the source of all random decisions.
-        faults: the rates of the faults.
-        threads: number of BLAS and OpenMP threads that workers report.
+    `threads` is the number of BLAS and OpenMP threads that workers report.
     """
 
     def __init__(self, loop: VirtualLoop, random: Random, faults: Faults, threads: int) -> None:
@@ -54,29 +49,22 @@ class SimulatedHost:
         self.random = random
         self.threads = threads
         self.network = FaultyNetwork(loop, random, faults, faithful=True)
-        self.costs: dict[int, float] = {}
-        """Declared seconds of a call, by pass."""
+        self.costs: dict[int, float] = {}  # declared seconds of a call, by pass
+        # Called with each message that arrives at the coordinator.
         self.on_arrival: Callable[[SimulatedProcess, Received], None] | None = None
-        """Called with each message that arrives at the coordinator."""
+        # Called when the exit of a process is reported to the coordinator.
         self.on_exit_reported: Callable[[SimulatedProcess], None] | None = None
-        """Called when the exit of a process is reported to the coordinator."""
-        self.on_exit: (
-            Callable[[SimulatedProcess, int | None, int | None, str, Running | None], None] | None
-        ) = None
-        """Called with each process that ended: its exit code, signal, a description, and its call."""
-        self.poisoned = 0
-        """Number of messages of superseded attempts, whose results were replaced."""
-        self.defects: list[BaseException] = []
-        """Exceptions that ended workers, and were not caused by a message."""
+        # Called with each process that ended: its exit code, signal, a description, and its call.
+        self.on_exit: OnExit | None = None
+        self.poisoned = 0  # number of messages of superseded attempts, whose results were replaced
+        self.defects: list[BaseException] = []  # exceptions that ended workers; messages did not cause them
         self.on_defect: Callable[[], object] = lambda: None
-        self.blocked_at = ""
-        """Where a function was blocked when the simulation was interrupted, as in a traceback; or ""."""
+        self.blocked_at = ""  # place of a function when the simulation was interrupted, as in a traceback
         self._faults = faults
         self._turn_rate = faults.crash + faults.pause
         self._slow_rate = faults.slow
 
     def stop_faults(self) -> None:
-        """Inject no faults from now on."""
         self.network.stop_faults()
         self._turn_rate = self._slow_rate = 0.0
 
@@ -104,49 +92,30 @@ class SimulatedHost:
             cost *= SLOW_TIMES
         return cost
 
-    def record_error(self, error: BaseException) -> None:
-        """Record the exception that ended a worker's driver."""
-        if not isinstance(error, RemoteProtocolError):  # faults of messages lead to those
-            self.defects.append(error)
-            self.on_defect()
-
 
 class SimulatedProcess:
-    """The process of one incarnation of a worker.
-
-    Args:
-        host: its environment.
-        worker, incarnation: its name and incarnation.
-    """
+    """The process of one incarnation of a worker."""
 
     def __init__(self, host: SimulatedHost, worker: str, incarnation: int) -> None:
         self._host = host
         self._loop = host.loop
-        self._random: Random = host.random
         self.worker = worker
         self.incarnation = incarnation
         self.identity = f"{worker}.{incarnation}".encode()
         self.machine = WorkerMachine(make_hello(worker, incarnation, gpus=GPUS_MAX), WorkerLimits())
-        self.running: Running | None = None
-        """The call that it executes."""
+        self.running: Running | None = None  # the call that it executes
         self.alive = True
-        self.asleep = False
-        """It is stopped (SIGSTOP)."""
+        self.asleep = False  # it is stopped (SIGSTOP)
         self._inbox: deque[Received] = deque()
         self._threads = CooperativeThreads(self._work, self._sleep, lambda: self._loop.is_interrupted)
-        self._waits = 0
-        """Number of its waits so far; a timer of an earlier wait has no effect."""
-        self._listens = False
-        """It waits for a message or a timeout, not only for time to pass."""
+        self._waits = 0  # number of waits so far; a timer of an earlier wait has no effect
+        self._listens = False  # it waits for a message or a timeout, not only for time to pass
         self._overdue = False
         self._driver: SimulatedDriver | None = None
         self._ending = (Ending.STOPPED, "")
-        self.connection: Connection = host.network.connect(
-            up=self._arrived, down=self._receive, on_cut=self._on_cut
-        )
+        self.connection = host.network.connect(up=self._arrived, down=self._receive, on_cut=self._on_cut)
 
     def begin(self) -> None:
-        """Start the process."""
         if self.alive:
             self._threads.start()
             self._check_exit()
@@ -205,7 +174,9 @@ class SimulatedProcess:
             ending, reason = self._ending
             self._exit(_EXIT_CODES[ending], None, f"exit code {_EXIT_CODES[ending]}: {reason}")
         else:
-            self._host.record_error(error)
+            if not isinstance(error, RemoteProtocolError):  # faults of messages lead to those
+                self._host.defects.append(error)
+                self._host.on_defect()
             self._exit(70, None, f"exit code 70: {type(error).__name__}: {error}")
 
     def _inject_fault(self) -> None:
@@ -213,7 +184,7 @@ class SimulatedProcess:
             self.kill()
         else:
             self.asleep = True
-            self._loop.at(self._loop.now + PAUSE_S_MAX * self._random.random() ** 2, self._resume)
+            self._loop.at(self._loop.now + PAUSE_S_MAX * self._host.random.random() ** 2, self._resume)
             self._loop.at(self._loop.now + STOPPED_S_MAX, self._kill_stopped, self._waits)
 
     def _kill_stopped(self, wait: int) -> None:
@@ -254,11 +225,7 @@ class SimulatedProcess:
             self.connection.send_up((unpack(pack(message)), frozen(payload)))
 
     def poll(self, timeout_s: float) -> bool:
-        """Wait for a message; return whether there is one.
-
-        Raises:
-            Killed: the process was killed.
-        """
+        """Wait for a message; return whether there is one. Raise Killed if the process was killed."""
         if self._inbox or timeout_s <= 0:
             if not self.alive:
                 raise Killed
@@ -269,7 +236,6 @@ class SimulatedProcess:
         return bool(self._inbox)
 
     def recv(self) -> Received:
-        """Return the next message and its payload."""
         return self._inbox.popleft()
 
     def _sleep(self, for_s: float) -> None:
@@ -284,9 +250,10 @@ class SimulatedProcess:
     def spend(self, lease: int, call: int) -> None:
         """Wait for the duration of a call; report the finished calls when that is due."""
         self.running = Running(lease, call, 1)
-        cost = self._host.cost_s(self._driver.pass_of_slice() if self._driver is not None else 0)
         driver, due = self._driver, self.machine.deadline()
-        if driver is not None and due is not None and due < self._loop.now + cost:
+        assert driver is not None
+        cost = self._host.cost_s(driver.pass_of_slice())
+        if due is not None and due < self._loop.now + cost:
             left_s = max(0.0, due - self._loop.now)
             self._sleep(left_s)
             driver.report_finished()
@@ -318,7 +285,6 @@ class SimulatedProgress(CallProgress):
         self._worker = worker
 
     def idle(self) -> None:
-        """Record that no call runs."""
         self._worker.running = None
 
     def of_lease(self, lease: int) -> Callable[[int], None]:

@@ -39,11 +39,8 @@ from pipedist.testing.faults import Faults
 from pipedist.testing.simulated_cluster import CheckedCoordinator, SimulatedCluster
 from pipedist.testing.virtual_clock import SimulationStalled, VirtualLoop, virtual_clock
 
-RECOVERY_S = 600.0
-"""How long a run may take after the faults stop, in addition to a hundred times its time without faults."""
-
-_exclusive = threading.Lock()
-"""Held by the running simulation: its clock replaces that of the whole process."""
+RECOVERY_S = 600.0  # time of a run after the faults stop, besides 100 times its time without faults
+_exclusive = threading.Lock()  # held by the running simulation: its clock replaces that of the whole process
 
 REASONS = """\
 Without faults, on one worker, two runs of the spec gave the same results. So either a replica function (a
@@ -63,21 +60,14 @@ class SimulationFailure(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Identifies the results of a run, to the bit.
+    """Identifies the results of a run, to the bit."""
 
-    Args:
-        digests: digest of each finished value and each file, by "stage NAME" and "file NAME".
-        values: values of the stages, to describe a difference.
-        error: the error of a failed run without its variable parts (worker, attempts), or "".
-    """
-
-    digests: Mapping[str, str] = field(default_factory=dict)
-    values: Mapping[str, Tree] = field(default_factory=dict)
-    error: str = ""
+    digests: Mapping[str, str] = field(default_factory=dict)  # by "stage NAME" and "file NAME"
+    values: Mapping[str, Tree] = field(default_factory=dict)  # values of the stages, to describe a difference
+    error: str = ""  # the error of a failed run without its variable parts (worker, attempts), or ""
 
 
 def fingerprint_of_result(result: Result) -> Fingerprint:
-    """Return the fingerprint of a run that completed."""
     digests: dict[str, str] = {}
     values: dict[str, Tree] = {}
     for name, value in result.by_stage.items():
@@ -91,7 +81,6 @@ def fingerprint_of_result(result: Result) -> Fingerprint:
 
 
 def fingerprint_of_error(error: Exception) -> Fingerprint:
-    """Return the fingerprint of a run that failed."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, CallError):
         text = f"CallError: stage {error.stage}, step {error.step}, replica {error.replica}: {error.cause}"
@@ -110,13 +99,10 @@ def difference(expected: Fingerprint, actual: Fingerprint) -> str:
     """Describe the differences of two runs, or return ""."""
     if expected.error != actual.error:
         return f"the run ended with {actual.error or 'no error'}, expected {expected.error or 'none'}"
-    names = [
-        n for n in {**expected.digests, **actual.digests} if expected.digests.get(n) != actual.digests.get(n)
-    ]
-    if not names:
-        return ""
     differences = []
-    for name in names:
+    for name in {**expected.digests, **actual.digests}:
+        if expected.digests.get(name) == actual.digests.get(name):
+            continue
         stage = name.removeprefix("stage ")
         if stage in expected.values and stage in actual.values:
             differences.append(f"{name} {_first_difference(expected.values[stage], actual.values[stage])}")
@@ -128,13 +114,13 @@ def difference(expected: Fingerprint, actual: Fingerprint) -> str:
 def _first_difference(expected: Tree, actual: Tree) -> str:
     """Describe the first leaf in which two trees differ, with its values."""
     expected_leaves, actual_leaves = trees.flatten(expected)[0], trees.flatten(actual)[0]
-    paths = trees.paths(expected)
-    others = trees.paths(actual)
+    paths, others = trees.paths(expected), trees.paths(actual)
     if paths != others:
         return f"has another structure: {_only(others, paths)}, expected {_only(paths, others)}"
     for path, a, b in zip(paths, expected_leaves, actual_leaves, strict=True):
         if _digest(encode(a)) != _digest(encode(b)):
-            return f"{_at(path)}is {_short(b, a)}, expected {_short(a, b)}"
+            at = f"at {path} " if path else ""
+            return f"{at}is {_short(b, a)}, expected {_short(a, b)}"
     return "differs"
 
 
@@ -142,10 +128,6 @@ def _only(paths: Sequence[str], others: Sequence[str]) -> str:
     """Return the number of leaves of a tree, and the first one that another tree lacks."""
     alone = [path for path in paths if path not in set(others)]
     return f"{len(paths)} leaves" + (f", including {alone[0] or 'the value itself'}" if alone else "")
-
-
-def _at(path: str) -> str:
-    return f"at {path} " if path else ""
 
 
 def _short(value: Tree, other: Tree) -> str:
@@ -162,25 +144,15 @@ def _short(value: Tree, other: Tree) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """The outcome of one simulated run.
+    """The outcome of one simulated run."""
 
-    Args:
-        fingerprint: identifies its results.
-        result: the run's result; None if it failed.
-        took_s: virtual seconds.
-        counts: number of faults, by kind.
-        poisoned: number of messages of superseded attempts, whose results were replaced.
-        violation: the first violation, or "".
-    """
-
-    fingerprint: Fingerprint
-    result: Result | None
-    took_s: float
-    counts: Counter[str]
-    poisoned: int
-    violation: str = ""
-    error: PipedistError | None = None
-    """The error of a failed run."""
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)
+    result: Result | None = None  # None if the run failed
+    took_s: float = 0.0  # virtual time
+    counts: Counter[str] = field(default_factory=Counter)  # number of faults, by kind
+    poisoned: int = 0  # number of messages of superseded attempts, whose results were replaced
+    violation: str = ""  # the first violation, or ""
+    error: PipedistError | None = None  # the error of a failed run
 
 
 class SpecSimulation:
@@ -238,12 +210,12 @@ class SpecSimulation:
             SimulationFailure: the run does not end, or a second run has other results.
         """
         if self._reference is None:
-            first = self._run_once(0, workers=1, faults=Faults(), faults_s=0.0, recovery_s=1e6)
+            first = self._run_once(0, 1, Faults(), 0.0, 1e6)
             if isinstance(first.error, UsageError):  # no call has run
                 raise first.error
             if first.violation:
                 raise SimulationFailure(f"without faults, on one worker: {first.violation}")
-            again = self._run_once(1, workers=1, faults=Faults(), faults_s=0.0, recovery_s=1e6)
+            again = self._run_once(1, 1, Faults(), 0.0, 1e6)
             violation = again.violation or difference(first.fingerprint, again.fingerprint)
             if violation:
                 raise SimulationFailure(
@@ -260,17 +232,9 @@ class SpecSimulation:
         """
         reference = self.reference
         faults_s = Random(seed).choice((0.5, 2.0, 6.0)) * (reference.took_s / self._workers + 1.0)
-        run = self._run_once(
-            seed,
-            workers=self._workers,
-            faults=self._faults,
-            faults_s=faults_s,
-            recovery_s=RECOVERY_S + 100 * reference.took_s,
-        )
-        if run.violation:
-            return run
-        violation = difference(reference.fingerprint, run.fingerprint)
-        return replace(run, violation=violation) if violation else run
+        recovery_s = RECOVERY_S + 100 * reference.took_s
+        run = self._run_once(seed, self._workers, self._faults, faults_s, recovery_s)
+        return replace(run, violation=run.violation or difference(reference.fingerprint, run.fingerprint))
 
     def check(self, seed: int) -> SimulatedRun:
         """Run the spec once, as `run` does, and raise if there is a violation.
@@ -299,20 +263,15 @@ class SpecSimulation:
             words += ["--set", text]
         return shlex.join(words)
 
-    # -- one run -------------------------------------------------------------------------------
-
     def _run_once(
-        self, seed: int, *, workers: int, faults: Faults, faults_s: float, recovery_s: float
+        self, seed: int, workers: int, faults: Faults, faults_s: float, recovery_s: float
     ) -> SimulatedRun:
         reject_during_import("pipedist.testing.simulate")
         if current_threads() is not None:
             raise UsageError("a simulated function cannot start another simulation")
+        threads = self._spec.threads_per_replica
         cluster = SimulatedCluster(
-            workers,
-            seed=seed,
-            faults=faults,
-            costs=self._costs,
-            threads_per_replica=self._spec.threads_per_replica,
+            workers, seed=seed, faults=faults, costs=self._costs, threads_per_replica=threads
         )
         loop = VirtualLoop()
         with _exclusive, contextlib.closing(ScratchFolder("simulate")) as folder:
@@ -341,37 +300,27 @@ class SpecSimulation:
             contextlib.redirect_stdout(output),
             contextlib.redirect_stderr(output),
         ):
-            violation, fingerprint, result = "", Fingerprint(), None
-            failed: PipedistError | None = None
             try:
-                fingerprint, result, failed, violation = runner.run(
-                    self._run(loop, cluster, folder, faults_s, recovery_s)
-                )
+                outcome = runner.run(self._run(loop, cluster, folder, faults_s, recovery_s))
             except SimulationStalled as error:
-                violation = str(error)
+                outcome = SimulatedRun(violation=str(error))
             except asyncio.CancelledError:
-                violation = "the run was cancelled"
+                outcome = SimulatedRun(violation="the run was cancelled")
             except TimeoutError:
-                violation = (
-                    f"the run did not end within {recovery_s:g} s of virtual time after the faults stopped"
-                )
+                text = f"the run did not end within {recovery_s:g} s of virtual time after the faults stopped"
+                outcome = SimulatedRun(violation=text)
             simulated = cluster.simulated
             defects = [*loop.errors, *(simulated.defects if simulated is not None else ())]
             if defects:  # other violations follow from it
-                violation = f"{type(defects[0]).__name__}: {defects[0]}"
-            return SimulatedRun(
-                fingerprint,
-                result,
-                loop.now,
-                Counter() if simulated is None else simulated.network.counts,
-                0 if simulated is None else simulated.poisoned,
-                violation,
-                failed,
-            )
+                outcome = replace(outcome, violation=f"{type(defects[0]).__name__}: {defects[0]}")
+            if simulated is not None:
+                counts, poisoned = simulated.network.counts, simulated.poisoned
+                outcome = replace(outcome, counts=counts, poisoned=poisoned)
+            return replace(outcome, took_s=loop.now)
 
     async def _run(
         self, loop: VirtualLoop, cluster: SimulatedCluster, folder: Path, faults_s: float, recovery_s: float
-    ) -> tuple[Fingerprint, Result | None, PipedistError | None, str]:
+    ) -> SimulatedRun:
         output = folder / "out" if self._spec.outputs else None
         task = asyncio.current_task()
         assert task is not None
@@ -384,22 +333,19 @@ class SpecSimulation:
             assert isinstance(coordinator, CheckedCoordinator)
             loop.call_later(faults_s, simulated.stop_faults)
             simulated.on_defect = task.cancel
-            result, fingerprint, violation = None, Fingerprint(), ""
-            failed: PipedistError | None = None
+            outcome = SimulatedRun()
             try:
                 async with Run(self._spec, cluster=cluster, output=output) as run:
                     result = await run.results()
-                    fingerprint = fingerprint_of_result(result)
+                    outcome = SimulatedRun(fingerprint_of_result(result), result)
             except PipedistError as error:
-                failed, fingerprint = error, fingerprint_of_error(error)
-            if result is not None:
-                ledger = result.ledger
+                outcome = replace(outcome, fingerprint=fingerprint_of_error(error), error=error)
+            if outcome.result is not None:
+                ledger = outcome.result.ledger
                 if ledger.elements != ledger.committed + ledger.quarantined or ledger.lost:
-                    violation = f"the ledger does not add up: {ledger}"
+                    return replace(outcome, violation=f"the ledger does not add up: {ledger}")
             left = coordinator.left_open()
-            if left and not violation:
-                violation = f"resources of the ended run remain: {left}"
-            return fingerprint, result, failed, violation
+            return replace(outcome, violation=left and f"resources of the ended run remain: {left}")
 
 
 def _setting(name: str, value: Tree) -> str:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Final, TypeVar
 from unittest import mock
 
 import anyio.to_thread
@@ -27,11 +27,10 @@ from pipedist.errors import UsageError
 from pipedist.testing import cooperative_threads
 from pipedist.worker import lease_run
 
-READS_MAX = 10_000
-"""How often a function may read the clock before virtual time advances: it may be waiting in a loop."""
+T = TypeVar("T")
 
-READ_S = 1e-5
-"""The virtual time that each further read takes."""
+READS_MAX = 10_000  # after as many reads of the clock virtual time advances: a function may wait in a loop
+READ_S = 1e-5  # virtual time that each further read takes
 
 
 class SimulationStalled(RuntimeError):
@@ -42,14 +41,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop with its own clock, which starts at 0."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        """Seconds since the beginning."""
-        self.errors: list[BaseException] = []
-        """Exceptions that no code could catch: in callbacks, and in tasks that are not awaited."""
-        self.is_interrupted = False
-        """The simulation is about to end."""
-        self.on_interrupt: Callable[[], object] = lambda: None
-        """Called in the loop's thread when it is interrupted."""
+        self.now = 0.0  # seconds since the beginning
+        self.errors: list[BaseException] = []  # raised in callbacks, and in tasks that are not awaited
+        self.is_interrupted = False  # the simulation is about to end
+        self.on_interrupt: Callable[[], object] = lambda: None  # called in the loop's thread
         self._due: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._order = 0
         super().__init__(_JumpingSelector(self))
@@ -57,7 +52,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.set_exception_handler(self._keep_error)
 
     def time(self) -> float:
-        """Return the seconds since the beginning."""
         return self.now
 
     def at(self, when: float, action: Callable[..., object], *args: object) -> None:
@@ -107,7 +101,6 @@ class VirtualTimeSelector(selectors.DefaultSelector):
     outside: Callable[[], Any] = staticmethod(nullcontext)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Wait for a descriptor, or until the loop's next timer."""
         ready = super().select(0)
         threads = cooperative_threads.current_threads()
         if ready or timeout == 0:
@@ -149,37 +142,32 @@ class _Clock:
 
 
 _clock: _Clock | None = None
-_real_monotonic, _real_monotonic_ns = time.monotonic, time.monotonic_ns
-_real_perf_counter, _real_perf_counter_ns = time.perf_counter, time.perf_counter_ns
 _real_sleep = time.sleep
 
 
-def _now() -> float | None:
-    return None if _clock is None else _clock.now()
+def _follow(real: Callable[[], T], of: Callable[[float], T]) -> Callable[[], T]:
+    """Return a clock that falls back to the real one.
+
+    A module that is imported during a simulation may keep it (`from time import monotonic`).
+    """
+
+    def read() -> T:
+        now = None if _clock is None else _clock.now()
+        return real() if now is None else of(now)
+
+    return read
 
 
-# A module that is imported during a simulation may keep one of these (`from time import monotonic`), so they
-# fall back to the real clock.
+def _nanoseconds(now: float) -> int:
+    return int(now * 1e9)
 
 
-def _monotonic() -> float:
-    now = _now()
-    return _real_monotonic() if now is None else now
-
-
-def _perf_counter() -> float:
-    now = _now()
-    return _real_perf_counter() if now is None else now
-
-
-def _monotonic_ns() -> int:
-    now = _now()
-    return _real_monotonic_ns() if now is None else int(now * 1e9)
-
-
-def _perf_counter_ns() -> int:
-    now = _now()
-    return _real_perf_counter_ns() if now is None else int(now * 1e9)
+_CLOCKS: Final = {
+    "monotonic": _follow(time.monotonic, float),
+    "perf_counter": _follow(time.perf_counter, float),
+    "monotonic_ns": _follow(time.monotonic_ns, _nanoseconds),
+    "perf_counter_ns": _follow(time.perf_counter_ns, _nanoseconds),
+}
 
 
 def _sleep(seconds: float) -> None:
@@ -195,10 +183,8 @@ def virtual_clock(loop: VirtualLoop) -> Iterator[None]:
     """Make the calling thread and the simulated workers follow the loop's time."""
     global _clock
     real_fork, real_exit = os.fork, os._exit
-    real_init, real_run_in_executor = (
-        asyncio.SelectorEventLoop.__init__,
-        asyncio.SelectorEventLoop.run_in_executor,
-    )
+    real_init = asyncio.SelectorEventLoop.__init__
+    real_run_in_executor = asyncio.SelectorEventLoop.run_in_executor
 
     async def in_place(function: Callable[..., Any], *args: object, **_: object) -> Any:
         await asyncio.sleep(0)
@@ -246,10 +232,7 @@ def virtual_clock(loop: VirtualLoop) -> Iterator[None]:
     _clock = _Clock(loop)
     stack = ExitStack()
     for owner, name, replacement in (
-        (time, "monotonic", _monotonic),
-        (time, "perf_counter", _perf_counter),
-        (time, "monotonic_ns", _monotonic_ns),
-        (time, "perf_counter_ns", _perf_counter_ns),
+        *((time, name, clock) for name, clock in _CLOCKS.items()),
         (time, "sleep", _sleep),
         (os, "fork", fork),
         (os, "_exit", exit_process),

@@ -6,25 +6,35 @@ the same files, reads them. The module of a kind is imported when the kind is us
 
 from __future__ import annotations
 
-import difflib
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError
+from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError, nearest
 from pipedist.datasets.sources.paths import is_private
 
-__all__ = ["KINDS", "Config", "Ids", "Reader", "Source", "SourceError", "open_reader", "open_source"]
+__all__ = ["Config", "Ids", "Reader", "Source", "SourceError", "open_reader", "open_source"]
 
-KINDS = ("range", "arrays", "npy", "npz", "csv", "parquet", "jsonl", "text", "files", "function")
-"""The kinds of sources, by their keys in a spec."""
+# By kind, its key in a spec: the module, the function that opens a source, and the reader's class.
+_KINDS = {
+    "range": ("memory", "open_range", "RangeReader"),
+    "arrays": ("memory", "open_arrays", ""),
+    "npy": ("numpy_files", "open_npy", "NumpyReader"),
+    "npz": ("numpy_files", "open_npz", "NumpyReader"),
+    "csv": ("csv_files", "open_csv", "CsvReader"),
+    "parquet": ("parquet_files", "open_parquet", "ParquetReader"),
+    "jsonl": ("text_files", "open_jsonl", "JsonlReader"),
+    "text": ("text_files", "open_text", "TextReader"),
+    "files": ("text_files", "open_files", "RawFilesReader"),
+    "function": ("memory", "open_function", ""),
+}
 
 
 def open_source(kind: str, config: Mapping[str, Any], *, folder: Path, code: Sequence[str] = ()) -> Source:
     """Open a source: find its files, count its elements, and check its settings.
 
     Args:
-        kind: one of `KINDS`.
         config: the source's settings, as in the spec: `path`, `columns`, `start`, `call`, ...
         folder: the folder that a relative `path` starts from.
         code: additional folders with the modules of a `function`.
@@ -32,101 +42,26 @@ def open_source(kind: str, config: Mapping[str, Any], *, folder: Path, code: Seq
     Raises:
         SourceError: the settings don't fit the data, or the data can't be read.
     """
-    source = _open(kind, dict(config), folder, code)
+    open_kind = _part(kind, 1)
+    source: Source = open_kind(dict(config), code if kind == "function" else folder)
     path = config.get("path", ())
     if source.portable and any(map(is_private, [path] if isinstance(path, str) else path)):
         source.portable, source.why_not_portable = False, "memory:// URLs can be read in this process only"
     return source
 
 
-def _open(kind: str, settings: Config, folder: Path, code: Sequence[str]) -> Source:
-    match kind:
-        case "range":
-            from pipedist.datasets.sources.memory import open_range
-
-            return open_range(settings)
-        case "arrays":
-            from pipedist.datasets.sources.memory import open_arrays
-
-            return open_arrays(settings)
-        case "npy":
-            from pipedist.datasets.sources.numpy_files import open_npy
-
-            return open_npy(settings, folder)
-        case "npz":
-            from pipedist.datasets.sources.numpy_files import open_npz
-
-            return open_npz(settings, folder)
-        case "csv":
-            from pipedist.datasets.sources.csv_files import open_csv
-
-            return open_csv(settings, folder)
-        case "parquet":
-            from pipedist.datasets.sources.parquet_files import open_parquet
-
-            return open_parquet(settings, folder)
-        case "jsonl":
-            from pipedist.datasets.sources.text_files import open_jsonl
-
-            return open_jsonl(settings, folder)
-        case "text":
-            from pipedist.datasets.sources.text_files import open_text
-
-            return open_text(settings, folder)
-        case "files":
-            from pipedist.datasets.sources.text_files import open_files
-
-            return open_files(settings, folder)
-        case "function":
-            from pipedist.datasets.sources.memory import open_function
-
-            return open_function(settings, code)
-    raise _unknown(kind)
-
-
 def open_reader(config: Config) -> Reader:
-    """Open a reader, in any process on the host where the source was opened.
-
-    Args:
-        config: the source's `config`.
-
-    Raises:
-        SourceError: a package that the source needs is not installed.
-    """
-    match config["kind"]:
-        case "range":
-            from pipedist.datasets.sources.memory import RangeReader
-
-            return RangeReader(config)
-        case "npy" | "npz":
-            from pipedist.datasets.sources.numpy_files import NumpyReader
-
-            return NumpyReader(config)
-        case "csv":
-            from pipedist.datasets.sources.csv_files import CsvReader
-
-            return CsvReader(config)
-        case "parquet":
-            from pipedist.datasets.sources.parquet_files import ParquetReader
-
-            return ParquetReader(config)
-        case "jsonl":
-            from pipedist.datasets.sources.text_files import JsonlReader
-
-            return JsonlReader(config)
-        case "text":
-            from pipedist.datasets.sources.text_files import TextReader
-
-            return TextReader(config)
-        case "files":
-            from pipedist.datasets.sources.text_files import RawFilesReader
-
-            return RawFilesReader()
-    raise _unknown(config["kind"])
+    """Open a reader of a source's `config`, in any process on the host where the source was opened."""
+    reader: Reader = _part(config["kind"], 2)(config)
+    return reader
 
 
-def _unknown(kind: object) -> SourceError:
-    near = difflib.get_close_matches(str(kind), KINDS, 1)
-    return SourceError(
-        f"unknown kind of source {kind!r}", nearest=near[0] if near else "", expected=", ".join(KINDS)
-    )
+def _part(kind: str, part: int) -> Any:
+    parts = _KINDS.get(kind, ("", "", ""))
+    if not parts[part]:
+        raise SourceError(
+            f"unknown kind of source {kind!r}",
+            nearest=nearest(str(kind), _KINDS),
+            expected=", ".join(_KINDS),
+        )
+    return getattr(importlib.import_module(f"pipedist.datasets.sources.{parts[0]}"), parts[part])

@@ -8,7 +8,8 @@ replica function receives. The arrays of a shard are C-contiguous, in native byt
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,12 +19,8 @@ from pipedist.core.misuse_hints import conversion_hint, is_masked
 from pipedist.core.types import Tree
 from pipedist.errors import PipedistError
 
-Ids = range | npt.NDArray[np.int64]
-"""Element ids: `epoch * N + index`; a range if they are consecutive."""
-
-Config = dict[str, Any]
-"""The settings of a reader: plain msgpack types, absolute paths."""
-
+Ids = range | npt.NDArray[np.int64]  # element ids: `epoch * N + index`; a range if they are consecutive
+Config = dict[str, Any]  # the settings of a reader: plain msgpack types, absolute paths
 _AnyArray = TypeVar("_AnyArray", bound=np.generic)
 
 
@@ -55,8 +52,7 @@ class Reader(abc.ABC):
     def read(self, location: Tree) -> Tree:
         """Return the shard at `location`, as the spec language defines it.
 
-        Args:
-            location: from the source's `locate`; for sources `by_id`, the element ids.
+        The location is from the source's `locate`; for sources `by_id`, it is the element ids.
 
         Raises:
             SourceError: a file has changed or is missing, or its data is not as declared.
@@ -68,38 +64,25 @@ class Reader(abc.ABC):
 
 
 class Source(abc.ABC):
-    """A dataset's elements, before they are divided into steps.
+    """A dataset's elements, before they are divided into steps."""
 
-    Attributes:
-        length: N, elements of one epoch; None if it is unknown before reading.
-        random_access: elements can be read in any order, so the dataset can be shuffled.
-        portable: another process on this host can read it, with `open_reader(config)`.
-        why_not_portable: the reason why `portable` is False, as text; else "".
-        by_id: `locate` is the identity, so a reader that can compute ids needs no location.
-        config: settings of the reader; empty if `portable` is False.
-    """
-
-    length: int | None
-    random_access: bool = True
-    portable: bool = True
+    length: int | None  # N, elements of one epoch; None if it is unknown before reading
+    random_access: bool = True  # elements can be read in any order, so the dataset can be shuffled
+    portable: bool = True  # another process on this host can read it, with `open_reader(config)`
     why_not_portable: str = ""
-    by_id: bool = False
-    config: Config
+    by_id: bool = False  # `locate` is the identity, so a reader that can compute ids needs no location
+    config: Config  # settings of the reader; empty if not `portable`
 
-    @abc.abstractmethod
     def locate(self, ids: Ids) -> Tree:
-        """Return the location of elements, a tree that can be sent to a reader.
-
-        Args:
-            ids: element ids, of any epoch.
+        """Return the location of elements, of any epoch: a tree that can be sent to a reader.
 
         Raises:
             IndexError: an id is negative, or the source is empty.
         """
+        return ids
 
     @abc.abstractmethod
-    def read(self, location: Tree) -> Tree:
-        """Return the shard at `location`, as a reader does."""
+    def read(self, location: Tree) -> Tree: ...
 
     def blocks(self, batch: int) -> Iterator[Tree]:
         """Yield one epoch as consecutive blocks of `batch` elements, the last one shorter."""
@@ -108,11 +91,7 @@ class Source(abc.ABC):
             yield self.read(self.locate(range(start, min(start + batch, length))))
 
     def probe(self) -> None:
-        """Read a little of the data, if only reading can show that it is as declared.
-
-        Raises:
-            SourceError: the data is not as declared.
-        """
+        """Read a little, if only reading can show that the data is as declared (else SourceError)."""
         return
 
     def close(self) -> None:
@@ -120,12 +99,34 @@ class Source(abc.ABC):
         return
 
 
-def rows_of(ids: Ids, length: int) -> Ids:
-    """Return the rows of `ids` within an epoch, as a range if they are consecutive.
+class ReaderSource(Source):
+    """A source that is read by its reader, which finds elements by their ids."""
 
-    Args:
-        ids: element ids, of any epoch.
-        length: N, elements of one epoch.
+    by_id = True
+
+    def __init__(
+        self, length: int, config: Config, reader: Reader, on_close: Callable[[], None] = lambda: None
+    ) -> None:
+        self.length: int = length
+        self.config = config
+        self._reader = reader
+        self._on_close = on_close
+
+    def read(self, location: Tree) -> Tree:
+        return self._reader.read(location)
+
+    def close(self) -> None:
+        self._reader.close()
+        self._on_close()
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the name that is most similar to a mistyped one, or ""."""
+    return next(iter(difflib.get_close_matches(name, list(names), 1)), "")
+
+
+def rows_of(ids: Ids, length: int) -> Ids:
+    """Return the rows of `ids` within an epoch of `length` elements, as a range if they are consecutive.
 
     Raises:
         IndexError: an id is negative, or `length` is 0 and `ids` is not empty.
@@ -155,12 +156,7 @@ def sealed(array: npt.NDArray[_AnyArray]) -> npt.NDArray[_AnyArray]:
 
 
 def plain_array(leaf: Any, what: str, key: str) -> npt.NDArray[Any]:
-    """Return an array-like value as an array.
-
-    Args:
-        leaf: has `__array__`.
-        what: the value as errors name it.
-        key: the setting as errors name it.
+    """Return an array-like value as an array; errors name it `what`, and the setting `key`.
 
     Raises:
         SourceError: the array is masked, or of a dtype that can't be sent.
@@ -175,16 +171,7 @@ def plain_array(leaf: Any, what: str, key: str) -> npt.NDArray[Any]:
 
 
 def check_dtype(dtype: np.dtype[Any], what: str, key: str) -> None:
-    """Check that elements of a type can be sent to a worker without pickling.
-
-    Args:
-        dtype: the array's type.
-        what: the array as errors name it.
-        key: the setting as errors name it.
-
-    Raises:
-        SourceError: `dtype` is object, structured or void.
-    """
+    """Raise SourceError unless elements of a type can be sent to a worker without pickling."""
     if dtype.kind in "biufcUSMm" or dtype.name == "bfloat16":
         return
     hint = "strings: use .astype(str)" if dtype.kind == "O" else "one array per field"
@@ -196,11 +183,7 @@ def check_dtype(dtype: np.dtype[Any], what: str, key: str) -> None:
 
 
 class RowLayout:
-    """Finds rows that are numbered through files, or through row groups of files.
-
-    Args:
-        lengths: rows of each piece, in order; 0 is allowed.
-    """
+    """Finds rows that are numbered through pieces: files, or row groups of files."""
 
     __slots__ = ("_ends", "total")
 

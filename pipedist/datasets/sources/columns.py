@@ -8,7 +8,6 @@ float32 is the float64 of the text, rounded.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipedist.datasets.sources.base import SourceError
+from pipedist.datasets.sources.base import SourceError, nearest
 
 Column = npt.NDArray[Any]
 
-MISSING = (b"", b"NA", b"NaN")
-"""The texts of a missing value."""
+MISSING = (b"", b"NA", b"NaN")  # the texts of a missing value
 
 COLUMN_TYPES = (
     "str",
@@ -29,21 +27,14 @@ COLUMN_TYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
     *(f"float{bits}" for bits in (16, 32, 64)),
 )
-"""The types that a column can have."""
 
-_MATRIX_BYTES_MAX = 32
-"""Cells up to this length are copied to a matrix; longer ones are converted one by one, which is faster."""
+_MATRIX_BYTES_MAX = 32  # longer cells are converted one by one, which is faster
 
 _TRUTH = {b"true": True, b"false": False, b"1": True, b"0": False}
 
 
 class CellError(Exception):
-    """A cell does not have its column's type; internal to this package.
-
-    Args:
-        row: index of the cell in its column.
-        message: the problem.
-    """
+    """Cell `row` does not have its column's type; internal to this package."""
 
     def __init__(self, row: int, message: str) -> None:
         self.row = row
@@ -53,12 +44,7 @@ class CellError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Cells:
-    """The text of one column.
-
-    Args:
-        data: the text of all cells.
-        starts, stops: offsets of the first byte of each cell and of the one behind its last, int64[n].
-    """
+    """The text of one column: the text of all cells, and the offsets of their first bytes and ends."""
 
     data: bytes
     starts: npt.NDArray[np.int64]
@@ -66,7 +52,6 @@ class Cells:
 
     @classmethod
     def of(cls, texts: Sequence[bytes]) -> Cells:
-        """Return cells with these texts."""
         stops = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), dtype=np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])[: len(texts)]
         return cls(b"".join(texts), starts, stops)
@@ -79,16 +64,11 @@ class Cells:
         return int((self.stops - self.starts).max(initial=0))
 
     def texts(self) -> list[bytes]:
-        """Return each cell's bytes."""
         data = self.data
         return [data[a:b] for a, b in zip(self.starts.tolist(), self.stops.tolist(), strict=True)]
 
     def matrix(self, width: int) -> npt.NDArray[np.uint8]:
-        """Return the cells' bytes as uint8[n, width], zero behind each cell's end.
-
-        Args:
-            width: at least the length of the longest cell.
-        """
+        """Return the cells' bytes as uint8[n, width], zero behind each cell's end."""
         data = np.frombuffer(self.data, np.uint8)
         result = np.zeros((len(self), width), np.uint8)
         lengths = self.stops - self.starts
@@ -99,29 +79,20 @@ class Cells:
 
 
 def check_types(columns: dict[str, str]) -> None:
-    """Check the types of columns.
-
-    Args:
-        columns: name -> type.
-
-    Raises:
-        SourceError: a type is not one of `COLUMN_TYPES`.
-    """
+    """Raise SourceError if the type of a column, by name, is not one of `COLUMN_TYPES`."""
     for name, kind in columns.items():
         if kind not in COLUMN_TYPES:
-            near = difflib.get_close_matches(str(kind), COLUMN_TYPES, 1)
             raise SourceError(
                 f"column {name!r}: unknown type {kind!r}",
                 key="columns",
                 name=name,
-                nearest=near[0] if near else "",
+                nearest=nearest(str(kind), COLUMN_TYPES),
                 expected=", ".join(COLUMN_TYPES),
             )
 
 
 def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
     """Return the error for a column that is not among the columns of a file."""
-    near = difflib.get_close_matches(name, there, 1)
     for separator, word in ((";", "semicolons"), ("\t", "tabs")):
         if any(separator in other and name in other.split(separator) for other in there):
             return SourceError(
@@ -134,20 +105,13 @@ def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
         f"{file} has no column {name!r}",
         key="columns",
         name=name,
-        nearest=near[0] if near else "",
+        nearest=nearest(name, there),
         expected="one of " + ", ".join(there),
     )
 
 
 def column_of_cells(cells: Cells, kind: str) -> Column:
-    """Return the cells as an array of their column's type.
-
-    Args:
-        cells: n cells of UTF-8 text.
-        kind: one of `COLUMN_TYPES`.
-
-    Returns:
-        array[n]; for "str" as wide as the longest text.
+    """Return cells of UTF-8 text as an array of their column's type; "str" is as wide as the longest text.
 
     Raises:
         CellError: a cell does not have the type.
@@ -161,11 +125,7 @@ def column_of_cells(cells: Cells, kind: str) -> Column:
 
 
 def column_of_values(values: Sequence[object], kind: str) -> Column:
-    """Return the values of JSON objects as an array of their column's type.
-
-    Args:
-        values: None if missing; a text is converted as a cell of csv.
-        kind: one of `COLUMN_TYPES`.
+    """Return values of JSON objects as an array of their column's type; None is missing, a text as in csv.
 
     Raises:
         CellError: a value does not have the type.

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipedist.core.types import Tree
-from pipedist.datasets.sources.base import Config, Reader, SourceError, sealed
+from pipedist.datasets.sources.base import Config, SourceError, sealed
 from pipedist.datasets.sources.columns import (
     CellError,
     Cells,
@@ -24,7 +24,6 @@ from pipedist.datasets.sources.columns import (
     column_of_cells,
     no_such_column,
 )
-from pipedist.datasets.sources.file_kinds import UnpackStore
 from pipedist.datasets.sources.paths import DataFile
 from pipedist.datasets.sources.row_files import (
     BARE_RETURN,
@@ -32,9 +31,11 @@ from pipedist.datasets.sources.row_files import (
     COMMA,
     LINE_FEED,
     QUOTE,
+    Offsets,
     RowChunk,
     RowError,
     RowFiles,
+    RowReader,
     RowRules,
     RowSource,
     lenient_rows,
@@ -43,20 +44,9 @@ from pipedist.datasets.sources.row_files import (
     well_placed,
 )
 
-_RULES = RowRules(quoted=True, keep_blank=False)
-
 
 def open_csv(config: Config, folder: Path) -> RowSource:
-    """Open csv files.
-
-    Args:
-        config: `path`, and `columns`: name -> type of each column to be read.
-        folder: the folder that relative paths start from.
-
-    Raises:
-        SourceError: no file matches, a column is missing or exists twice, a type is unknown, or a
-            file is not csv.
-    """
+    """Open csv files; `columns` of the config has the name and type of each column to be read."""
     columns: dict[str, str] = dict(config.get("columns") or {})
     if not columns:
         raise SourceError(
@@ -64,28 +54,18 @@ def open_csv(config: Config, folder: Path) -> RowSource:
         )
     check_types(columns)
 
-    def open_files(files: list[DataFile], store: UnpackStore) -> RowSource:
-        rows = RowFiles(files, _RULES)
-        try:
-            starts, tables = [], []
-            for number, file in enumerate(files):
-                index = rows.index(number)
-                if len(index) < 2:
-                    raise SourceError(f"{file.label}: the file is empty", key="path", expected="a header row")
-                names = _header(rows, number, int(index[0]), int(index[1]))
-                tables.append([len(names), [_position(names, name, file) for name in columns]])
-                starts.append(index[1:])
-        finally:
-            rows.close()
-        reader_config = {
-            "kind": "csv",
-            "files": [file.to_config() for file in files],
-            "columns": [[name, kind] for name, kind in columns.items()],
-            "tables": tables,
-        }
-        return RowSource(starts, reader_config, CsvReader(reader_config), store)
+    def scan(rows: RowFiles) -> tuple[list[Offsets], Config]:
+        starts, tables = [], []
+        for number, file in enumerate(rows.files):
+            index = rows.index(number)
+            if len(index) < 2:
+                raise SourceError(f"{file.label}: the file is empty", key="path", expected="a header row")
+            names = _header(rows, number, int(index[0]), int(index[1]))
+            tables.append([len(names), [_position(names, name, file) for name in columns]])
+            starts.append(index[1:])
+        return starts, {"columns": [[name, kind] for name, kind in columns.items()], "tables": tables}
 
-    return open_rows(config, folder, open_files)
+    return open_rows("csv", config, folder, CsvReader, scan)
 
 
 def _header(rows: RowFiles, file: int, start: int, stop: int) -> list[str]:
@@ -108,25 +88,22 @@ def _position(names: list[str], name: str, file: DataFile) -> int:
     return found[0]
 
 
-class CsvReader(Reader):
+class CsvReader(RowReader):
     """Parses rows of csv files into typed columns.
 
-    Args:
-        config: `files`; `columns`: [name, type] of each; `tables`: for each file, its number of fields
-            and the positions of the columns.
+    `tables` of the config: for each file, its number of fields and the positions of the columns.
     """
 
+    rules = RowRules(quoted=True, keep_blank=False)
+
     def __init__(self, config: Config) -> None:
-        self._columns: dict[str, str] = dict(config["columns"])
+        super().__init__(config)
         self._tables = config["tables"]
-        self._rows = RowFiles([DataFile.from_config(file) for file in config["files"]], _RULES)
 
     def read(self, location: Tree) -> dict[str, Column]:
         """Return {column: array[n]} of the rows at `location`.
 
-        Raises:
-            SourceError: a cell does not have its column's type, or a row has too many or too few
-                fields; the message begins with `file:line:column`, the column as its number.
+        An error begins with `file:line:column`, the column as its number.
         """
         chunks = list(self._rows.chunks(location)) or [RowChunk(0, b"", 0)]
         parts = [self._parse(chunk) for chunk in chunks]
@@ -156,25 +133,14 @@ class CsvReader(Reader):
                 ) from error
         return columns
 
-    def close(self) -> None:
-        """Close the files."""
-        self._rows.close()
-
-
-_Offsets = npt.NDArray[np.int64]
-
 
 def column_cells(data: bytes, rows: int, fields: int, positions: Sequence[int]) -> list[Cells]:
-    """Return the cells of some columns.
+    """Return the cells of the fields at some (0-based) positions.
 
     Args:
         data: whole rows; ends with a line feed.
         rows: number of rows.
         fields: number of fields of each row.
-        positions: the fields to be returned, 0-based.
-
-    Returns:
-        `rows` cells for each of `positions`.
 
     Raises:
         RowError: a row has more or fewer fields, or is not csv.
@@ -204,8 +170,8 @@ def column_cells(data: bytes, rows: int, fields: int, positions: Sequence[int]) 
 
 
 def _without_blank(
-    array: npt.NDArray[np.uint8], stops: _Offsets, feeds: npt.NDArray[np.bool_], fields: int
-) -> tuple[_Offsets, _Offsets]:
+    array: npt.NDArray[np.uint8], stops: Offsets, feeds: npt.NDArray[np.bool_], fields: int
+) -> tuple[Offsets, Offsets]:
     starts = np.concatenate([np.zeros(1, np.int64), stops[:-1] + 1])
     first = np.concatenate([np.ones(1, np.bool_), feeds[:-1]])
     empty = (stops == starts) | ((stops == starts + 1) & (array[starts] == CARRIAGE_RETURN))
@@ -238,8 +204,8 @@ def _cells(
     data: bytes,
     array: npt.NDArray[np.uint8],
     quotes: npt.NDArray[np.intp] | None,
-    starts: _Offsets,
-    stops: _Offsets,
+    starts: Offsets,
+    stops: Offsets,
     *,
     last: bool,
 ) -> Cells:

@@ -21,30 +21,21 @@ from pipedist.datasets.sources.base import SourceError
 from pipedist.datasets.sources.paths import UNPACKED, DataFile, is_remote
 
 _HEAD_BYTES = 512
-_ZIP_NAME_AT = 30
-"""Offset of the name of a zip archive's first member."""
-
+_ZIP_NAME_AT = 30  # offset of the name of a zip archive's first member
 _TEXT_CONTROLS = frozenset("\t\n\v\f\r")
 
 
 @dataclass(frozen=True, slots=True)
 class FileKind:
-    """The kind that a file seems to have.
+    """The kind that a file seems to have."""
 
-    Args:
-        what: the kind as errors name it: "a parquet file".
-        reads: the source or the file to use instead, as errors name it.
-        text: its first bytes are text.
-    """
-
-    what: str
-    reads: str
-    text: bool = False
+    what: str  # as errors name it: "a parquet file"
+    reads: str  # the source or the file to use instead, as errors name it
+    text: bool = False  # its first bytes are text
 
 
 _GZIP = FileKind("compressed by gzip", "a file that is unpacked, or a name that ends in .gz")
 _PACKERS = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-"""Other compressors, by the first bytes of their files."""
 _NPY = FileKind("an array in NumPy's .npy format", "`npy: {path: ...}`, which reads it")
 _NPZ = FileKind("an .npz archive of NumPy arrays", "`npz: {path: ...}`, which reads it")
 _PARQUET = FileKind("a parquet file", "`parquet: {path: ...}`, which reads it")
@@ -56,11 +47,7 @@ _LINES = FileKind("text", "`text: {path: ...}`, which reads one line an element"
 
 
 def refuse_binary(file: DataFile, descriptor: int) -> None:
-    """Check that a file is not of a binary kind.
-
-    Raises:
-        SourceError: it is; the text names the kind, and the source that reads it.
-    """
+    """Raise SourceError for a binary file; its text names the kind, and the source that reads it."""
     head = file.read(descriptor, 0, min(_HEAD_BYTES, file.size_bytes))
     kind = kind_of(head)
     if kind is not None and not kind.text:
@@ -71,7 +58,6 @@ def unreadable(file: DataFile, wanted: str, why: object) -> SourceError:
     """Return the error for a file that its source can't read.
 
     Args:
-        file: the file.
         wanted: the kind that the source reads: ".npy".
         why: the reader's error, for a file of that kind or of an unknown one.
     """
@@ -116,9 +102,7 @@ def _is_text(head: bytes) -> bool:
     return bool(text) and all(each >= " " or each in _TEXT_CONTROLS for each in text)
 
 
-UNPACKED_BYTES_MAX = 1 << 40
-"""Bytes that one source may unpack: the limit for decompression bombs."""
-
+UNPACKED_BYTES_MAX = 1 << 40  # limit of one source, for decompression bombs
 _COPY_BYTES = 1 << 20
 _ALIGN_BYTES = 64
 
@@ -132,15 +116,7 @@ class UnpackStore:
         self._size_bytes = 0
 
     def add(self, label: str, stream: IO[bytes] | gzip.GzipFile) -> DataFile:
-        """Append all of `stream`, and return the file that it makes up.
-
-        Args:
-            label: the data as errors name it.
-            stream: readable, at its beginning.
-
-        Raises:
-            SourceError: the disk is full, or the limit is exceeded.
-        """
+        """Append all of `stream`, and return the file that it makes up; `label` names the data in errors."""
         file = self._open()
         offset = -(-self._size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         end = offset
@@ -182,15 +158,7 @@ class UnpackStore:
 
 
 def unpack_all(files: Sequence[DataFile], store: UnpackStore) -> list[DataFile]:
-    """Return `files` with each `.gz` and one-member `.zip` replaced by its contents.
-
-    Args:
-        files: from `expand`.
-        store: receives the contents.
-
-    Raises:
-        SourceError: a file is damaged, or a `.zip` has not exactly one member.
-    """
+    """Return `files` with each `.gz` and one-member `.zip` replaced by its contents in the store."""
     return [_unpack(file, store) for file in files]
 
 

@@ -24,6 +24,7 @@ from pipedist.datasets.sources.base import (
     Config,
     Ids,
     Reader,
+    ReaderSource,
     Source,
     SourceError,
     plain_array,
@@ -34,57 +35,21 @@ from pipedist.datasets.sources.base import (
 _INT64 = np.iinfo(np.int64)
 
 
-class IntegerRangeSource(Source):
-    """Integers, which readers compute.
-
-    Args:
-        numbers: the elements, all within int64.
-    """
-
-    by_id = True
-
-    def __init__(self, numbers: range) -> None:
-        self.length: int = len(numbers)
-        self.config = {"kind": "range", "start": numbers.start, "stop": numbers.stop, "step": numbers.step}
-        self._reader = RangeReader(self.config)
-
-    def locate(self, ids: Ids) -> Tree:
-        """Return `ids`."""
-        return ids
-
-    def read(self, location: Tree) -> npt.NDArray[np.int64]:
-        """Return int64[n]."""
-        return self._reader.read(location)
-
-
 class RangeReader(Reader):
-    """Computes integers.
-
-    Args:
-        config: `start`, `stop`, `step`.
-    """
+    """Computes integers."""
 
     def __init__(self, config: Config) -> None:
         self._numbers = range(config["start"], config["stop"], config["step"])
 
     def read(self, location: Tree) -> npt.NDArray[np.int64]:
-        """Return int64[n]: the elements with the ids `location`."""
         rows = rows_of(location, len(self._numbers))
         if isinstance(rows, range):
             rows = np.arange(rows.start, rows.stop, dtype=np.int64)
         return sealed(self._numbers.start + rows * self._numbers.step)
 
 
-def open_range(config: Config) -> IntegerRangeSource:
-    """Open a range of integers.
-
-    Args:
-        config: `stop`, and optional `start` (0) and `step` (1).
-
-    Raises:
-        SourceError: a number is missing, not an integer, or beyond int64; the step is 0; or there are
-            more elements than int64 can count.
-    """
+def open_range(config: Config, _folder: object) -> ReaderSource:
+    """Open a range of integers: `stop`, and optional `start` (0) and `step` (1)."""
     numbers = {"start": 0, "step": 1, **config}
     for key in ("start", "stop", "step"):
         value = numbers.get(key)
@@ -95,23 +60,21 @@ def open_range(config: Config) -> IntegerRangeSource:
     if numbers["step"] == 0:
         raise SourceError("step of the range is 0", key="step", expected="any other integer")
     try:
-        return IntegerRangeSource(range(numbers["start"], numbers["stop"], numbers["step"]))
+        length = len(range(numbers["start"], numbers["stop"], numbers["step"]))
     except OverflowError:  # of len()
         raise SourceError(
             "the range has more elements than int64 can count",
             key="stop",
             expected=f"at most {_INT64.max} elements",
         ) from None
+    settings = {"kind": "range", **{key: numbers[key] for key in ("start", "stop", "step")}}
+    return ReaderSource(length, settings, RangeReader(settings))
 
 
 class ArrayTreeSource(Source):
-    """A tree of arrays in this process; shards are slices, sent as values.
+    """A tree of arrays in this process (see `leading_arrays`); shards are slices, sent as values.
 
     The arrays are not copied, and must not be changed while the source is open.
-
-    Args:
-        tree: leaves are arrays with one common leading dimension, see `leading_arrays`.
-        length: that dimension.
     """
 
     portable = False
@@ -123,40 +86,21 @@ class ArrayTreeSource(Source):
         self.length: int = length
         self.config = {}
 
-    def locate(self, ids: Ids) -> Tree:
-        """Return `ids`."""
-        return ids
-
     def read(self, location: Tree) -> Tree:
-        """Return the tree of the arrays' rows with the ids `location`."""
         rows = rows_of(location, self.length)
         chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         return trees.tree_map(lambda leaf: sealed(leaf[chosen]), self._tree)
 
 
-def open_arrays(config: Config) -> ArrayTreeSource:
-    """Open arrays of the program.
-
-    Args:
-        config: `arrays`: a tree of arrays with one common leading dimension.
-
-    Raises:
-        SourceError: a leaf is not an array, or leading dimensions differ.
-    """
+def open_arrays(config: Config, _folder: object) -> ArrayTreeSource:
+    """Open `arrays` of the program: a tree of arrays with one common leading dimension."""
     return ArrayTreeSource(*leading_arrays(config["arrays"], "arrays", key="arrays"))
 
 
 def leading_arrays(tree: Tree, what: str, *, key: str) -> tuple[Tree, int]:
     """Return `tree` with each leaf as a NumPy array, and their common leading dimension.
 
-    Args:
-        tree: leaves are arrays, or objects with `__array__`.
-        what: the tree as errors name it.
-        key: the setting as errors name it.
-
-    Raises:
-        SourceError: there is no leaf, a leaf is not an array or has no leading dimension, two
-            leading dimensions differ, or a dtype can't be sent.
+    Errors name the tree `what`, and the setting `key`.
     """
     leaves, treedef = trees.flatten(tree)
     names = [f"{what}/{path}" if path else what for path in trees.paths(tree)]
@@ -195,8 +139,7 @@ _PLAIN: dict[type, np.dtype[Any]] = {
     str: np.dtype(np.str_),
 }
 
-_RAISED = (Exception, SystemExit)
-"""Errors of user functions; sys.exit() in one of them must not end the program."""
+_RAISED = (Exception, SystemExit)  # errors of user functions: their sys.exit() must not end the program
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +154,7 @@ class _Element:
 class IterableSource(Source):
     """Elements that can only be read in order, in this process.
 
-    Args:
-        label: the factory as errors name it.
-        factory: returns a new iterable for each epoch.
-        first: the iterable of the first epoch, which the factory has returned already.
+    `factory` returns a new iterable for each epoch; `first` is that of the first epoch.
     """
 
     length = None
@@ -230,27 +170,15 @@ class IterableSource(Source):
         self._element: _Element | None = None
 
     def locate(self, ids: Ids) -> Tree:
-        """Raise SourceError: there is no random access.
-
-        Raises:
-            SourceError: always.
-        """
         raise SourceError(f"{self._label} returns an iterable, which can only be read in order", key="call")
 
     def read(self, location: Tree) -> Tree:
-        """Raise SourceError: there is no random access.
-
-        Raises:
-            SourceError: always.
-        """
         return self.locate(location)
 
     def blocks(self, batch: int) -> Iterator[Tree]:
         """Yield one epoch as consecutive blocks of `batch` stacked elements, the last one shorter.
 
-        Raises:
-            SourceError: the iterable raises, or an element differs from the first one in
-                structure, dtype or shape; the message names the element's index.
+        The SourceError of an element that differs from the first in structure, dtype or shape names its index.
         """
         elements = enumerate(self._elements())
         while block := [self._arrays(element, index) for index, element in itertools.islice(elements, batch)]:
@@ -333,16 +261,7 @@ class IterableSource(Source):
 
 
 def open_function(config: Config, code: Sequence[str]) -> Source:
-    """Call a factory, and open what it returns.
-
-    Args:
-        config: `call`: "module:factory", or a callable; optional `with`: its keyword arguments.
-        code: additional folders with modules.
-
-    Raises:
-        SourceError: the factory raises, or returns neither a tree of arrays nor an iterable.
-        pipedist.errors.PipedistError: there is no such function.
-    """
+    """Call a factory (`call`, with the arguments `with`), and open what it returns."""
     call: Callable[..., Any] | str = config["call"]
     if isinstance(call, str):
         function, label = load(reference(call), code), call

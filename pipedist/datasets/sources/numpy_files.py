@@ -23,10 +23,9 @@ import numpy.typing as npt
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
     Config,
-    Ids,
     Reader,
+    ReaderSource,
     RowLayout,
-    Source,
     SourceError,
     check_dtype,
     rows_of,
@@ -37,48 +36,32 @@ from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles,
 
 Array = npt.NDArray[Any]
 
-BARE = ""
-"""Name of the one array of a `.npy` file."""
+BARE = ""  # the name of the one array of a `.npy` file
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One array in a file.
-
-    Args:
-        file: the file.
-        offset: of the array's first byte in the file.
-        dtype: as in the file.
-        shape: as in the file.
-        fortran: the array is in column-major order.
-    """
+    """One array in a file, with dtype and shape as in the file."""
 
     file: DataFile
-    offset: int
+    offset: int  # position of the array's first byte in the file
     dtype: str
     shape: tuple[int, ...]
-    fortran: bool
+    fortran: bool  # column-major
 
     def to_config(self) -> list[Any]:
-        """Return the fields as plain msgpack types."""
         return [self.file.to_config(), self.offset, self.dtype, list(self.shape), self.fortran]
 
     @classmethod
     def from_config(cls, config: Sequence[Any]) -> Stored:
-        """Return the array that `to_config` described."""
         file, offset, dtype, shape, fortran = config
-        return cls(DataFile.from_config(file), offset, dtype, tuple(shape), fortran)
+        return cls(DataFile(*file), offset, dtype, tuple(shape), fortran)
 
     def size_bytes(self) -> int:
-        """Return the size of the array in the file, in bytes."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
     def map(self, descriptor: int) -> Array:
-        """Return the array, mapped read-only.
-
-        Args:
-            descriptor: of the file.
-        """
+        """Return the array, mapped read-only."""
         dtype = np.dtype(self.dtype)
         order: Literal["F", "C"] = "F" if self.fortran else "C"
         if 0 in self.shape or not dtype.itemsize:  # nothing to map
@@ -88,47 +71,19 @@ class Stored:
             return np.memmap(stream, dtype, "r", offset, self.shape, order)
 
 
-class NumpySource(Source):
-    """Arrays in files, one dataset through all of them.
-
-    Args:
-        arrays: {name: one array per file}; `BARE` alone for `.npy`.
-        store: holds unpacked files; closed with the source.
-    """
-
-    by_id = True
-
-    def __init__(self, arrays: dict[str, list[Stored]], store: UnpackStore) -> None:
-        lengths = [stored.shape[0] for stored in next(iter(arrays.values()))]
-        self._store = store
-        self.length: int = sum(lengths)
-        self.config = {
-            "kind": "npz" if BARE not in arrays else "npy",
-            "lengths": lengths,
-            "arrays": {name: [each.to_config() for each in stored] for name, stored in arrays.items()},
-        }
-        self._reader = NumpyReader(self.config)
-
-    def locate(self, ids: Ids) -> Tree:
-        """Return `ids`."""
-        return ids
-
-    def read(self, location: Tree) -> Tree:
-        """Return array[n, ...], or a dict of them for `.npz`."""
-        return self._reader.read(location)
-
-    def close(self) -> None:
-        """Unmap the files, and remove unpacked ones."""
-        self._reader.close()
-        self._store.close()
+def _source(arrays: dict[str, list[Stored]], store: UnpackStore) -> ReaderSource:
+    """Return the source of one dataset through all files: {name: one array per file}, `BARE` for `.npy`."""
+    lengths = [stored.shape[0] for stored in next(iter(arrays.values()))]
+    config = {
+        "kind": "npz" if BARE not in arrays else "npy",
+        "lengths": lengths,
+        "arrays": {name: [each.to_config() for each in stored] for name, stored in arrays.items()},
+    }
+    return ReaderSource(sum(lengths), config, NumpyReader(config), store.close)
 
 
 class NumpyReader(Reader):
-    """Reads rows of mapped arrays.
-
-    Args:
-        config: `lengths`, rows of each file; `arrays`: {name: array of each file}.
-    """
+    """Reads rows of mapped arrays."""
 
     def __init__(self, config: Config) -> None:
         self._layout = RowLayout(config["lengths"])
@@ -145,9 +100,6 @@ class NumpyReader(Reader):
 
         Consecutive rows of one file are a view of the mapped file, so a change of the file is noticed when
         rows are read, not while a function uses them.
-
-        Raises:
-            SourceError: a file is missing, or has changed since the source was opened.
         """
         rows = rows_of(location, self._layout.total)
         if isinstance(rows, range):
@@ -194,17 +146,8 @@ class NumpyReader(Reader):
         self._open.close()
 
 
-def open_npy(config: Config, folder: Path) -> NumpySource:
-    """Open `.npy` files.
-
-    Args:
-        config: `path`.
-        folder: the folder that relative paths start from.
-
-    Raises:
-        SourceError: no file matches, a file is not a `.npy` file, or two files differ in dtype or
-            trailing shape.
-    """
+def open_npy(config: Config, folder: Path) -> ReaderSource:
+    """Open `.npy` files."""
     arrays = []
     for file in expand(config.get("path", ()), folder):
         with _open(file) as stream:
@@ -219,20 +162,11 @@ def open_npy(config: Config, folder: Path) -> NumpySource:
                     expected="one array per file; several arrays are an .npz, or separate files",
                 )
             arrays.append(stored)
-    return NumpySource({BARE: _agreeing(arrays, "")}, UnpackStore())
+    return _source({BARE: _agreeing(arrays, "")}, UnpackStore())
 
 
-def open_npz(config: Config, folder: Path) -> NumpySource:
-    """Open `.npz` files.
-
-    Args:
-        config: `path`.
-        folder: the folder that relative paths start from.
-
-    Raises:
-        SourceError: no file matches, a file is not an `.npz` file, its arrays differ in their
-            leading dimension, or two files differ in names, dtypes or trailing shapes.
-    """
+def open_npz(config: Config, folder: Path) -> ReaderSource:
+    """Open `.npz` files, whose arrays have one leading dimension."""
     files = expand(config.get("path", ()), folder)
     store = UnpackStore()
     try:
@@ -245,7 +179,7 @@ def open_npz(config: Config, folder: Path) -> NumpySource:
                     f"{file.label} has {', '.join(sorted(found))}",
                     key="path",
                 )
-        return NumpySource(
+        return _source(
             {name: _agreeing([found[name] for found in members], f" of {name!r}") for name in names}, store
         )
     except BaseException:
@@ -254,8 +188,6 @@ def open_npz(config: Config, folder: Path) -> NumpySource:
 
 
 class _NoHeader(SourceError):
-    """The header of an array can't be read."""
-
     def __init__(self, what: str, why: Exception) -> None:
         self.why = why
         super().__init__(f"{what}: not a readable .npy file: {why}", key="path")
@@ -266,7 +198,6 @@ def _open(file: DataFile) -> IO[bytes]:
 
 
 def _stored(stream: IO[bytes], file: DataFile, what: str) -> Stored:
-    """Read the header of an array from `stream`."""
     try:
         version = np.lib.format.read_magic(stream)
         if version == (1, 0):

@@ -18,10 +18,9 @@ import numpy.typing as npt
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
     Config,
-    Ids,
     Reader,
+    ReaderSource,
     RowLayout,
-    Source,
     SourceError,
     rows_of,
     sealed,
@@ -30,8 +29,9 @@ from pipedist.datasets.sources.columns import CellError, Column, array_of_texts,
 from pipedist.datasets.sources.file_kinds import unreadable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand, is_remote
 
-ROW_GROUPS_BYTES_MAX = 256 << 20
-"""Bytes of decoded data that a reader caches; the last row group is always cached."""
+ROW_GROUPS_BYTES_MAX = (
+    256 << 20
+)  # limit of a reader's cache of decoded data; the last row group is always cached
 
 
 def _pyarrow() -> Any:
@@ -44,60 +44,28 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-class ParquetFileSource(Source):
-    """Rows of parquet files.
-
-    Args:
-        config: settings of `ParquetReader`.
-    """
-
-    by_id = True
-
-    def __init__(self, config: Config) -> None:
-        self.length: int = sum(rows for _, _, rows in config["groups"])
-        self.config = config
-        self._reader = ParquetReader(config)
-
-    def locate(self, ids: Ids) -> Tree:
-        """Return `ids`."""
-        return ids
-
-    def read(self, location: Tree) -> Tree:
-        """Return {column: array[n]}."""
-        return self._reader.read(location)
-
-    def close(self) -> None:
-        """Close the files."""
-        self._reader.close()
-
-
 class ParquetReader(Reader):
     """Reads rows of parquet files, row group by row group.
 
-    Args:
-        config: `files`; `groups`: [file, row group, rows] of each row group with rows;
-            `columns`: [name, type or `OWN_TYPE`] of each column.
+    `groups` of the config: [file, row group, rows] of each row group with rows; `columns`: [name, type or
+    `OWN_TYPE`] of each column.
     """
 
     def __init__(self, config: Config) -> None:
         self._arrow = _pyarrow()
-        self._files = [DataFile.from_config(file) for file in config["files"]]
+        self._files = [DataFile(*file) for file in config["files"]]
         self._groups: list[tuple[int, int, int]] = [tuple(group) for group in config["groups"]]
         self._columns: dict[str, str] = dict(config["columns"])
         self._layout = RowLayout([rows for _, _, rows in self._groups])
         self._open: OrderedDict[int, Any] = OrderedDict()
-        self._watched = OpenFiles(self._files)
-        """Detects changes: pyarrow opens the files itself."""
+        self._watched = OpenFiles(self._files)  # detects changes: pyarrow opens the files itself
         self._tables: OrderedDict[int, Any] = OrderedDict()
-        self._table_bytes: dict[int, int] = {}
-        """Sizes of the cached row groups: computing one takes longer than slicing."""
+        self._table_bytes: dict[int, int] = {}  # because computing a size takes longer than slicing
 
     def read(self, location: Tree) -> dict[str, Column]:
         """Return {column: array[n]} of the elements with the ids `location`.
 
-        Raises:
-            SourceError: a value is missing or does not fit its column's type; the message begins
-                with `file:row:column`, the row counted from 1.
+        An error begins with `file:row:column`, the row counted from 1.
         """
         rows = rows_of(location, self._layout.total)
         if isinstance(rows, range):
@@ -197,7 +165,6 @@ class ParquetReader(Reader):
         return file
 
     def close(self) -> None:
-        """Close the files, and free the row groups."""
         self._tables.clear()
         self._table_bytes.clear()
         while self._open:
@@ -205,19 +172,8 @@ class ParquetReader(Reader):
         self._watched.close()
 
 
-def open_parquet(config: Config, folder: Path) -> ParquetFileSource:
-    """Open parquet files.
-
-    Args:
-        config: `path`, and optional `columns`: name -> type or `OWN_TYPE`; without it, all columns are
-            read with their own types.
-        folder: the folder that relative paths start from.
-
-    Raises:
-        SourceError: no file matches, pyarrow is not installed, a file is not a parquet file, a column is
-            missing, can't be read as its type, or differs in type between files; or, without
-            `columns`, a file has a column that the first file lacks.
-    """
+def open_parquet(config: Config, folder: Path) -> ReaderSource:
+    """Open parquet files; without `columns` (name -> type or `OWN_TYPE`), all columns with their own types."""
     arrow = _pyarrow()
     wanted: dict[str, str] = dict(config.get("columns") or {})
     check_types({name: kind for name, kind in wanted.items() if kind != OWN_TYPE})
@@ -247,14 +203,13 @@ def open_parquet(config: Config, folder: Path) -> ParquetFileSource:
                     )
             rows = [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)]
             groups += [[number, each, count] for each, count in enumerate(rows) if count]
-    return ParquetFileSource(
-        {
-            "kind": "parquet",
-            "files": [file.to_config() for file in files],
-            "groups": groups,
-            "columns": [[name, kind] for name, kind in wanted.items()],
-        }
-    )
+    reader_config = {
+        "kind": "parquet",
+        "files": [file.to_config() for file in files],
+        "groups": groups,
+        "columns": [[name, kind] for name, kind in wanted.items()],
+    }
+    return ReaderSource(sum(rows for _, _, rows in groups), reader_config, ParquetReader(reader_config))
 
 
 def _open(arrow: Any, file: DataFile) -> Any:
@@ -283,8 +238,7 @@ def _check(arrow: Any, schema: Any, name: str, kind: str, label: str) -> None:
         )
 
 
-OWN_TYPE = "own"
-"""In place of a column's type: the type in the file."""
+OWN_TYPE = "own"  # in place of a column's type: the type in the file
 
 
 def plain_type(arrow: Any, own: Any) -> Any:
@@ -293,13 +247,7 @@ def plain_type(arrow: Any, own: Any) -> Any:
 
 
 def readable(arrow: Any, own: Any, kind: str) -> bool:
-    """Return whether a column of a file can be read as a type.
-
-    Args:
-        arrow: the pyarrow module.
-        own: the column's type in the file.
-        kind: a column type, or `OWN_TYPE`.
-    """
+    """Return whether a column of type `own` in a file can be read as `kind`."""
     types, own = arrow.types, plain_type(arrow, own)
     text = _is_text(types, own)
     integer, floating = types.is_integer(own), types.is_floating(own)
@@ -319,15 +267,7 @@ def _is_text(types: Any, own: Any) -> bool:
 
 
 def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
-    """Return a column's values as an array.
-
-    Args:
-        arrow: the pyarrow module.
-        column: ChunkedArray[n] of a type that is `readable` as `kind`.
-        kind: a column type, or `OWN_TYPE`.
-
-    Returns:
-        array[n]: a null is NaN in floats, "" in text and NaT in dates.
+    """Return a ChunkedArray that is `readable` as an array; null is NaN in floats, "" in text, NaT in dates.
 
     Raises:
         CellError: a value is null and its type has no missing value, or does not fit its type.

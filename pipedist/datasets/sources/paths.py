@@ -13,22 +13,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from pipedist.datasets.sources.base import Config, Source, SourceError
 
-FILES_OPEN_MAX = 64
-"""Files that one reader keeps open; the least recently used one is closed."""
+FILES_OPEN_MAX = 64  # limit of one reader; the least recently used file is closed
 
-READ_BYTES_MAX = 1 << 30
-"""Bytes that one system call reads; the kernel's limit is just below 2 GiB."""
+READ_BYTES_MAX = 1 << 30  # limit of one system call; that of the kernel is just below 2 GiB
 
-UNPACKED = -1
-"""`mtime_ns` of a file that pipedist unpacked, which no other process can change."""
+UNPACKED = -1  # `mtime_ns` of a file that pipedist unpacked, which no other process can change
 
 
-_PRIVATE = ("memory",)
-"""Protocols of file systems that exist in one process only."""
+_PRIVATE = ("memory",)  # protocols of file systems that exist in one process only
 
 
 def is_remote(path: str) -> bool:
@@ -41,43 +37,20 @@ def is_private(path: str) -> bool:
     return any(part.partition("://")[0] in _PRIVATE for part in path.split("::")) and is_remote(path)
 
 
-def local_path(path: str) -> str:
-    """Return a path without `file://`."""
-    return path.removeprefix("file://")
-
-
 class DataFile(Struct, frozen=True):
-    """A file of a source, or a part of one, and its version.
+    """A file of a source, or a part of one, and its version. Methods raise SourceError if it has changed."""
 
-    Args:
-        label: its name in errors and results: relative to the spec's folder if `path` was.
-        path: absolute, or a URL (`pipedist.datasets.sources.remote`).
-        offset: its first byte.
-        size_bytes: its size.
-        mtime_ns: its modification time when the source was opened, or `UNPACKED`; for a URL, its stamp.
-    """
-
-    label: str
-    path: str
-    offset: int
+    label: str  # its name in errors and results: relative to the spec's folder if `path` was
+    path: str  # absolute, or a URL (`pipedist.datasets.sources.remote`)
+    offset: int  # position of its first byte
     size_bytes: int
-    mtime_ns: int
+    mtime_ns: int  # at the time the source was opened, or `UNPACKED`; for a URL, its stamp
 
     def to_config(self) -> list[Any]:
-        """Return the file as plain msgpack types."""
-        return [self.label, self.path, self.offset, self.size_bytes, self.mtime_ns]
-
-    @classmethod
-    def from_config(cls, config: Sequence[Any]) -> DataFile:
-        """Return the file that `to_config` described."""
-        return cls(*config)
+        return list(structs.astuple(self))
 
     def open(self) -> int:
-        """Return a new descriptor for reading; for a URL, of a copy.
-
-        Raises:
-            SourceError: the file can't be opened, or has changed since the source was opened.
-        """
+        """Return a new descriptor for reading; for a URL, of a copy."""
         if is_remote(self.path):
             self.check()
             from pipedist.datasets.sources.remote import copy
@@ -96,11 +69,7 @@ class DataFile(Struct, frozen=True):
         return descriptor
 
     def check_open(self, descriptor: int) -> None:
-        """Check that the open file has not changed; its path may have been replaced.
-
-        Raises:
-            SourceError: the file was written to since the source was opened.
-        """
+        """Check that the open file has not changed; its path may have been replaced."""
         if self.mtime_ns == UNPACKED or is_remote(self.path):
             return
         now = os.fstat(descriptor)
@@ -111,11 +80,7 @@ class DataFile(Struct, frozen=True):
         return SourceError(f"{self.label}: the file has changed since the run began: start again", key="path")
 
     def check(self) -> None:
-        """Check that the file exists and is unchanged.
-
-        Raises:
-            SourceError: the file is missing, or has changed since the source was opened.
-        """
+        """Check that the file exists and is unchanged."""
         if not is_remote(self.path):
             os.close(self.open())
             return
@@ -125,11 +90,6 @@ class DataFile(Struct, frozen=True):
             raise self._changed()
 
     def contents(self) -> bytes:
-        """Open the file and return all of its bytes.
-
-        Raises:
-            SourceError: the file is missing, or has changed since the source was opened.
-        """
         descriptor = self.open()
         try:
             return self.read(descriptor, 0, self.size_bytes)
@@ -137,11 +97,7 @@ class DataFile(Struct, frozen=True):
             os.close(descriptor)
 
     def read(self, descriptor: int, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop) of the file.
-
-        Raises:
-            SourceError: the file ends before `stop`, or has changed since the source was opened.
-        """
+        """Return the bytes [start, stop) of the file."""
         pieces: list[bytes] = []
         while start < stop:
             data = os.pread(descriptor, min(stop - start, READ_BYTES_MAX), self.offset + start)
@@ -154,24 +110,15 @@ class DataFile(Struct, frozen=True):
 
 
 class OpenFiles:
-    """The descriptors of recently read files, at most `FILES_OPEN_MAX`.
-
-    Args:
-        files: the files, which methods take by their index.
-    """
+    """The descriptors of recently read files, at most `FILES_OPEN_MAX`; methods take files by their index."""
 
     def __init__(self, files: Sequence[DataFile]) -> None:
         self.files = tuple(files)
         self._descriptors: OrderedDict[int, int] = OrderedDict()
-        self._checked: set[int] = set()
-        """URLs that were checked."""
+        self._checked: set[int] = set()  # the URLs among them
 
     def read(self, file: int, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop) of a file.
-
-        Raises:
-            SourceError: the file is missing, or has changed since the source was opened.
-        """
+        """Return the bytes [start, stop) of a file."""
         data_file = self.files[file]
         if is_remote(data_file.path) and file not in self._descriptors:  # without a copy
             from pipedist.datasets.sources.remote import read_range
@@ -183,11 +130,7 @@ class OpenFiles:
         return self.files[file].read(self.descriptor(file), start, stop)
 
     def check(self, file: int) -> None:
-        """Check that a file has not changed.
-
-        Raises:
-            SourceError: the file was written to since the source was opened, or can't be opened again.
-        """
+        """Check that a file has not changed."""
         self.files[file].check_open(self.descriptor(file))
 
     def descriptor(self, file: int) -> int:
@@ -202,7 +145,6 @@ class OpenFiles:
         return descriptor
 
     def close(self) -> None:
-        """Close every descriptor."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
@@ -236,7 +178,7 @@ def expand(path: str | Iterable[str], folder: Path) -> list[DataFile]:
                 (each.url, DataFile(each.url, each.url, 0, each.size_bytes, each.stamp)) for each in urls
             )
             continue
-        pattern = local_path(given)
+        pattern = given.removeprefix("file://")
         names = [name for name in _matches(pattern, folder) if _is_file(name, folder)]
         if not names:
             place = "" if os.path.isabs(pattern) else f" in {os.path.abspath(folder)}"
@@ -295,16 +237,11 @@ def _examine(name: str, absolute: str) -> DataFile:
     return DataFile(name, absolute, 0, facts.st_size, facts.st_mtime_ns)
 
 
-FILES_CHECKED_MAX = 10_000
-"""Files of a source that are checked; the shards of a larger source are sent."""
+FILES_CHECKED_MAX = 10_000  # the shards of a source with more files are sent
 
 
 def is_visible(config: Config) -> bool:
-    """Return whether this process sees all files of a reader, unchanged.
-
-    Args:
-        config: the config of a portable source.
-    """
+    """Return whether this process sees all files of the config of a portable source, unchanged."""
     if config["kind"] == "range":
         return True
     files = list(_files(config))
@@ -329,9 +266,9 @@ def hindrance(source: Source) -> str:
 
 def _files(config: Config) -> Iterator[DataFile]:
     """Yield the files of a config; it has none for kind `files`, whose locations name them."""
-    yield from map(DataFile.from_config, config.get("files", ()))
+    yield from (DataFile(*file) for file in config.get("files", ()))
     for places in config.get("arrays", {}).values():
-        yield from (DataFile.from_config(place[0]) for place in places)
+        yield from (DataFile(*place[0]) for place in places)
 
 
 def _is_here(file: DataFile) -> bool:

@@ -12,128 +12,87 @@ import functools
 import hashlib
 import tempfile
 import weakref
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any
 
 from msgspec import Struct
 
 from pipedist.datasets.sources.base import SourceError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _COPY_BYTES = 4 << 20
 _ARCHIVES_MAX = 16
 _STAMPS = (
     "ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "modified", "date_time", "created",
 )  # fmt: skip
-"""Details that differ between versions of a file, by the names of file systems."""
 
 
+# The file system of each open stream: a collected archive file system would close its file.
 _systems: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""The file system of each open stream: a collected archive file system would close its file."""
 
 
 class RemoteFile(Struct, frozen=True):
-    """A file behind a URL.
-
-    Args:
-        url: its URL.
-        size_bytes: its size.
-        stamp: an integer of its version, equal on every host.
-    """
+    """A file behind a URL."""
 
     url: str
     size_bytes: int
-    stamp: int
+    stamp: int  # an integer of its version, equal on every host
 
 
 def find(pattern: str) -> list[RemoteFile]:
-    """Return the file of a URL, or the files that it matches as a glob, sorted.
-
-    Raises:
-        SourceError: fsspec, or the package it needs for this URL, is not installed; or the URL can't be
-            read.
-    """
+    """Return the file of a URL, or the files that it matches as a glob, sorted."""
     first, chain, rest = pattern.partition("::")
     system, root = _system(pattern)
-    try:
+    with _errors_of(pattern):
         names = [root] if system.exists(root) else system.glob(root)
         details = {name: system.info(name) for name in names}
-    except Exception as error:
-        raise _read_error(pattern, error) from error
     protocol = first.partition("://")[0]
     return [
-        RemoteFile(
-            f"{protocol}://{name.lstrip('/')}{chain}{rest}", _size(details[name]), _stamp(details[name])
-        )
-        for name in sorted(names)
-        if details[name].get("type") == "file" and details[name].get("size") is not None
+        RemoteFile(f"{protocol}://{name.lstrip('/')}{chain}{rest}", int(each["size"]), _stamp(each))
+        for name, each in sorted(details.items())
+        if each.get("type") == "file" and each.get("size") is not None
     ]
 
 
 def current_version(url: str) -> tuple[int, int]:
-    """Return the current size, in bytes, and stamp of a file.
-
-    Raises:
-        SourceError: the file can't be read.
-    """
+    """Return the current size, in bytes, and stamp of a file."""
     system, path = _system(url, fresh=True)
-    try:
+    with _errors_of(url):
         system.invalidate_cache()
         details = system.info(path)
-        return _size(details), _stamp(details)
-    except Exception as error:
-        raise _read_error(url, error) from error
+        return int(details["size"]), _stamp(details)
 
 
 def read_range(url: str, start: int, stop: int) -> bytes:
-    """Return the bytes [start, stop) of a file.
-
-    Raises:
-        SourceError: the file can't be read, or is too short.
-    """
+    """Return the bytes [start, stop) of a file."""
     system, path = _system(url)
-    try:
+    with _errors_of(url):
         data = bytes(system.cat_file(path, start=start, end=stop))
-    except Exception as error:
-        raise _read_error(url, error) from error
     if len(data) != stop - start:
         raise SourceError(f"{url}: read {len(data)} bytes instead of {stop - start}", key="path")
     return data
 
 
 def copy(url: str) -> IO[bytes]:
-    """Copy a file to an unnamed temporary file.
-
-    Raises:
-        SourceError: the file can't be read, or the disk is full.
-    """
+    """Copy a file to an unnamed temporary file, which the caller closes."""
     held = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
-        with open_stream(url) as stream:
+        with _errors_of(url), open_stream(url) as stream:
             while piece := stream.read(_COPY_BYTES):
                 held.write(piece)
         held.flush()
         held.seek(0)
-    except BaseException as error:
+    except BaseException:
         held.close()
-        if isinstance(error, SourceError) or not isinstance(error, Exception):
-            raise
-        raise _read_error(url, error) from error
+        raise
     return held
 
 
 def open_stream(url: str) -> Any:
-    """Return a seekable stream of a file, which reads by byte ranges.
-
-    Raises:
-        SourceError: the file can't be opened.
-    """
+    """Return a seekable stream of a file, which reads by byte ranges."""
     system, path = _system(url)
-    try:
+    with _errors_of(url):
         stream = system.open(path, "rb")
-    except Exception as error:
-        raise _read_error(url, error) from error
     _systems[stream] = system
     return stream
 
@@ -145,7 +104,7 @@ def _system(url: str, *, fresh: bool = False) -> tuple[Any, str]:
         raise SourceError(
             f"{url}: URLs need fsspec", key="path", expected="a path, or: pip install 'pipedist[fsspec]'"
         ) from error
-    try:
+    with _errors_of(url):
         if "::" not in url:
             system, path = url_to_fs(url)  # caches file systems
             return system, str(path)
@@ -153,8 +112,6 @@ def _system(url: str, *, fresh: bool = False) -> tuple[Any, str]:
         protocol = first.partition("://")[0]
         system = _archive_system.__wrapped__(protocol, rest) if fresh else _archive_system(protocol, rest)
         return system, str(system._strip_protocol(first))
-    except Exception as error:  # the file system's package may raise anything
-        raise _read_error(url, error) from error
 
 
 @functools.lru_cache(maxsize=_ARCHIVES_MAX)
@@ -165,15 +122,17 @@ def _archive_system(protocol: str, rest: str) -> Any:
     return url_to_fs(f"{protocol}://::{rest}")[0]
 
 
-def _size(details: Mapping[str, Any]) -> int:
-    return int(details["size"])
-
-
 def _stamp(details: Mapping[str, Any]) -> int:
     text = "|".join(f"{key}={details[key]}" for key in _STAMPS if details.get(key) is not None)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def _read_error(url: str, error: Exception) -> SourceError:
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return SourceError(f"{url}: can't be read: {text}", key="path")
+@contextmanager
+def _errors_of(url: str) -> Iterator[None]:
+    try:
+        yield
+    except SourceError:
+        raise
+    except Exception as error:  # the file system's package may raise anything
+        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise SourceError(f"{url}: can't be read: {text}", key="path") from error

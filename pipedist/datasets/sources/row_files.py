@@ -17,76 +17,83 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pipedist.core.types import Tree
-from pipedist.datasets.sources.base import Config, Ids, Reader, RowLayout, Source, SourceError, rows_of
+from pipedist.datasets.sources.base import Config, Ids, Reader, ReaderSource, RowLayout, SourceError, rows_of
 from pipedist.datasets.sources.file_kinds import UnpackStore, refuse_binary, unpack_all
 from pipedist.datasets.sources.paths import DataFile, OpenFiles, expand
 
 T = TypeVar("T")
 
+Offsets = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class RowChunk:
-    """Rows of one file, read together.
-
-    Args:
-        file: index of the file.
-        data: the bytes of the rows; ends with a line feed.
-        rows: number of rows.
-        start: offset of `data` in the file, for consecutive rows.
-        starts: offset of each row in the file, int64[rows], for scattered rows.
-        begins: offset of each row in `data`, int64[rows], for scattered rows.
-        order: position of each row in the shard, int64[rows]; None: in order.
-    """
+    """Rows of one file (by its index), read together."""
 
     file: int
-    data: bytes
+    data: bytes  # the bytes of the rows; ends with a line feed
     rows: int
-    start: int = 0
-    starts: npt.NDArray[np.int64] | None = None
-    begins: npt.NDArray[np.int64] | None = None
-    order: npt.NDArray[np.int64] | None = None
+    start: int = 0  # offset of `data` in the file, for consecutive rows
+    starts: Offsets | None = None  # offset of each row in the file, for scattered rows
+    begins: Offsets | None = None  # offset of each row in `data`, for scattered rows
+    order: Offsets | None = None  # position of each row in the shard; None: in order
 
 
 class RowFiles:
-    """Reads rows of text files.
-
-    Args:
-        files: the files.
-        rules: the form of a row.
-    """
+    """Reads rows of text files."""
 
     def __init__(self, files: Sequence[DataFile], rules: RowRules) -> None:
         self.files = tuple(files)
         self.rules = rules
         self._open = OpenFiles(files)
 
-    def index(self, file: int) -> npt.NDArray[np.int64]:
-        """Return the offset of each row of a file, and the end of the last one: int64[rows + 1].
-
-        Raises:
-            SourceError: the file can't be read, or does not consist of rows.
-        """
-        descriptor, data_file = self._open.descriptor(file), self.files[file]
-        refuse_binary(data_file, descriptor)
-        start = byte_order_mark(data_file, descriptor)
+    def index(self, file: int) -> Offsets:
+        """Return the offset of each row of a file, and the end of the last one: int64[rows + 1]."""
+        refuse_binary(self.files[file], self._open.descriptor(file))
         try:
-            return row_starts(lambda: self.blocks(file), start, self.rules)
+            return row_starts(lambda: self.blocks(file), self._byte_order_mark(file), self.rules)
         except RowError as error:
             raise SourceError(f"{self.place(file, error.offset)}: {error.message}", key="path") from error
 
     def blocks(self, file: int) -> Iterator[bytes]:
         """Yield the bytes of a file after its byte order mark, in blocks that end with a line feed."""
         descriptor, data_file = self._open.descriptor(file), self.files[file]
-        return file_blocks(data_file, descriptor, byte_order_mark(data_file, descriptor))
+        start = self._byte_order_mark(file)
+        rest = b""
+        while start < data_file.size_bytes:
+            stop = min(start + BLOCK_BYTES, data_file.size_bytes)
+            block = data_file.read(descriptor, start, stop)
+            start = stop
+            cut = block.rfind(b"\n") + 1
+            if cut:
+                yield rest + block[:cut]
+                rest = block[cut:]
+            else:
+                rest += block
+            if len(rest) > ROW_BYTES_MAX:
+                raise SourceError(
+                    f"{data_file.label}: a line is longer than {ROW_BYTES_MAX} bytes; is this a text file?",
+                    key="path",
+                )
+        if rest:
+            yield rest
+
+    def _byte_order_mark(self, file: int) -> int:
+        """Return the size of the UTF-8 byte order mark at the beginning of a file: 3 or 0."""
+        data_file = self.files[file]
+        head = data_file.read(self._open.descriptor(file), 0, min(3, data_file.size_bytes))
+        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise SourceError(f"{data_file.label}: the text is UTF-16", key="path", expected="UTF-8")
+        return 3 if head == b"\xef\xbb\xbf" else 0
 
     def read(self, file: int, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of a file, with a line feed at the end."""
@@ -102,28 +109,15 @@ class RowFiles:
         for file, start, stop, rows in location:
             yield RowChunk(file, self.read(file, start, stop), rows, start)
 
-    def _scattered(
-        self,
-        files: npt.NDArray[np.int64],
-        starts: npt.NDArray[np.int64],
-        stops: npt.NDArray[np.int64],
-    ) -> Iterator[RowChunk]:
+    def _scattered(self, files: Offsets, starts: Offsets, stops: Offsets) -> Iterator[RowChunk]:
         for file in np.unique(files).tolist():
             order = np.flatnonzero(files == file)
             begins, ends = starts[order], stops[order]
-            pieces = [
-                self.read(file, start, stop)
-                for start, stop in zip(begins.tolist(), ends.tolist(), strict=True)
-            ]
+            ranges = zip(begins.tolist(), ends.tolist(), strict=True)
+            pieces = [self.read(file, start, stop) for start, stop in ranges]
             sizes = np.fromiter(map(len, pieces), np.int64, len(pieces))
-            yield RowChunk(
-                file,
-                b"".join(pieces),
-                len(pieces),
-                starts=begins,
-                begins=np.cumsum(sizes) - sizes,
-                order=order,
-            )
+            offsets = np.cumsum(sizes) - sizes
+            yield RowChunk(file, b"".join(pieces), len(pieces), starts=begins, begins=offsets, order=order)
 
     def row_place(self, chunk: RowChunk, row: int) -> str:
         """Return `file:line` of the beginning of a row of a chunk."""
@@ -141,34 +135,41 @@ class RowFiles:
         return self.place(chunk.file, int(chunk.starts[row]) + offset - int(chunk.begins[row]))
 
     def place(self, file: int, offset: int) -> str:
-        """Return `file:line` of a byte."""
-        data_file = self.files[file]
-        return f"{data_file.label}:{line_number(data_file, self._open.descriptor(file), offset)}"
+        """Return `file:line` of a byte; lines are counted only when an error needs it."""
+        data_file, line = self.files[file], 1
+        for start in range(0, offset, BLOCK_BYTES):
+            stop = min(start + BLOCK_BYTES, offset)
+            line += data_file.read(self._open.descriptor(file), start, stop).count(b"\n")
+        return f"{data_file.label}:{line}"
 
     def close(self) -> None:
-        """Close the files."""
         self._open.close()
 
 
-class RowSource(Source):
-    """Rows of text files, found by their offsets.
+class RowReader(Reader):
+    """Reads rows of text files as columns, if the config has some."""
 
-    Args:
-        starts: for each file, `RowFiles.index`: int64[rows + 1].
-        config: settings of the reader.
-        reader: reads rows in this process.
-        store: holds unpacked files; closed with the source.
-    """
+    rules: ClassVar[RowRules]
+
+    def __init__(self, config: Config) -> None:
+        self._columns: dict[str, str] = dict(config.get("columns", ()))
+        self._rows = RowFiles([DataFile(*file) for file in config["files"]], self.rules)
+
+    def close(self) -> None:
+        self._rows.close()
+
+
+class RowSource(ReaderSource):
+    """Rows of text files, found by their offsets: for each file, `RowFiles.index`."""
+
+    by_id = False
 
     def __init__(
-        self, starts: Sequence[npt.NDArray[np.int64]], config: Config, reader: Reader, store: UnpackStore
+        self, starts: Sequence[Offsets], config: Config, reader: Reader, on_close: Callable[[], None]
     ) -> None:
         self._starts = tuple(starts)
         self._layout = RowLayout([len(each) - 1 for each in starts])
-        self._reader = reader
-        self._store = store
-        self.length: int = self._layout.total
-        self.config = config
+        super().__init__(self._layout.total, config, reader, on_close)
 
     def locate(self, ids: Ids) -> Tree:
         """Return the byte ranges of elements, as the module defines them."""
@@ -186,49 +187,38 @@ class RowSource(Source):
             stops[chosen] = self._starts[file][places[chosen] + 1]
         return {"files": files, "starts": starts, "stops": stops}
 
-    def read(self, location: Tree) -> Tree:
-        """Return the shard at `location`."""
-        return self._reader.read(location)
-
     def probe(self) -> None:
         """Read the first row of each file."""
         for file, starts in enumerate(self._starts):
             if len(starts) > 1:
                 self.read([[file, int(starts[0]), int(starts[1]), 1]])
 
-    def close(self) -> None:
-        """Close the files, and remove unpacked ones."""
-        self._reader.close()
-        self._store.close()
-
 
 def open_rows(
-    config: Config, folder: Path, open_files: Callable[[list[DataFile], UnpackStore], RowSource]
+    kind: str,
+    config: Config,
+    folder: Path,
+    reader: type[RowReader],
+    scan: Callable[[RowFiles], tuple[list[Offsets], Config]],
 ) -> RowSource:
     """Return a source of the rows of the files that `config["path"]` matches.
 
-    Args:
-        config: the source's settings.
-        folder: the folder that relative paths start from.
-        open_files: creates the source, given the unpacked files and their store.
-
-    Raises:
-        SourceError: no file matches, or `open_files` raised it; unpacked files are removed.
+    `scan` returns the index of each file, and further settings of the reader.
     """
     store = UnpackStore()
     try:
-        return open_files(unpack_all(expand(config.get("path", ()), folder), store), store)
+        files = unpack_all(expand(config.get("path", ()), folder), store)
+        with closing(RowFiles(files, reader.rules)) as rows:
+            starts, settings = scan(rows)
+        settings = {"kind": kind, "files": [file.to_config() for file in files], **settings}
+        return RowSource(starts, settings, reader(settings), store.close)
     except BaseException:
         store.close()
         raise
 
 
-def shard_order(chunks: Sequence[RowChunk]) -> npt.NDArray[np.int64] | None:
-    """Return the row of the concatenated chunks at each position of the shard.
-
-    Returns:
-        int64[n]; None if the rows are in order.
-    """
+def shard_order(chunks: Sequence[RowChunk]) -> Offsets | None:
+    """Return the row of the concatenated chunks at each position of the shard; None: they are in order."""
     orders = [chunk.order for chunk in chunks if chunk.order is not None]
     # the rows of a single chunk are in the order of the shard
     return np.argsort(np.concatenate(orders)) if len(orders) > 1 else None
@@ -240,31 +230,23 @@ def in_order(chunks: Sequence[RowChunk], rows: Sequence[T]) -> list[T]:
     return list(rows) if order is None else [rows[at] for at in order.tolist()]
 
 
-BLOCK_BYTES = 1 << 23
-"""Bytes of a file that are scanned at a time."""
+BLOCK_BYTES = 1 << 23  # size of the blocks that are scanned
 
-ROW_BYTES_MAX = 1 << 28
-"""The longest line; a longer one shows that the file does not consist of lines."""
-
+ROW_BYTES_MAX = 1 << 28  # the longest line; a longer one shows that the file does not consist of lines
 LINE_FEED, CARRIAGE_RETURN, QUOTE, COMMA = 10, 13, 34, 44
 
 BARE_RETURN = "a carriage return without a line feed; rows must end with LF or CRLF"
 
+# Yields the data in blocks that end with a line feed (the last one may not).
 Blocks = Callable[[], Iterator[bytes]]
-"""Yields the data in blocks that end with a line feed (the last one may not)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """The form of a row.
+    """The form of a row."""
 
-    Args:
-        quoted: a line feed between quotes does not end the row (csv).
-        keep_blank: an empty line is a row (text).
-    """
-
-    quoted: bool
-    keep_blank: bool
+    quoted: bool  # a line feed between quotes does not end the row (csv)
+    keep_blank: bool  # an empty line is a row (text)
 
 
 class RowError(Exception):
@@ -280,43 +262,11 @@ class _StrayQuote(Exception):
     """A quote is in an unusual place, so parity does not decide."""
 
 
-def file_blocks(file: DataFile, descriptor: int, start: int) -> Iterator[bytes]:
-    """Yield the bytes of `file` from `start`, in blocks that end with a line feed.
+def row_starts(blocks: Blocks, start: int, rules: RowRules) -> Offsets:
+    """Return the offset of each row, and the end of the data: int64[rows + 1].
 
-    Raises:
-        SourceError: a line is longer than `ROW_BYTES_MAX`.
-    """
-    rest = b""
-    while start < file.size_bytes:
-        stop = min(start + BLOCK_BYTES, file.size_bytes)
-        block = file.read(descriptor, start, stop)
-        start = stop
-        cut = block.rfind(b"\n") + 1
-        if cut:
-            yield rest + block[:cut]
-            rest = block[cut:]
-        else:
-            rest += block
-        if len(rest) > ROW_BYTES_MAX:
-            raise SourceError(
-                f"{file.label}: a line is longer than {ROW_BYTES_MAX} bytes; is this a text file?",
-                key="path",
-            )
-    if rest:
-        yield rest
-
-
-def row_starts(blocks: Blocks, start: int, rules: RowRules) -> npt.NDArray[np.int64]:
-    """Return the offset of each row, and the end of the data.
-
-    Args:
-        blocks: the data.
-        start: offset of its first byte.
-        rules: the form of a row.
-
-    Returns:
-        int64[rows + 1]. A row's bytes end where the next one begins; blank lines that are not
-        rows belong to the row before them.
+    A row's bytes end where the next one begins; blank lines that are not rows belong to the row before them.
+    `start` is the offset of the first byte.
 
     Raises:
         RowError: a quoted field is never closed.
@@ -324,11 +274,11 @@ def row_starts(blocks: Blocks, start: int, rules: RowRules) -> npt.NDArray[np.in
     try:
         return _scan(blocks(), start, rules)
     except _StrayQuote:
-        return _scan_leniently(blocks(), start)
+        return np.array([begin for begin, _ in lenient_rows(blocks(), start)], np.int64)
 
 
-def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> npt.NDArray[np.int64]:
-    found: list[npt.NDArray[np.int64]] = []
+def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> Offsets:
+    found: list[Offsets] = []
     inside = False  # whether a quoted field is open at the beginning of the block
     opened_at = start  # offset of the row whose quoted field is open
     begin = start  # offset of the row that the block continues
@@ -360,12 +310,7 @@ def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> npt.NDArray[n
     return np.concatenate(found)
 
 
-def _without_blank(
-    begins: npt.NDArray[np.int64],
-    stops: npt.NDArray[np.int64],
-    data: npt.NDArray[np.uint8],
-    start: int,
-) -> npt.NDArray[np.int64]:
+def _without_blank(begins: Offsets, stops: Offsets, data: npt.NDArray[np.uint8], start: int) -> Offsets:
     lengths = stops - begins
     blank = lengths == 1
     two = np.flatnonzero(lengths == 2)
@@ -377,12 +322,8 @@ def _without_blank(
 def well_placed(data: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp], inside: bool) -> bool:
     """Return whether each quote opens a field at its beginning, closes it at its end, or is doubled.
 
-    If so, quote parity gives the same rows as Python's csv module.
-
-    Args:
-        data: bytes that begin after a line feed, and end with one or with the file.
-        quotes: offsets of the quotes.
-        inside: a quoted field is open at the beginning.
+    If so, quote parity gives the same rows as Python's csv module. `data` begins after a line feed, and ends
+    with one or with the file; `inside`: a quoted field is open at its beginning.
     """
     openers = quotes[int(inside) :: 2]
     before = data[np.maximum(openers - 1, 0)]
@@ -396,10 +337,6 @@ def well_placed(data: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp], insid
     returns = np.flatnonzero(after == CARRIAGE_RETURN)
     closes[returns] = data[np.minimum(closers[returns] + 2, last)] == LINE_FEED
     return bool(closes.all())
-
-
-def _scan_leniently(blocks: Iterator[bytes], start: int) -> npt.NDArray[np.int64]:
-    return np.array([begin for begin, _ in lenient_rows(blocks, start)], np.int64)
 
 
 def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, list[str]]]:
@@ -444,23 +381,3 @@ def _long_fields() -> Iterator[None]:
         yield
     finally:
         csv.field_size_limit(before)
-
-
-def line_number(file: DataFile, descriptor: int, offset: int) -> int:
-    """Return the 1-based line number of byte `offset` of `file`, counted when an error needs it."""
-    line = 1
-    for start in range(0, offset, BLOCK_BYTES):
-        line += file.read(descriptor, start, min(start + BLOCK_BYTES, offset)).count(b"\n")
-    return line
-
-
-def byte_order_mark(file: DataFile, descriptor: int) -> int:
-    """Return the size of the UTF-8 byte order mark at the beginning of a file: 3 or 0.
-
-    Raises:
-        SourceError: the file has the mark of another encoding.
-    """
-    head = file.read(descriptor, 0, min(3, file.size_bytes))
-    if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise SourceError(f"{file.label}: the text is UTF-16", key="path", expected="UTF-8")
-    return 3 if head == b"\xef\xbb\xbf" else 0

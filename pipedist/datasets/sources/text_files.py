@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -11,54 +10,46 @@ from pathlib import Path
 from typing import Any
 
 from pipedist.core.types import Tree
-from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError, rows_of, sealed
+from pipedist.datasets.sources.base import (
+    Config,
+    Ids,
+    Reader,
+    ReaderSource,
+    SourceError,
+    nearest,
+    rows_of,
+    sealed,
+)
 from pipedist.datasets.sources.columns import CellError, Column, check_types, column_of_values
-from pipedist.datasets.sources.file_kinds import UnpackStore
 from pipedist.datasets.sources.paths import DataFile, expand
-from pipedist.datasets.sources.row_files import RowChunk, RowFiles, RowRules, RowSource, in_order, open_rows
-
-_TEXT_RULES = RowRules(quoted=False, keep_blank=True)
+from pipedist.datasets.sources.row_files import (
+    Offsets,
+    RowChunk,
+    RowFiles,
+    RowReader,
+    RowRules,
+    RowSource,
+    in_order,
+    open_rows,
+)
 
 
 def open_text(config: Config, folder: Path) -> RowSource:
-    """Open text files: UTF-8, lines end with LF or CRLF, which the last one may lack.
-
-    Args:
-        config: `path`.
-        folder: the folder that relative paths start from.
-
-    Raises:
-        SourceError: no file matches, or a file can't be read.
-    """
-
-    def open_files(files: list[DataFile], store: UnpackStore) -> RowSource:
-        rows = RowFiles(files, _TEXT_RULES)
-        try:
-            starts = [rows.index(number) for number in range(len(files))]
-        finally:
-            rows.close()
-        reader_config = {"kind": "text", "files": [file.to_config() for file in files]}
-        return RowSource(starts, reader_config, TextReader(reader_config), store)
-
-    return open_rows(config, folder, open_files)
+    """Open text files: UTF-8, lines end with LF or CRLF, which the last one may lack."""
+    return open_rows("text", config, folder, TextReader, lambda rows: (_indexes(rows), {}))
 
 
-class TextReader(Reader):
-    """Reads lines of text files.
+def _indexes(rows: RowFiles) -> list[Offsets]:
+    return [rows.index(number) for number in range(len(rows.files))]
 
-    Args:
-        config: `files`.
-    """
 
-    def __init__(self, config: Config) -> None:
-        self._rows = RowFiles([DataFile.from_config(file) for file in config["files"]], _TEXT_RULES)
+class TextReader(RowReader):
+    """Reads lines of text files."""
+
+    rules = RowRules(quoted=False, keep_blank=True)
 
     def read(self, location: Tree) -> list[str]:
-        """Return list[str], the lines at `location` without their ends.
-
-        Raises:
-            SourceError: a line is not UTF-8; the message begins with `file:line`.
-        """
+        """Return the lines at `location` without their ends; an error begins with `file:line`."""
         chunks = list(self._rows.chunks(location))
         return in_order(chunks, [line for chunk in chunks for line in self._lines(chunk)])
 
@@ -77,16 +68,9 @@ class TextReader(Reader):
                     ) from error
             raise
 
-    def close(self) -> None:
-        """Close the files."""
-        self._rows.close()
-
-
-_JSONL_RULES = RowRules(quoted=False, keep_blank=False)
-
 
 class _TooLarge(ValueError):
-    """A number does not fit float64."""
+    pass
 
 
 def _float(text: str) -> float:
@@ -100,35 +84,17 @@ _decode = json.JSONDecoder(parse_float=_float).decode
 
 
 def open_jsonl(config: Config, folder: Path) -> RowSource:
-    """Open files of JSON objects, one per line; blank lines are skipped.
-
-    Args:
-        config: `path`, and optional `columns`: name -> type.
-        folder: the folder that relative paths start from.
-
-    Raises:
-        SourceError: no file matches, a file can't be read, a type is unknown, or no object has the key of
-            a column.
-    """
+    """Open files of JSON objects, one per line; blank lines are skipped."""
     columns: dict[str, str] = dict(config.get("columns") or {})
     check_types(columns)
 
-    def open_files(files: list[DataFile], store: UnpackStore) -> RowSource:
-        rows = RowFiles(files, _JSONL_RULES)
-        try:
-            starts = [rows.index(number) for number in range(len(files))]
-            if any(len(each) > 1 for each in starts):
-                _check_keys(rows, list(columns))
-        finally:
-            rows.close()
-        reader_config = {
-            "kind": "jsonl",
-            "files": [file.to_config() for file in files],
-            "columns": [[name, kind] for name, kind in columns.items()],
-        }
-        return RowSource(starts, reader_config, JsonlReader(reader_config), store)
+    def scan(rows: RowFiles) -> tuple[list[Offsets], Config]:
+        starts = _indexes(rows)
+        if any(len(each) > 1 for each in starts):
+            _check_keys(rows, list(columns))
+        return starts, {"columns": [[name, kind] for name, kind in columns.items()]}
 
-    return open_rows(config, folder, open_files)
+    return open_rows("jsonl", config, folder, JsonlReader, scan)
 
 
 def _check_keys(rows: RowFiles, names: Sequence[str]) -> None:
@@ -152,12 +118,11 @@ def _check_keys(rows: RowFiles, names: Sequence[str]) -> None:
                         del unseen[name]
     for name in unseen:
         several = f" and {len(rows.files) - 1} more" if len(rows.files) > 1 else ""
-        near = difflib.get_close_matches(name, keys, 1)
         raise SourceError(
             f"no object of {rows.files[0].label}{several} has the key {name!r}",
             key="columns",
             name=name,
-            nearest=near[0] if near else "",
+            nearest=nearest(name, keys),
             expected="keys that some object has; the first one has " + (", ".join(keys) or "none"),
         )
 
@@ -183,25 +148,15 @@ def _parsed(line: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class JsonlReader(Reader):
-    """Reads JSON objects.
+class JsonlReader(RowReader):
+    """Reads JSON objects, as columns if the config has some."""
 
-    Args:
-        config: `files`; `columns`: [name, type] of each, empty for the objects themselves.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self._columns: dict[str, str] = dict(config["columns"])
-        self._rows = RowFiles([DataFile.from_config(file) for file in config["files"]], _JSONL_RULES)
+    rules = RowRules(quoted=False, keep_blank=False)
 
     def read(self, location: Tree) -> list[dict[str, Any]] | dict[str, Column]:
         """Return the objects at `location`, or {column: array[n]} of them.
 
-        A key that is absent or null is a missing value of its column.
-
-        Raises:
-            SourceError: a line is not an object, or a value does not have its column's type; the
-                message begins with `file:line`.
+        A key that is absent or null is a missing value of its column. An error begins with `file:line`.
         """
         chunks = list(self._rows.chunks(location))
         objects = in_order(chunks, [each for chunk in chunks for each in self._objects(chunk)])
@@ -247,64 +202,43 @@ class JsonlReader(Reader):
         counted = in_order(chunks, [(chunk, row) for chunk in chunks for row in range(chunk.rows)])
         return self._rows.row_place(*counted[position])
 
-    def close(self) -> None:
-        """Close the files."""
-        self._rows.close()
+
+FILE_BYTES_MAX = 1 << 30  # the largest file that can be an element
 
 
-FILE_BYTES_MAX = 1 << 30
-"""The largest file that can be an element."""
+class RawFilesSource(ReaderSource):
+    """Whole files; a location is a list of them, so that workers need not know all."""
 
-
-class RawFilesSource(Source):
-    """Whole files; a location is a list of them, so that workers need not know all.
-
-    Args:
-        files: the files, one per element.
-    """
+    by_id = False
 
     def __init__(self, files: Sequence[DataFile]) -> None:
         self._files = tuple(files)
-        self._reader = RawFilesReader()
-        self.length: int = len(files)
-        self.config = {"kind": "files"}
+        config = {"kind": "files"}
+        super().__init__(len(files), config, RawFilesReader(config))
 
     def locate(self, ids: Ids) -> Tree:
-        """Return the elements' files."""
         rows = rows_of(ids, self.length)
         numbers = rows if isinstance(rows, range) else rows.tolist()
         return [self._files[number].to_config() for number in numbers]
-
-    def read(self, location: Tree) -> Tree:
-        """Return {path: list[str], bytes: list[bytes]} of the files at `location`."""
-        return self._reader.read(location)
 
 
 class RawFilesReader(Reader):
     """Reads whole files."""
 
+    def __init__(self, _config: Config) -> None:
+        """Create a reader; locations name the files."""
+
     def read(self, location: Tree) -> dict[str, list[str] | list[bytes]]:
         """Return {path: list[str], bytes: list[bytes]} of the files at `location`.
 
         A path is relative to the spec's folder if the source's was, so that it is equal on every host.
-
-        Raises:
-            SourceError: a file is missing, or has changed since the run began.
         """
-        files = [DataFile.from_config(config) for config in location]
+        files = [DataFile(*config) for config in location]
         return {"path": [file.label for file in files], "bytes": [file.contents() for file in files]}
 
 
 def open_files(config: Config, folder: Path) -> RawFilesSource:
-    """Open files of any kind, one per element.
-
-    Args:
-        config: `path`.
-        folder: the folder that relative paths start from.
-
-    Raises:
-        SourceError: no file matches, or one is larger than `FILE_BYTES_MAX`.
-    """
+    """Open files of any kind, one per element, of at most `FILE_BYTES_MAX`."""
     files = expand(config.get("path", ()), folder)
     for file in files:
         if file.size_bytes > FILE_BYTES_MAX:
