@@ -40,11 +40,9 @@ ABORT_AT: Final = _HEADER_BYTES // 2
 """Offset of the abort word, alone in its cache line because all members read it."""
 
 BLOCK_BYTES: Final = 512
-PACK_BYTES: Final = 1 << 20
-"""Size of a pack in a segment for few replicas."""
+PACK_BYTES: Final = 1 << 20  # size of a pack in a segment for few replicas
 _PACK_BYTES_MIN: Final = 64 << 10
-_SEGMENT_BYTES: Final = 16 << 20
-"""Maximum size of a segment, unless packs are at their minimum."""
+_SEGMENT_BYTES: Final = 16 << 20  # maximum size of a segment, unless packs are at their minimum
 _REPLICAS_MAX: Final = 1024
 _SEGMENTS_MAX: Final = 4
 
@@ -59,7 +57,6 @@ class SegmentUnavailable(PipedistError):
 
 
 def pack_bytes_for(replicas: int) -> int:
-    """Return the size of a pack in a segment for `replicas` replicas."""
     share = _SEGMENT_BYTES // (2 * (replicas + 1))
     return max(_PACK_BYTES_MIN, min(PACK_BYTES, 1 << share.bit_length() - 1))
 
@@ -71,12 +68,8 @@ def _inputs_at(replicas: int) -> int:
 class SegmentOwner:
     """A segment in the process that created it (the driver).
 
-    Args:
-        replicas: R.
-        pack_bytes: size of a pack, a multiple of 4096; 0: chosen for R.
-
-    Raises:
-        SegmentUnavailable: too many replicas, not enough memory, or no memfd on this system.
+    `pack_bytes` is a multiple of 4096; 0: chosen for the number of replicas. Raises SegmentUnavailable if there
+    are too many of them, not enough memory, or no memfd on this system.
     """
 
     def __init__(self, replicas: int, *, pack_bytes: int = 0) -> None:
@@ -103,7 +96,6 @@ class SegmentOwner:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the segment."""
         return self._size
 
     @property
@@ -129,23 +121,15 @@ class SegmentOwner:
 
 
 class GangSegment:
-    """A segment mapped by a member; made by `attach`.
-
-    Attributes:
-        group: name of the group, equal in all members.
-        replicas: R.
-        pack_bytes: size of a pack.
-        words: header and blocks, as 64-bit words.
-        address: start of the mapping in this process.
-    """
+    """A segment mapped by a member; made by `attach`."""
 
     def __init__(self, memory: mmap.mmap, token: bytes, replicas: int, pack_bytes: int) -> None:
         self._memory: mmap.mmap | None = memory
-        self.group = token.hex()
+        self.group = token.hex()  # equal in all members
         self.replicas = replicas
         self.pack_bytes = pack_bytes
         inputs_at = _inputs_at(replicas)
-        self.words = memoryview(memory)[:inputs_at].cast("Q")
+        self.words = memoryview(memory)[:inputs_at].cast("Q")  # header and blocks
         self.address = _address(memory)
         self._packs: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, offset=inputs_at)
         self.views: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
@@ -173,14 +157,7 @@ class GangSegment:
 
 
 def attach(where: str) -> GangSegment:
-    """Map a segment.
-
-    Args:
-        where: `SegmentOwner.where`.
-
-    Raises:
-        SegmentUnavailable: the segment does not exist (any more), or the file is another one.
-    """
+    """Map the segment at `SegmentOwner.where`, or raise SegmentUnavailable if it is another one or gone."""
     try:
         pid, descriptor, size, token = where.split(":")
         path = f"/proc/{int(pid)}/fd/{int(descriptor)}"
@@ -228,11 +205,7 @@ class GangSegments:
         self._segments: OrderedDict[str, GangSegment] = OrderedDict()
 
     def get(self, where: str) -> GangSegment:
-        """Return a segment; map it on first use.
-
-        Raises:
-            SegmentUnavailable: see `attach`.
-        """
+        """Return a segment, mapped at its first use."""
         segment = self._segments.get(where)
         if segment is None:
             segment = self._segments[where] = attach(where)
@@ -242,7 +215,6 @@ class GangSegments:
         return segment
 
     def close(self) -> None:
-        """Unmap all."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()

@@ -22,8 +22,7 @@ class _Thread:
         self.thread.start()
 
     def submit(self, job: Callable[[], None] | None) -> None:
-        """Start a job; None ends the thread."""
-        self._job = job
+        self._job = job  # None ends the thread
         self._has_job.release()
 
     def _work(self) -> None:
@@ -48,11 +47,7 @@ class ReplicaThreadPool:
         self._is_closed = False
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run a job, which must not raise, in an idle or new thread.
-
-        Raises:
-            RuntimeError: the pool is closed, or the system has no more threads.
-        """
+        """Run a job, which must not raise, in an idle or new thread; RuntimeError if there can be none."""
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the thread pool is closed")
@@ -76,8 +71,7 @@ class ReplicaThreadPool:
             if self._is_closed:
                 return
             self._is_closed = True
-            idle = self._idle
-            self._idle = []
+            idle, self._idle = self._idle, []
         for thread in idle:
             thread.submit(None)
         for thread in self._all:
