@@ -56,8 +56,6 @@ class StallPolicy(Struct, frozen=True):
 
 
 class Exchanged(Struct, frozen=True):
-    """Words and frames of all members in one exchange."""
-
     words: Sequence[bytes | MemberEnded]
     frames: Sequence[Sequence[Frame]] | None
     """Those of each member (none if it ended), not modified afterwards; None unless `agree(words)`."""

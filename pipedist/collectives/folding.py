@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,42 +68,6 @@ def quietly(function: Callable[..., T], *arguments: Any) -> T:
     return context.run(function, *arguments)
 
 
-class Kernel(Protocol):
-    """Fold vectors of one dtype with one operator."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    @property
-    def result(self) -> np.dtype[Any]: ...  # the dtype of the result
-
-    def fold(self, parts: Sequence[Vector], out: Vector) -> None:
-        """Fold `parts`, one per replica, in order, into `out`, which is none of them; call it with `quietly`.
-
-        If an integer does not fit, raise OverflowError; the contents of `out` are undefined then.
-        """
-        ...
-
-
-@lru_cache(maxsize=256)
-def kernel_for(op: ReduceOp, dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel of an operator and a native dtype, or raise TypeError."""
-    if dtype in (np.float32, np.float64):
-        return _FloatKernel(op, dtype)
-    return _PartialsKernel(op, dtype)
-
-
-def fold_blocks(kernel: Kernel, parts: Sequence[Vector], out: Vector) -> None:
-    """Fold vectors of any length in blocks of `BLOCK_BYTES`; see `Kernel.fold`."""
-    elements = BLOCK_BYTES // max(kernel.dtype.itemsize, kernel.result.itemsize)
-    if out.size <= elements:
-        kernel.fold(parts, out)
-        return
-    for start in range(0, out.size, elements):
-        block = slice(start, start + elements)
-        kernel.fold([part[block] for part in parts], out[block])
-
-
 class _FloatKernel:
     """Kernel of float32 and float64: folds in the same dtype, in place."""
 
@@ -115,6 +79,7 @@ class _FloatKernel:
         self._is_mean = op is ReduceOp.MEAN
 
     def fold(self, parts: Sequence[Vector], out: Vector) -> None:
+        """Fold `parts`, one per replica, in order, into `out`, which is none of them; call it with `quietly`."""
         count = len(parts)
         if count == 2:
             self._ufunc(parts[0], parts[1], out=out)
@@ -157,6 +122,7 @@ class _PartialsKernel:
         self.result: np.dtype[Any] = partials.finish_leaf(op, one).dtype
 
     def fold(self, parts: Sequence[Vector], out: Vector) -> None:
+        """As `_FloatKernel.fold`; if an integer does not fit, raise OverflowError, and leave `out` undefined."""
         tree: FoldTree[list[Any]] = FoldTree(self._join)
         for replica, part in enumerate(parts):
             tree.push(replica, partials.leaf_partial(self._op, None, part))
@@ -166,6 +132,29 @@ class _PartialsKernel:
 
     def _join(self, a: list[Any], b: list[Any]) -> list[Any]:
         return partials.join_leaf(self._op, a, b)
+
+
+Kernel: TypeAlias = _FloatKernel | _PartialsKernel
+"""Folds vectors of one dtype with one operator."""
+
+
+@lru_cache(maxsize=256)
+def kernel_for(op: ReduceOp, dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel of an operator and a native dtype, or raise TypeError."""
+    if dtype in (np.float32, np.float64):
+        return _FloatKernel(op, dtype)
+    return _PartialsKernel(op, dtype)
+
+
+def fold_blocks(kernel: Kernel, parts: Sequence[Vector], out: Vector) -> None:
+    """Fold vectors of any length in blocks of `BLOCK_BYTES`; see `_FloatKernel.fold`."""
+    elements = BLOCK_BYTES // max(kernel.dtype.itemsize, kernel.result.itemsize)
+    if out.size <= elements:
+        kernel.fold(parts, out)
+        return
+    for start in range(0, out.size, elements):
+        block = slice(start, start + elements)
+        kernel.fold([part[block] for part in parts], out[block])
 
 
 RECYCLED_BYTES_MIN: Final = 1 << 20
@@ -227,8 +216,6 @@ def empty(shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class DtypeGroup:
-    """The leaves of one dtype, concatenated."""
-
     kernel: Kernel
     leaves: tuple[int, ...]  # their indices in the tree
     bounds: tuple[int, ...]  # start of each leaf in the vector, and the end of the last one
@@ -239,7 +226,6 @@ class DtypeGroup:
 
     @property
     def itemsize(self) -> int:
-        """The larger size of an element, of the operands and the result."""
         return max(self.kernel.dtype.itemsize, self.kernel.result.itemsize)
 
 
@@ -255,7 +241,6 @@ class LeafLayout:
     def of(
         cls, op: ReduceOp, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]
     ) -> LeafLayout:
-        """Return the layout for folding leaves, or raise TypeError."""
         by_dtype: dict[np.dtype[Any], list[int]] = {}
         for leaf, dtype in enumerate(dtypes):
             by_dtype.setdefault(dtype, []).append(leaf)
@@ -296,8 +281,6 @@ class LeafLayout:
 
 @dataclass(slots=True)
 class Pack:
-    """One member's side of one all_reduce."""
-
     layout: LeafLayout
     inputs: list[list[Vector]]  # for each local replica, in order
     outputs: list[Vector]  # receive the result

@@ -22,6 +22,7 @@ import enum
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from pipedist.collectives.channel import Channel, GangAborted, StallPolicy
@@ -54,8 +55,6 @@ class ReplicaState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class LocalReplica:
-    """A replica of this process."""
-
     number: int
     state: ReplicaState = ReplicaState.NEW
     turn: threading.Lock = field(default_factory=threading.Lock)
@@ -153,21 +152,16 @@ class LocalGang:
             return [self._run_alone(calls[0])]
         outcomes: list[Any] = [None] * len(calls)
 
-        def body(place: int) -> Callable[[], None]:
-            context = contextvars.copy_context()
+        def run_replica(place: int, context: contextvars.Context) -> None:
+            failed = True
+            try:
+                outcomes[place] = context.run(calls[place])
+                failed = False
+            except BaseException as error:  # an outcome; the caller of `run` decides
+                outcomes[place] = error
+            self._end(self._states[place], failed=failed)
 
-            def run_replica() -> None:
-                failed = True
-                try:
-                    outcomes[place] = context.run(calls[place])
-                    failed = False
-                except BaseException as error:  # an outcome; the caller of `run` decides
-                    outcomes[place] = error
-                self._end(self._states[place], failed=failed)
-
-            return run_replica
-
-        self._bodies = [body(place) for place in range(len(calls))]
+        self._bodies = [partial(run_replica, n, contextvars.copy_context()) for n in range(len(calls))]
         own_threads = None
         if self._threads is None:
             own_threads = self._threads = ReplicaThreadPool()
@@ -364,7 +358,6 @@ class LocalGang:
         return self._is_executing or any(r.state is ReplicaState.RUNNING for r in self._states)
 
     def _is_complete(self) -> bool:
-        """Return whether every replica has called a collective or ended, and at least one waits."""
         states = {replica.state for replica in self._states}
         return ReplicaState.WAITING in states and states <= {ReplicaState.WAITING, ReplicaState.ENDED}
 

@@ -204,7 +204,6 @@ class Member:
     def _all_vectors(
         self, this: _Collective, layout: LeafLayout, inputs: list[list[Vector]], word: bytes
     ) -> list[list[Vector]]:
-        """Return the vectors of all replicas."""
         if self._channel is None:
             return inputs
         frames = [vector.view(np.uint8).data for vectors in inputs for vector in vectors]

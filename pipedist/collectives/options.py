@@ -37,9 +37,8 @@ class Implementation(enum.StrEnum):
             return cls(name.lower())
         except (AttributeError, ValueError):
             names = ", ".join(repr(str(member)) for member in cls)
-            raise ValueError(
-                f"unknown implementation of collectives {name!r}; expected one of {names}"
-            ) from None
+            text = f"unknown implementation of collectives {name!r}; expected one of {names}"
+            raise ValueError(text) from None
 
 
 @dataclass(frozen=True, slots=True)

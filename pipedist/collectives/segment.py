@@ -77,7 +77,7 @@ class SegmentOwner:
             raise SegmentUnavailable(f"{replicas} replicas share no memory, at most {_REPLICAS_MAX} can")
         pack_bytes = pack_bytes or pack_bytes_for(replicas)
         self._replicas = replicas
-        self._size = _inputs_at(replicas) + 2 * (replicas + 1) * pack_bytes
+        self.size_bytes = _inputs_at(replicas) + 2 * (replicas + 1) * pack_bytes
         self._token = secrets.token_bytes(16)
         try:
             self._descriptor = os.memfd_create("pipedist-gang", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -85,23 +85,19 @@ class SegmentOwner:
             raise SegmentUnavailable(f"no shared memory for a gang: {error}") from None
         try:
             # Allocate all pages now: if memory runs out later, a member would be killed at its first write.
-            os.posix_fallocate(self._descriptor, 0, self._size)
-            self._memory = mmap.mmap(self._descriptor, self._size)
+            os.posix_fallocate(self._descriptor, 0, self.size_bytes)
+            self._memory = mmap.mmap(self._descriptor, self.size_bytes)
             fcntl.fcntl(self._descriptor, _F_ADD_SEALS, _SEALS)
         except OSError as error:
             os.close(self._descriptor)
-            raise SegmentUnavailable(f"no {self._size} bytes of shared memory: {error}") from None
-        _HEADER.pack_into(self._memory, 0, _MAGIC, self._token, self._size, replicas, pack_bytes)
+            raise SegmentUnavailable(f"no {self.size_bytes} bytes of shared memory: {error}") from None
+        _HEADER.pack_into(self._memory, 0, _MAGIC, self._token, self.size_bytes, replicas, pack_bytes)
         self._abort_word = memoryview(self._memory)[ABORT_AT : ABORT_AT + 8].cast("Q")
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size
 
     @property
     def where(self) -> str:
         """Address of the segment for `attach`, sent as `AssignGang.segment`."""
-        return f"{os.getpid()}:{self._descriptor}:{self._size}:{self._token.hex()}"
+        return f"{os.getpid()}:{self._descriptor}:{self.size_bytes}:{self._token.hex()}"
 
     def abort(self, serial: int) -> None:
         """Abort all attempts up to this serial: wake waiting members; others notice soon."""
@@ -205,7 +201,6 @@ class GangSegments:
         self._segments: OrderedDict[str, GangSegment] = OrderedDict()
 
     def get(self, where: str) -> GangSegment:
-        """Return a segment, mapped at its first use."""
         segment = self._segments.get(where)
         if segment is None:
             segment = self._segments[where] = attach(where)

@@ -57,24 +57,13 @@ class SharedChannel:
     def __init__(self, segment: GangSegment, *, serial: int, member: int, spans: Sequence[range]) -> None:
         if segment.replicas != spans[-1].stop or not 0 < serial < 1 << 32:
             raise ValueError(f"attempt {serial} of {spans} in a segment for {segment.replicas} replicas")
+        self.members, self.member, self.group = len(spans), member, segment.group
         self._segment = segment
         self._words = segment.words
         self._spans = spans
         self._start = spans[member].start
         self._small_bytes = min(SMALL_BYTES // segment.replicas, segment.pack_bytes // 2)
         self._steps = Steps(segment, serial=serial, member=member, members=len(spans))
-
-    @property
-    def members(self) -> int:
-        return len(self._spans)
-
-    @property
-    def member(self) -> int:
-        return self._steps.member
-
-    @property
-    def group(self) -> str:
-        return self._segment.group
 
     def ended(self, *, returned: bool) -> None:
         self._steps.end(returned=returned)
@@ -253,7 +242,6 @@ class _Piece:
         self._span = self.spans[member]
 
     def write(self, parity: int) -> None:
-        """Write this member's inputs to shared memory."""
         lo, hi = self._lo, self._hi
         for replica, vector in zip(self._span, self.inputs, strict=True):
             target = self._view(self.segment.input(parity, replica), vector.dtype)
@@ -299,7 +287,6 @@ class _Outgoing:
         self.size_bytes = self.rest_bytes = sum(part.size for part in self._parts)
 
     def write(self, packs: NDArray[np.uint8]) -> None:
-        """Write as much as fits into `packs`."""
         at = 0
         while self._parts and at < packs.size:
             part = self._parts[0]
@@ -314,8 +301,6 @@ class _Outgoing:
 
 
 class _Incoming:
-    """The stream of another member."""
-
     def __init__(self, size_bytes: int, frames: int) -> None:
         self._stream = np.empty(size_bytes, np.uint8)
         self._at = 0

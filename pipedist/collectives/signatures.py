@@ -49,8 +49,6 @@ class Signature:
 
 @dataclass(slots=True)
 class CheckedCall:
-    """One replica's call, checked."""
-
     request: CollectiveRequest
     signature: Signature
     options: CommunicationOptions  # the effective ones
@@ -84,7 +82,6 @@ def detach(call: CheckedCall, replica: int) -> None:
 
 
 def copy_arrays(tree: Tree) -> Tree:
-    """Return a tree with copies of its arrays."""
     return trees.tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
 
 
@@ -120,10 +117,8 @@ def _check_reduce(request: CollectiveRequest, options: CommunicationOptions, rep
     else:
         found, treedef = trees.flatten(tree)
         if not found:
-            raise ValueError(
-                f"all_reduce of a tree without leaves, {tree!r}: there is nothing to reduce; "
-                "give it arrays or numbers"
-            )
+            problem = f"all_reduce of a tree without leaves, {tree!r}: there is nothing to reduce"
+            raise ValueError(f"{problem}; give it arrays or numbers")
         leaves = [_number(leaf, op, treedef, index) for index, leaf in enumerate(found)]
         spec = tuple((leaf.dtype, leaf.shape) for leaf in leaves)
         key = (op._value_, treedef, spec, options.key, request.label)
@@ -142,10 +137,8 @@ def _check_gather(request: CollectiveRequest, options: CommunicationOptions, rep
     axis = request.axis = axis_of(request.axis)
     found, treedef = trees.flatten(request.tree)
     if not found:
-        raise ValueError(
-            f"all_gather of a tree without leaves, {request.tree!r}: there is nothing to gather; "
-            "give it arrays"
-        )
+        problem = f"all_gather of a tree without leaves, {request.tree!r}: there is nothing to gather"
+        raise ValueError(f"{problem}; give it arrays")
     leaves, spec = [], []
     for index, leaf in enumerate(found):
         try:

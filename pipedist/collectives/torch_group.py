@@ -59,8 +59,6 @@ def tensors_of(
 
 @dataclass(eq=False)
 class TorchGroup:
-    """A process group of torch.distributed among the members of a gang."""
-
     identity: str  # equal in all members
     _group: Any  # torch's process group; None for one member
     _members: int

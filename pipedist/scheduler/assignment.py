@@ -62,7 +62,6 @@ class Assigner:
         return not any(pass_.has_assignable_calls for pass_ in self._waiting.values())
 
     def assign_second_attempt(self, pass_: Pass, lease: Lease, worker: Worker) -> Lease:
-        """Assign the unreported calls of a lease to an idle worker too."""
         twin = self._grant(worker, pass_, Todo(lease.next, lease.hi, lease.attempt), twin=lease.id)
         twin.twin, lease.twin = lease, twin
         twin.second_attempts = lease.second_attempts = lease.second_attempts + 1

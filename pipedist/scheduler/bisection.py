@@ -68,7 +68,6 @@ class Bisection:
 
     @property
     def is_over(self) -> bool:
-        """True if no subset is pending."""
         return self.is_given_up or not self.trying
 
     @property
@@ -102,30 +101,43 @@ class Death(Struct, frozen=True):
     quarantine: bool = False
 
 
-def most_likely_death(named: list[Death], death: Death) -> Death:
-    """Return the most frequent of a call's deaths with a known stage, else the latest one; add it to them.
+@dataclass(slots=True, eq=False, kw_only=True)
+class CallHistory:
+    """The failed attempts of a call, or of some of its elements; other calls have none."""
 
-    A worker may also be killed from outside while it runs a call that kills; if it died with its fork
-    server, the stage is unknown. The outcome must not depend on the order of deaths.
-    """
-    if death.stage:
-        named.append(death)
-    return max(named, key=named.count, default=death)
+    raised: Counter[str] = field(default_factory=Counter)  # attempts, by stage
+    deaths: int = 0  # of workers that executed it
+    before: int = 0  # number of attempts before its culprits were skipped
+    _named: list[Death] = field(default_factory=list)  # deaths with a known stage
+
+    @property
+    def tried(self) -> int:
+        return self.before + self.raised.total() + self.deaths
+
+    def charge(self, death: Death) -> Death:
+        """Add a death, and return the most frequent one with a known stage, else this one.
+
+        A worker may also be killed from outside while it runs a call that kills; if it died with its fork
+        server, the stage is unknown. The outcome must not depend on the order of deaths.
+        """
+        self.deaths += 1
+        if death.stage:
+            self._named.append(death)
+        return max(self._named, key=self._named.count, default=death)
+
+    def begin_again(self) -> None:
+        """Forget the failures, but not their number: the call is executed without its culprits."""
+        self.before, self.deaths = self.tried, 0
+        self.raised.clear()
+        self._named.clear()
 
 
 @dataclass(slots=True, eq=False)
-class Probe:
+class Probe(CallHistory):
     """A subset of a call's elements that is executed by itself; its result does not count."""
 
     call: int
     span: Span
-    raised: Counter[str] = field(default_factory=Counter)  # attempts, by stage
-    deaths: int = 0  # of workers that executed it
-    named: list[Death] = field(default_factory=list)  # those with a known stage
-
-    @property
-    def tried(self) -> int:
-        return self.raised.total() + self.deaths
 
     @property
     def is_single(self) -> bool:
@@ -134,16 +146,12 @@ class Probe:
 
 @dataclass(slots=True, eq=False)
 class CulpritSearch:
-    """The search for the culprits of a call that failed permanently."""
-
     cause: Cause
     bisection: Bisection | None = None  # None until the number of elements is known
 
 
 @dataclass(slots=True, eq=False)
 class CulpritSearches:
-    """The searches of one pass."""
-
     calls: dict[int, CulpritSearch] = field(default_factory=dict)
     waiting: list[Probe] = field(default_factory=list)  # for a worker, the lowest call first
     cleared: dict[int, CulpritSearch] = field(default_factory=dict)

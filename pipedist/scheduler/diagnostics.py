@@ -54,8 +54,6 @@ class Wait(Struct, frozen=True):
 
 
 class Explanation(Struct, frozen=True):
-    """What all calls wait for."""
-
     silent_s: float  # seconds since the last progress
     waits: tuple[Wait, ...]  # waits by pass, those of the best priority first
     # ready, busy: number of workers that may get calls, and of those that have some
@@ -68,7 +66,6 @@ class Explanation(Struct, frozen=True):
 def explain(
     passes: Mapping[int, Pass], members: Membership, limits: SchedulerLimits, moved_at: float, now: float
 ) -> Explanation:
-    """Explain what all calls wait for; the last progress was at `moved_at`."""
     held: dict[int, list[Lease]] = {id_: [] for id_ in passes}
     for lease in members.leases.values():
         held[lease.pass_id].append(lease)
@@ -90,7 +87,6 @@ def explain(
 
 
 def _few(waits: Iterable[Wait]) -> Iterator[Wait]:
-    """Yield the first waits, and one for all others."""
     every = list(waits)
     yield from every[:WAITS_MAX]
     if rest := every[WAITS_MAX:]:
@@ -193,8 +189,6 @@ def _of_valve(pass_: Pass, limits: SchedulerLimits, workers: int) -> Iterator[Wa
         text = f"step {pass_.offered} is not available"
         yield Wait(pass_.id, Reason.DATA, end, max(pass_.requested, pass_.offered + 1) * replicas, text=text)
     elif pass_.offered > pass_.visible and pass_.steps_wanted(limits, workers) == 0:
-        text = (
-            f"{pass_.offered - pass_.visible} steps are in flight and {shown} not consumed: no more are requested "
-            f"before step {pass_.visible} is complete"
-        )
+        flow = f"{pass_.offered - pass_.visible} steps are in flight and {shown} not consumed"
+        text = f"{flow}: no more are requested before step {pass_.visible} is complete"
         yield Wait(pass_.id, Reason.EARLIER_STEP, end, end, text=text)

@@ -53,7 +53,6 @@ def _check_all(passes: Mapping[int, Pass], members: Membership, waiting: Mapping
 
 
 def _check_twins(lease: Lease, twin: Lease, members: Membership) -> Iterator[str]:
-    """Check that twins have the same calls, on different workers."""
     if twin.twin is not lease or members.leases.get(twin.id) is not twin or twin.worker == lease.worker:
         yield f"lease {lease.id} has a twin, {twin.id}, that is none"
     calls = [(x.pass_id, x.next, x.hi, x.attempt) for x in (lease, twin)]
@@ -172,7 +171,6 @@ def _check_calls(pass_: Pass, held: list[Lease]) -> Iterator[str]:
 
 
 def _check_apart(pass_: Pass, held: list[Lease]) -> Iterator[str]:
-    """Check the calls that back off or are searched."""
     searches = pass_.searches
     backing_off = [x for x in pass_.backing_off if isinstance(x, Todo)]
     if pass_.histories or backing_off:

@@ -111,7 +111,6 @@ class GangAttempt:
 
     @property
     def took_s(self) -> float:
-        """Duration of the gang: that of its slowest member, in seconds."""
         return max(0, max(self.busy_ns.values(), default=0)) / 1e9
 
     @property

@@ -127,13 +127,12 @@ class Scheduler:
 
     def deadline(self) -> float | None:
         """Return the time at which to send a Tick if no other event occurs, or None."""
-        first = next(iter(self._members.supervised.values()), None)
-        unheard_at = None if first is None else self._silent_at(first)
-        if not self._backing_off and not self._members.watched:
-            return unheard_at
         due = [pass_.backing_off.due for pass_ in self._backing_off.values()]
-        slow_at = self._outcomes.speculation.due
-        return min((at for at in (unheard_at, slow_at, *due) if at is not None), default=None)
+        if self._members.watched:
+            due.append(self._outcomes.speculation.due)
+        if (first := next(iter(self._members.supervised.values()), None)) is not None:
+            due.append(self._silent_at(first))
+        return min((at for at in due if at is not None), default=None)
 
     def why(self, now: float) -> Explanation:
         from pipedist.scheduler.diagnostics import explain  # rarely needed
@@ -191,17 +190,11 @@ class Scheduler:
         if worker.state is WorkerState.STARTING:
             self._failed_starts += 1
             if self._failed_starts >= self._limits.failed_starts_max:
-                self._out.append(
-                    cmd.ClusterFailed(
-                        f"{self._failed_starts} workers in a row died before they joined, "
-                        f"the last one with {event.cause}"
-                    )
-                )
+                dead = f"{self._failed_starts} workers in a row died before they joined"
+                self._out.append(cmd.ClusterFailed(f"{dead}, the last one with {event.cause}"))
                 return
         death = Death(event.cause, event.stage, event.timed_out, event.retries, event.quarantine)
-        self._lose(
-            worker, event.cause, graceful=event.graceful, replace=True, running=event.running, death=death
-        )
+        self._lose(worker, death, graceful=event.graceful, running=event.running)
 
     def _on_tick(self, _event: ev.Tick) -> None:
         silent = takewhile(lambda w: self._silent_at(w) <= self._now, self._members.supervised.values())
@@ -210,19 +203,17 @@ class Scheduler:
 
     def _evict(self, worker: Worker, cause: str, *, replace: bool = True) -> None:
         self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, cause))
-        self._lose(worker, cause, graceful=False, replace=replace)
+        self._lose(worker, Death(cause), replace=replace)
 
     def _lose(
         self,
         worker: Worker,
-        cause: str,
+        death: Death,
         *,
-        graceful: bool,
-        replace: bool,
+        graceful: bool = False,
+        replace: bool = True,
         running: tuple[int, int] | None = None,
-        death: Death | None = None,
     ) -> None:
-        death = death or Death(cause)
         known = not graceful and not worker.unsure
         for place, lease in enumerate(self._members.dismiss(worker)):
             blamed = lease.next if known and place == 0 else None
@@ -321,13 +312,11 @@ class Scheduler:
             worker.unsure = False
             return lease
         due = self._members.leases[worker.leases[0]]
-        cause = (
-            f"it reported calls [{lo}, {hi}) of lease {lease_id}, "
-            f"expected [{due.next}, {due.hi}) of lease {due.id}"
-        )
+        expected = f"[{due.next}, {due.hi}) of lease {due.id}"
+        cause = f"it reported calls [{lo}, {hi}) of lease {lease_id}, expected {expected}"
         self._out.append(cmd.DropResults(name, lease_id))
         self._out.append(cmd.EvictWorker(name, incarnation, cause))
-        self._lose(worker, f"it broke the protocol: {cause}", graceful=False, replace=True)
+        self._lose(worker, Death(f"it broke the protocol: {cause}"))
         return None
 
     def _on_calls_done(self, event: ev.CallsDone) -> None:

@@ -56,7 +56,6 @@ class Membership:
         return found.incarnation > incarnation or found.state is WorkerState.GONE
 
     def ready_for(self, gpus: float) -> int:
-        """Return the number of READY workers that own at least `gpus` GPUs."""
         if not gpus:
             return self.ready
         return sum(room.ready for owned, room in self.capacity_classes.items() if owned >= gpus)
@@ -139,7 +138,6 @@ class Membership:
             self._begun(lease)
 
     def revoke(self, lease: Lease) -> None:
-        """Remove a lease; results for it no longer count."""
         del self.leases[lease.id]
         self._over(lease)
         worker = self.workers[lease.worker]
@@ -150,7 +148,6 @@ class Membership:
         self._sort(worker)
 
     def cancel(self, lease: Lease) -> None:
-        """Cancel a lease that its worker may be running."""
         worker = self.workers[lease.worker]
         worker.unsure = worker.unsure or worker.leases[0] == lease.id
         self.revoke(lease)

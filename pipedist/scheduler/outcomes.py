@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.assignment import Assigner
-from pipedist.scheduler.bisection import Death, Probe, most_likely_death
+from pipedist.scheduler.bisection import CallHistory, Death, Probe
 from pipedist.scheduler.leases import GangAttempt, Lease, RaisedCall
 from pipedist.scheduler.membership import Membership
-from pipedist.scheduler.passes import CallHistory, Pass
+from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.quarantine import Quarantine
 from pipedist.scheduler.queues import Todo, backoff_after_s
 from pipedist.scheduler.settings import SchedulerLimits
@@ -104,7 +104,6 @@ class Outcomes:
         self.report_drained(pass_)
 
     def not_sent(self, lease: Lease) -> None:
-        """Fail the calls of a lease that could not be sent."""
         pass_, gang = self._passes[lease.pass_id], lease.gang
         calls = [RaisedCall(call, lease.worker) for call in range(lease.lo, lease.hi)]
         if gang is not None:
@@ -169,7 +168,6 @@ class Outcomes:
                 self._members.suspend(workers[lease.worker], lease.id)
 
     def break_up(self, pass_: Pass, gang: GangAttempt) -> None:
-        """End a gang before all of its calls were reported."""
         gang.become("broken up")
         pass_.dismiss(gang)
         for lease in gang.leases:
@@ -208,8 +206,7 @@ class Outcomes:
             self._retry_or_fail(pass_, lo, hi, (_timed_out(call, worker, death),))
             return
         history = pass_.histories.setdefault(lo, CallHistory())
-        history.deaths += 1
-        death = most_likely_death(history.named, death)
+        death = history.charge(death)
         if history.deaths < self._limits.deaths_max:
             pass_.wait(lo, hi, history.tried)
         else:
@@ -229,8 +226,7 @@ class Outcomes:
         if death.timed_out:
             self._retry_or_fail_probe(pass_, probe, _timed_out(probe.call, worker, death))
             return
-        probe.deaths += 1
-        death = most_likely_death(probe.named, death)
+        death = probe.charge(death)
         if probe.is_single and probe.deaths < self._limits.deaths_max:
             pass_.wait_probe(probe)
         else:
@@ -316,7 +312,6 @@ class Outcomes:
         return first
 
     def report_drained(self, pass_: Pass) -> None:
-        """Report once that a draining pass has no running calls."""
         if pass_.draining and not pass_.drain_reported and pass_.leased == 0:
             pass_.drain_reported = True
             self._out.append(cmd.PassDrained(pass_.id))
@@ -328,5 +323,4 @@ def _timed_out(call: int, worker: str, death: Death) -> RaisedCall:
 
 
 def _quarantines(pass_: Pass, death: Death) -> bool:
-    """Return whether the culprits of a call under which workers died are quarantined."""
     return death.quarantine if death.stage else pass_.settings.quarantine

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from pipedist.errors import LocalProtocolError
-from pipedist.scheduler.bisection import CulpritSearches, Death, Probe
+from pipedist.scheduler.bisection import CallHistory, CulpritSearches, Probe
 from pipedist.scheduler.commands import Failure
 from pipedist.scheduler.gang_scheduling import GangGroups
 from pipedist.scheduler.leases import GangAttempt
 from pipedist.scheduler.queues import BackoffQueue, RangeSet, Todo, TodoQueue
 from pipedist.scheduler.settings import PassSettings, SchedulerLimits
 from pipedist.scheduler.transitions import PASS_TRANSITIONS, PassEvent, PassState, next_state
-
-
-@dataclass(slots=True)
-class CallHistory:
-    """The history of a call that failed at least once; other calls have none."""
-
-    raised: Counter[str] = field(default_factory=Counter)  # attempts, by stage
-    deaths: int = 0  # of workers that executed it
-    named: list[Death] = field(default_factory=list)  # those with a known stage
-    before: int = 0  # number of attempts before its culprits were skipped
-
-    @property
-    def tried(self) -> int:
-        return self.before + self.raised.total() + self.deaths
 
 
 @dataclass(slots=True)
@@ -86,7 +71,6 @@ class Pass:
         return not self.draining and (self.todo.calls > 0 or bool(self.searches.waiting))
 
     def is_short(self, limits: SchedulerLimits) -> bool:
-        """Return whether its calls are short enough to be assigned in advance."""
         return self.call_s is not None and self.call_s < limits.prefetch_below_s
 
     def offer(self, first: int, last: int, parts: int, size: int, holes: Sequence[int] = ()) -> None:
@@ -96,10 +80,9 @@ class Pass:
             raise LocalProtocolError(f"pass {self.id}: steps arrived after its end")
         parts_min, least = (replicas, "") if self.settings.gang else (0, "at most ")
         if first != self.offered or last < first or not parts_min <= parts <= replicas:
-            raise LocalProtocolError(
-                f"pass {self.id}: steps [{first}, {last}) of {parts} calls arrived, "
-                f"expected them to begin at {self.offered} with {least}{replicas} calls"
-            )
+            expected = f"them to begin at {self.offered} with {least}{replicas} calls"
+            arrived = f"steps [{first}, {last}) of {parts} calls arrived"
+            raise LocalProtocolError(f"pass {self.id}: {arrived}, expected {expected}")
         self.offered = last
         self.requested = max(self.requested, last)
         if last == first or not self.needs(first * replicas):
@@ -228,7 +211,6 @@ class Pass:
         return 4 * workers * max(1, min(self._bundle_by_time(limits), self.bundle_max))
 
     def steps_wanted(self, limits: SchedulerLimits, workers: int) -> int:
-        """Return the number of steps to request now."""
         if not self.settings.pulled or self.state is not PassState.OPEN or self.draining:
             return 0
         in_flight = self.requested - self.consumed

@@ -16,17 +16,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipedist.scheduler import commands as cmd
-from pipedist.scheduler.bisection import Bisection, CulpritSearch, Probe, Span
+from pipedist.scheduler.bisection import Bisection, CallHistory, CulpritSearch, Probe, Span
 from pipedist.scheduler.leases import Lease
 from pipedist.scheduler.membership import Membership
-from pipedist.scheduler.passes import CallHistory, Pass
+from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.settings import SchedulerLimits
 
 
 @dataclass(eq=False)
 class Quarantine:
-    """Finds culprits, and quarantines them."""
-
     _limits: SchedulerLimits
     _members: Membership
     _out: list[cmd.Command]
@@ -38,7 +36,6 @@ class Quarantine:
         self._out.append(cmd.SizeCall(pass_.id, call))
 
     def sized(self, pass_: Pass, call: int, elements: int) -> None:
-        """Begin the bisection of a call with this number of elements."""
         search = pass_.searches.calls.get(call)
         if search is None or search.bisection is not None:
             return  # the pass fails at an earlier step
@@ -97,9 +94,7 @@ class Quarantine:
             self._finish(pass_, call, call + 1)
         else:
             history = pass_.histories.setdefault(call, CallHistory())
-            history.before, history.deaths = history.tried, 0
-            history.raised.clear()
-            history.named.clear()
+            history.begin_again()
             pass_.searches.forget(call)
             pass_.searches.cleared[call] = search
             pass_.wait(call, call + 1, history.tried)

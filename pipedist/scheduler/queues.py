@@ -44,7 +44,6 @@ class RangeSet:
         self._his[i:j] = [hi]
 
     def discard(self, lo: int, hi: int) -> None:
-        """Remove [lo, hi); missing members are ignored."""
         if lo >= hi:
             return
         i = bisect_right(self._his, lo)
@@ -140,8 +139,6 @@ def backoff_after_s(raised: int, limits: SchedulerLimits) -> float:
 
 
 class BackoffQueue:
-    """Calls of one pass that back off, each with the time at which it is due."""
-
     __slots__ = ("_heap", "_order")
 
     def __init__(self) -> None:

@@ -8,8 +8,6 @@ from pipedist.errors import LocalProtocolError
 
 
 class SchedulerLimits(Struct, frozen=True):
-    """The limits of a cluster's scheduler."""
-
     bundle_s: float = 0.01  # target amount of work in one lease, so that short calls cost little
     bundle_growth: int = 8  # maximum growth of a lease over the largest completed one
     bundle_calls_max: int = 8192  # calls in one lease

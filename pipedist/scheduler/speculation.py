@@ -41,7 +41,6 @@ class Speculation:
     """Cancels a lease that only waits at its worker, and requeues its calls."""
 
     def begin(self, now: float) -> None:
-        """Start second attempts on idle workers, if no call waits."""
         while self._members.idle and self._assigner.nothing_waits and self._begin_one(now):
             self._assigner.assign()
 

@@ -69,7 +69,6 @@ class Stragglers:
 
     @property
     def leases(self) -> Iterable[Lease]:
-        """All leases, the longest silent one first."""
         return self._running.values()
 
     def begun(self, lease: Lease) -> None:

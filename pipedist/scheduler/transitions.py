@@ -17,8 +17,6 @@ E = TypeVar("E", bound=str)
 
 
 class WorkerState(enum.Enum):
-    """State of a worker slot."""
-
     STARTING = "starting"  # requested, for the first time or after a death; has not sent Hello
     READY = "ready"  # joined; may hold leases
     GONE = "gone"  # lost, and not replaced by the scheduler
@@ -36,8 +34,6 @@ WORKER_TRANSITIONS: Mapping[tuple[WorkerState, WorkerEvent], WorkerState] = {
 
 
 class PassState(enum.Enum):
-    """State of a pass."""
-
     OPEN = "open"  # more steps may become available
     ENDED = "ended"  # all steps are available
     FAILING = "failing"  # a call failed permanently: earlier steps finish, later ones do not start
@@ -60,8 +56,6 @@ PASS_TRANSITIONS: Mapping[tuple[PassState, PassEvent], PassState] = {
 
 
 class GangState(enum.Enum):
-    """State of one attempt of a gang."""
-
     RUNNING = "running"  # its calls are leased; none has raised
     ENDING = "ending"
     """A call raised; the others finish first, so that the reported error does not depend on timing."""

@@ -181,9 +181,9 @@ def lost_calls_wait_beyond_the_failed_step(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def replacement_has_the_old_incarnation(patch: pytest.MonkeyPatch) -> None:
     def lose(
-        original: Any, self: Scheduler, worker: Worker, cause: str, *, replace: bool, **how: Any
+        original: Any, self: Scheduler, worker: Worker, death: Death, *, replace: bool = True, **how: Any
     ) -> None:
-        original(self, worker, cause, replace=False, **how)
+        original(self, worker, death, replace=False, **how)
         if worker.managed and replace:
             self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
 
@@ -453,7 +453,7 @@ def any_worker_may_report_a_stalled_gang(patch: pytest.MonkeyPatch) -> None:
                 for member in event.members:
                     worker = self._members.workers[lease.gang.leases[member].worker]
                     self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, ""))
-                    self._lose(worker, "", graceful=False, replace=True)
+                    self._lose(worker, Death(""))
 
     patch.setitem(_handlers(), ev.GangStalled, stalled)
 
