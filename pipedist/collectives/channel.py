@@ -108,13 +108,8 @@ class FoldingChannel(Channel, Protocol):
     ) -> Sequence[bytes | MemberEnded] | None:
         """Perform exchange `number` for an all_reduce: fold `pack`'s inputs into its outputs.
 
-        It is compatible with `exchange` in members that call another collective: words are compared first.
-
-        Returns:
-            None if the outputs are complete; else the words of all members, which do not agree.
-
-        Raises:
-            GangAborted: the attempt is over.
-            OverflowError: an integer result does not fit (raised in all members).
+        It is compatible with `exchange` in members that call another collective: words are compared first. Returns
+        None if the outputs are complete; else the words of all members, which do not agree. Raises GangAborted, or
+        OverflowError in all members if an integer result does not fit.
         """
         ...

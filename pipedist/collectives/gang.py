@@ -197,10 +197,7 @@ class LocalGang:
         return outcome
 
     def abort(self, reason: str) -> None:
-        """Abort replicas that wait for a collective or call one later. Thread-safe.
-
-        The channel aborts replicas that wait for OTHER members.
-        """
+        """Abort replicas that wait for a local one or call a collective later. Thread-safe."""
         with self._mutex:
             self._abort(reason)
             if not self._is_busy():

@@ -66,10 +66,9 @@ def _inputs_at(replicas: int) -> int:
 
 
 class SegmentOwner:
-    """A segment in the process that created it (the driver).
+    """A segment in the process that created it (the driver), or SegmentUnavailable.
 
-    `pack_bytes` is a multiple of 4096; 0: chosen for the number of replicas. Raises SegmentUnavailable if there
-    are too many of them, not enough memory, or no memfd on this system.
+    `pack_bytes` is a multiple of 4096; 0: chosen for the number of replicas.
     """
 
     def __init__(self, replicas: int, *, pack_bytes: int = 0) -> None:
@@ -117,8 +116,6 @@ class SegmentOwner:
 
 
 class GangSegment:
-    """A segment mapped by a member; made by `attach`."""
-
     def __init__(self, memory: mmap.mmap, token: bytes, replicas: int, pack_bytes: int) -> None:
         self._memory: mmap.mmap | None = memory
         self.group = token.hex()  # equal in all members

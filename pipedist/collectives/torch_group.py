@@ -75,13 +75,8 @@ class TorchGroup:
     ) -> TorchGroup:
         """Return the process group of these members: the one that all have cached, or a new one.
 
-        Args:
-            group: `Channel.group`.
-            member: this member's rank.
-            share: exchanges values among members; called once or twice, equally in all of them.
-
-        Raises:
-            UsageError: torch is not installed, or was built without this implementation.
+        `member` is this one's rank; `share` exchanges values among members, and is called once or twice, equally
+        in all of them. Raises UsageError if torch is not installed, or was built without this implementation.
         """
         dist = _distributed(implementation)
         if members == 1:

@@ -29,11 +29,7 @@ Span = tuple[int, int]  # positions [lo, hi) of elements in a call's shard
 
 
 class Bisection:
-    """The search in one call, which failed as a whole for `cause`, with at most `probes_max` subsets.
-
-    Args:
-        elements: number of elements that can be executed separately.
-    """
+    """The search in one call of separable elements, which failed as a whole for `cause`."""
 
     __slots__ = ("_budget", "culprits", "elements", "trying")
 

@@ -40,8 +40,6 @@ class Reason(enum.StrEnum):
 
 
 class Wait(Struct, frozen=True):
-    """Calls [lo, hi) of a pass wait."""
-
     pass_id: int
     reason: Reason
     lo: int

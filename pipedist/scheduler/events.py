@@ -75,9 +75,9 @@ class StepsEnded(Event, frozen=True):
 
 
 class CallsCached(Event, frozen=True):
-    """A worker has cached results of these calls, of the same pass, for an earlier scheduler.
+    """A worker has cached results of these calls [lo, hi), of the same pass, for an earlier scheduler.
 
-    If the worker has not joined yet, the event counts as soon as it has. `calls` are ranges [lo, hi).
+    If the worker has not joined yet, the event counts as soon as it has.
     """
 
     worker: str
@@ -141,10 +141,7 @@ class CallFailed(Event, frozen=True):
 
 
 class CallSized(Event, frozen=True):
-    """The result of SizeCall: the number of elements of a call that can be tried apart.
-
-    0 if it has none, or they can't be separated.
-    """
+    """The result of SizeCall: how many elements of a call can be tried apart; 0: none, or inseparable."""
 
     pass_id: int
     call: int

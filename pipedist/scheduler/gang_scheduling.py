@@ -18,8 +18,6 @@ from pipedist.scheduler.queues import Todo
 
 
 class GangGroups:
-    """The groups of workers that execute the gangs of one pass."""
-
     __slots__ = ("_busy", "_last")
 
     def __init__(self) -> None:

@@ -23,10 +23,7 @@ class CapacityClass:
 
 
 class Membership:
-    """All workers and all leases.
-
-    Workers with capacity are indexed, so that an assignment costs the same with ten workers or ten thousand.
-    """
+    """All workers and leases, indexed so that an assignment costs the same with any number of workers."""
 
     def __init__(self, prefetch_below_s: float) -> None:
         self.workers: dict[str, Worker] = {}

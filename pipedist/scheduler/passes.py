@@ -26,7 +26,7 @@ class Pass:
     id: int
     settings: PassSettings
     assigner: dict[int, Pass] = field(repr=False)
-    """The scheduler's passes with waiting calls; it registers itself there, and in the next one."""
+    """The scheduler's passes with waiting calls; the pass registers itself there, and in the next one."""
     backing_off_passes: dict[int, Pass] = field(repr=False)
     state: PassState = PassState.OPEN
     draining: bool = False

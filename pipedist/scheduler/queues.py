@@ -100,7 +100,6 @@ class TodoQueue:
             insort(self._items, Todo(lo, hi, attempt))
 
     def take(self, calls_max: int) -> Todo:
-        """Remove and return the lowest range, at most `calls_max` calls of it."""
         first = self._items[0]
         if first.hi - first.lo <= calls_max:
             del self._items[0]

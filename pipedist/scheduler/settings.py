@@ -35,12 +35,10 @@ class SchedulerLimits(Struct, frozen=True):
 
 
 class PassSettings(Struct, frozen=True):
-    """Settings of one pass.
+    """Settings of one pass, or LocalProtocolError if they contradict each other.
+
     An unordered pass is neither `fail_fast` (the first step to fail would depend on the order
     of arrival) nor `pulled` (its steps are not consumed in order), and it ends by being closed.
-
-    Raises:
-        LocalProtocolError: the settings contradict each other.
     """
 
     replicas: int  # R; call number = step * R + replica

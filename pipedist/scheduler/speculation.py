@@ -30,8 +30,6 @@ from pipedist.scheduler.stragglers import Stragglers
 
 @dataclass(eq=False)
 class Speculation:
-    """Starts second attempts, and ends the obsolete one of two."""
-
     _limits: SchedulerLimits
     _members: Membership
     _passes: dict[int, Pass]

@@ -21,8 +21,6 @@ _LOOK_AGAIN = 1.1  # the percentile is recomputed when the number of durations h
 
 
 class Durations:
-    """A histogram of durations, of bounded size."""
-
     __slots__ = ("_counts", "_look_at", "_upper_s", "count")
 
     def __init__(self) -> None:
