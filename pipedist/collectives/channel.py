@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from pipedist.collectives.folding import Pack
 
 WORD_BYTES: Final = 16
-NO_WORD: Final = bytes(WORD_BYTES)
-"""The word of a member whose replicas do not all call one collective."""
+NO_WORD: Final = bytes(WORD_BYTES)  # the word of a member whose replicas do not all call one collective
 
 RETURNED: Final = "returned"
 """Status in a `Relay` message if all replicas of a member returned; any other text is a failure."""
@@ -49,28 +48,17 @@ ENDED: Final = MemberEnded()
 
 
 class StallPolicy(Struct, frozen=True):
-    """How long a member waits for others, and what happens then.
+    """How long a member waits for others, and what happens then."""
 
-    Args:
-        timeout_s: seconds without progress of any missing member.
-        on_stalled: called with the missing members, in order; raises, or returns to continue waiting.
-    """
-
-    timeout_s: float
+    timeout_s: float  # without progress of any missing member
     on_stalled: Callable[[tuple[int, ...]], None]
+    """Called with the missing members, in order; raises, or returns to continue waiting."""
 
 
 class Exchanged(Struct, frozen=True):
-    """Words and frames of all members in one exchange.
-
-    Args:
-        words: for each member, its word or `ENDED`.
-        frames: for each member, itself included, its frames (empty if it ended); None unless
-            `agree(words)`. Received frames are not modified afterwards.
-    """
-
     words: Sequence[bytes | MemberEnded]
     frames: Sequence[Sequence[Frame]] | None
+    """Those of each member (none if it ended), not modified afterwards; None unless `agree(words)`."""
 
 
 def agree(words: Sequence[bytes | MemberEnded]) -> bool:
@@ -83,14 +71,10 @@ class Channel(Protocol):
     """Connection to the other members of ONE attempt of a gang."""
 
     @property
-    def members(self) -> int:
-        """Number of members, at least 2."""
-        ...
+    def members(self) -> int: ...  # at least 2
 
     @property
-    def member(self) -> int:
-        """Index of this member."""
-        ...
+    def member(self) -> int: ...  # index of this one
 
     @property
     def group(self) -> str:
@@ -101,26 +85,14 @@ class Channel(Protocol):
         ...
 
     def exchange(self, number: int, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
-        """Contribute to an exchange, and wait for the other members.
+        """Contribute contiguous frames to an exchange, and wait for the other members, or raise GangAborted.
 
         Called by the thread of the gang that holds the turn, never by two threads at once.
-
-        Args:
-            number: the number of the exchange.
-            word: WORD_BYTES bytes.
-            frames: contiguous; not modified until this returns.
-
-        Raises:
-            GangAborted: the attempt is over.
         """
         ...
 
     def ended(self, *, returned: bool) -> None:
-        """Announce to the others, once and without blocking, that all replicas of this member are done.
-
-        Args:
-            returned: False if one of them failed or was aborted.
-        """
+        """Announce to the others, once and without blocking, that all local replicas returned or one failed."""
         ...
 
     def close(self) -> None:
@@ -136,13 +108,8 @@ class FoldingChannel(Channel, Protocol):
     ) -> Sequence[bytes | MemberEnded] | None:
         """Perform exchange `number` for an all_reduce: fold `pack`'s inputs into its outputs.
 
-        It is compatible with `exchange` in members that call another collective: words are compared first.
-
-        Returns:
-            None if the outputs are complete; else the words of all members, which do not agree.
-
-        Raises:
-            GangAborted: the attempt is over.
-            OverflowError: an integer result does not fit (raised in all members).
+        It is compatible with `exchange` in members that call another collective: words are compared first. Returns
+        None if the outputs are complete; else the words of all members, which do not agree. Raises GangAborted, or
+        OverflowError in all members if an integer result does not fit.
         """
         ...

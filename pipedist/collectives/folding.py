@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import prod
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +31,7 @@ T = TypeVar("T")
 
 _NUMPY_MAJOR: Final = int(np.__version__.partition(".")[0])
 
-Vector = NDArray[Any]
-"""One dimension, contiguous, native byte order."""
+Vector = NDArray[Any]  # one dimension, contiguous, native byte order
 
 BLOCK_BYTES: Final = 256 << 10
 """Block size of `fold_blocks`: operands and result fit into a core's cache."""
@@ -68,53 +68,6 @@ def quietly(function: Callable[..., T], *arguments: Any) -> T:
     return context.run(function, *arguments)
 
 
-class Kernel(Protocol):
-    """Fold vectors of one dtype with one operator."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the operands."""
-        ...
-
-    @property
-    def result(self) -> np.dtype[Any]:
-        """The dtype of the result."""
-        ...
-
-    def fold(self, parts: Sequence[Vector], out: Vector) -> None:
-        """Fold `parts`, one per replica, in order, into `out`, which is none of them.
-
-        Call it with `quietly`.
-
-        Raises:
-            OverflowError: an integer does not fit; the contents of `out` are undefined.
-        """
-        ...
-
-
-@lru_cache(maxsize=256)
-def kernel_for(op: ReduceOp, dtype: np.dtype[Any]) -> Kernel:
-    """Return the kernel of an operator and a native dtype.
-
-    Raises:
-        TypeError: the dtype is not numeric, or is complex for MIN or MAX.
-    """
-    if dtype in (np.float32, np.float64):
-        return _FloatKernel(op, dtype)
-    return _PartialsKernel(op, dtype)
-
-
-def fold_blocks(kernel: Kernel, parts: Sequence[Vector], out: Vector) -> None:
-    """Fold vectors of any length in blocks of `BLOCK_BYTES`; see `Kernel.fold`."""
-    elements = BLOCK_BYTES // max(kernel.dtype.itemsize, kernel.result.itemsize)
-    if out.size <= elements:
-        kernel.fold(parts, out)
-        return
-    for start in range(0, out.size, elements):
-        block = slice(start, start + elements)
-        kernel.fold([part[block] for part in parts], out[block])
-
-
 class _FloatKernel:
     """Kernel of float32 and float64: folds in the same dtype, in place."""
 
@@ -126,6 +79,7 @@ class _FloatKernel:
         self._is_mean = op is ReduceOp.MEAN
 
     def fold(self, parts: Sequence[Vector], out: Vector) -> None:
+        """Fold `parts`, one per replica, in order, into `out`, which is none of them; call it with `quietly`."""
         count = len(parts)
         if count == 2:
             self._ufunc(parts[0], parts[1], out=out)
@@ -168,6 +122,7 @@ class _PartialsKernel:
         self.result: np.dtype[Any] = partials.finish_leaf(op, one).dtype
 
     def fold(self, parts: Sequence[Vector], out: Vector) -> None:
+        """As `_FloatKernel.fold`; if an integer does not fit, raise OverflowError, and leave `out` undefined."""
         tree: FoldTree[list[Any]] = FoldTree(self._join)
         for replica, part in enumerate(parts):
             tree.push(replica, partials.leaf_partial(self._op, None, part))
@@ -177,6 +132,29 @@ class _PartialsKernel:
 
     def _join(self, a: list[Any], b: list[Any]) -> list[Any]:
         return partials.join_leaf(self._op, a, b)
+
+
+Kernel: TypeAlias = _FloatKernel | _PartialsKernel
+"""Folds vectors of one dtype with one operator."""
+
+
+@lru_cache(maxsize=256)
+def kernel_for(op: ReduceOp, dtype: np.dtype[Any]) -> Kernel:
+    """Return the kernel of an operator and a native dtype, or raise TypeError."""
+    if dtype in (np.float32, np.float64):
+        return _FloatKernel(op, dtype)
+    return _PartialsKernel(op, dtype)
+
+
+def fold_blocks(kernel: Kernel, parts: Sequence[Vector], out: Vector) -> None:
+    """Fold vectors of any length in blocks of `BLOCK_BYTES`; see `_FloatKernel.fold`."""
+    elements = BLOCK_BYTES // max(kernel.dtype.itemsize, kernel.result.itemsize)
+    if out.size <= elements:
+        kernel.fold(parts, out)
+        return
+    for start in range(0, out.size, elements):
+        block = slice(start, start + elements)
+        kernel.fold([part[block] for part in parts], out[block])
 
 
 RECYCLED_BYTES_MIN: Final = 1 << 20
@@ -206,12 +184,12 @@ class _ArrayCache:
             array = np.empty(size_bytes, np.uint8)
             if size_bytes <= _KEPT_BYTES_MAX:
                 self._arrays[id(array)] = array
-                while len(self._arrays) > _KEPT_MAX or self._kept_bytes() > _KEPT_BYTES_MAX:
+                while (
+                    len(self._arrays) > _KEPT_MAX
+                    or sum(array.size for array in self._arrays.values()) > _KEPT_BYTES_MAX
+                ):
                     self._arrays.popitem(last=False)
             return array
-
-    def _kept_bytes(self) -> int:
-        return sum(array.size for array in self._arrays.values())
 
     def _references(self, key: int) -> int:
         return sys.getrefcount(self._arrays[key])
@@ -238,60 +216,39 @@ def empty(shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class DtypeGroup:
-    """The leaves of one dtype, concatenated.
-
-    Args:
-        kernel: folds them.
-        leaves: their indices in the tree.
-        bounds: start of each leaf in the vector, and the end of the last one; elements.
-    """
-
     kernel: Kernel
-    leaves: tuple[int, ...]
-    bounds: tuple[int, ...]
+    leaves: tuple[int, ...]  # their indices in the tree
+    bounds: tuple[int, ...]  # start of each leaf in the vector, and the end of the last one
 
     @property
     def elements(self) -> int:
-        """The length of the vector."""
         return self.bounds[-1]
+
+    @property
+    def itemsize(self) -> int:
+        return max(self.kernel.dtype.itemsize, self.kernel.result.itemsize)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafLayout:
-    """How the leaves of a tree are packed into vectors; equal in all replicas that agree.
+    """How the leaves of a tree are packed into vectors; equal in all replicas that agree."""
 
-    Args:
-        groups: ordered by their first leaf.
-        shapes: shapes of the leaves.
-        size_bytes: size of all vectors of one replica, inputs or outputs, the larger of both.
-    """
-
-    groups: tuple[DtypeGroup, ...]
+    groups: tuple[DtypeGroup, ...]  # ordered by their first leaf
     shapes: tuple[tuple[int, ...], ...]
-    size_bytes: int
+    size_bytes: int  # all vectors of one replica, inputs or outputs, the larger of both
 
     @classmethod
     def of(
         cls, op: ReduceOp, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]
     ) -> LeafLayout:
-        """Return the layout for folding leaves.
-
-        Raises:
-            TypeError: a dtype cannot be reduced.
-        """
         by_dtype: dict[np.dtype[Any], list[int]] = {}
         for leaf, dtype in enumerate(dtypes):
             by_dtype.setdefault(dtype, []).append(leaf)
         groups = []
         for dtype, leaves in by_dtype.items():
-            bounds = [0]
-            for leaf in leaves:
-                bounds.append(bounds[-1] + prod(shapes[leaf]))
+            bounds = accumulate((prod(shapes[leaf]) for leaf in leaves), initial=0)
             groups.append(DtypeGroup(kernel_for(op, dtype), tuple(leaves), tuple(bounds)))
-        size_bytes = sum(
-            group.elements * max(group.kernel.dtype.itemsize, group.kernel.result.itemsize)
-            for group in groups
-        )
+        size_bytes = sum(group.elements * group.itemsize for group in groups)
         return cls(tuple(groups), tuple(shapes), size_bytes)
 
     def vectors(self, leaves: Sequence[np.ndarray[Any, Any]]) -> list[Vector]:
@@ -307,7 +264,6 @@ class LeafLayout:
         ]
 
     def outputs(self) -> list[Vector]:
-        """Return memory for the result, uninitialised."""
         return [empty(group.elements, group.kernel.result) for group in self.groups]
 
     def leaves(self, vectors: Sequence[Vector]) -> list[Any]:
@@ -317,7 +273,7 @@ class LeafLayout:
             return [vector if len(shape) == 1 else vector.reshape(shape) if shape else vector[0]]
         leaves: list[Any] = [None] * len(self.shapes)
         for group, vector in zip(self.groups, vectors, strict=True):
-            for leaf, start, stop in zip(group.leaves, group.bounds, group.bounds[1:], strict=False):
+            for leaf, (start, stop) in zip(group.leaves, pairwise(group.bounds), strict=True):
                 shape = self.shapes[leaf]
                 leaves[leaf] = vector[start:stop].reshape(shape) if shape else vector[start]
         return leaves
@@ -325,16 +281,7 @@ class LeafLayout:
 
 @dataclass(slots=True)
 class Pack:
-    """One member's side of one all_reduce.
-
-    Args:
-        layout: of all replicas' trees.
-        inputs: vectors of each of the member's replicas, in order.
-        outputs: receive the result; see `LeafLayout.outputs`.
-        pack_bytes: maximum size of one piece of a transfer; 0: the channel chooses.
-    """
-
     layout: LeafLayout
-    inputs: list[list[Vector]]
-    outputs: list[Vector]
-    pack_bytes: int = 0
+    inputs: list[list[Vector]]  # for each local replica, in order
+    outputs: list[Vector]  # receive the result
+    pack_bytes: int  # maximum size of one piece of a transfer; 0: the channel chooses

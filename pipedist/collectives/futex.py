@@ -16,9 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-_SYS_FUTEX: Final = {"x86_64": 202, "aarch64": 98}
-"""<asm/unistd.h>: the number differs between processors."""
-
+_SYS_FUTEX: Final = {"x86_64": 202, "aarch64": 98}  # <asm/unistd.h>: differs between processors
 _FUTEX_WAIT: Final = 0  # <linux/futex.h>; not the PRIVATE variants: other processes wait too
 _FUTEX_WAKE: Final = 1
 _ALL: Final = 0x7FFFFFFF
@@ -57,19 +55,12 @@ def _system_call() -> Callable[..., int] | None:
     except (OSError, AttributeError):
         return None
     call.restype = ctypes.c_long
-    call.argtypes = (
-        ctypes.c_long,
-        ctypes.c_void_p,
-        ctypes.c_int,
-        ctypes.c_uint32,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_uint32,
-    )
+    pointer, word = ctypes.c_void_p, ctypes.c_uint32
+    call.argtypes = (ctypes.c_long, pointer, ctypes.c_int, word, pointer, pointer, word)
     bound: Any = call
     # Probe with a call that cannot block, to see whether it is allowed.
-    word = ctypes.c_uint32(0)
-    if bound(number, ctypes.addressof(word), _FUTEX_WAKE, 0, None, None, 0) < 0:
+    probe = ctypes.c_uint32(0)
+    if bound(number, ctypes.addressof(probe), _FUTEX_WAKE, 0, None, None, 0) < 0:
         return None
     return lambda *arguments: bound(number, *arguments)
 
@@ -94,6 +85,5 @@ def wait(address: int, expected: int, timeout_s: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake all waiters on the 32-bit word at `address`."""
     if _futex is not None:
         _futex(address, _FUTEX_WAKE, _ALL, None, None, 0)

@@ -21,10 +21,11 @@ import copy
 import enum
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
-from pipedist.collectives.channel import Channel, StallPolicy
-from pipedist.collectives.channel import GangAborted as GangAborted
+from pipedist.collectives.channel import Channel, GangAborted, StallPolicy
 from pipedist.collectives.member import Member, PendingMerge
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.collectives.requests import CollectiveRequest
@@ -52,33 +53,26 @@ class ReplicaState(enum.Enum):
     ENDED = enum.auto()
 
 
+@dataclass(slots=True, eq=False)
 class LocalReplica:
-    """A replica of this process.
+    number: int
+    state: ReplicaState = ReplicaState.NEW
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    """Released to give this replica the turn."""
+    call: CheckedCall | None = None  # its pending collective; only while WAITING
+    result: Tree = None
+    error: BaseException | None = None  # error of its last collective, as `result`, until `take`
+    merge: PendingMerge | None = None  # a merged function that it must call; in replica 0 only
+    failed: bool = False  # True if it ended by raising; valid once ENDED
+    is_stalled: bool = False  # True once its collective's timeout has passed
 
-    Args:
-        number: its replica id.
-    """
-
-    __slots__ = ("call", "error", "failed", "is_stalled", "merge", "number", "result", "state", "turn")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.state = ReplicaState.NEW
-        self.turn = threading.Lock()
-        """Released to give this replica the turn."""
+    def __post_init__(self) -> None:
         self.turn.acquire()
-        self.call: CheckedCall | None = None
-        """Its pending collective; only while WAITING."""
-        self.result: Tree = None
-        """Result of its last collective, until `take`."""
-        self.error: BaseException | None = None
-        """Error of its last collective, until `take`."""
-        self.merge: PendingMerge | None = None
-        """A merged function that it must call; in replica 0 only."""
-        self.failed = False
-        """True if it ended by raising; valid once ENDED."""
-        self.is_stalled = False
-        """True once its collective's timeout has passed."""
+
+    @property
+    def may_call(self) -> bool:
+        """True if it has neither called the pending collective nor ended."""
+        return self.state not in (ReplicaState.WAITING, ReplicaState.ENDED)
 
     def take(self) -> Tree:
         """Return the result of its collective, or raise its error."""
@@ -100,18 +94,15 @@ def _copy_error(error: BaseException) -> BaseException:
 T = TypeVar("T")
 
 _DEFAULTS: Final = CommunicationOptions()
-_TURN_WAIT_S_MAX: Final = 3600.0
-"""Maximum single wait for the turn if no collective is pending, seconds."""
+_TURN_WAIT_S_MAX: Final = 3600.0  # a single wait for the turn if no collective is pending
 
 
 class LocalGang:
     """The replicas of one attempt of a gang that live in this process.
 
     Args:
-        replicas: R.
         local: the replicas of this process: a contiguous range, at least one.
         channel: to the other members; None if `local` is all replicas. The caller closes it.
-        options: defaults of the collectives.
         on_stalled: called with (missing members, text) when a collective's timeout passes, once per
             waiting replica; then the collective waits as long again. May be called in any thread of
             the gang, also while a replica of this process runs (then that replica is missing). None:
@@ -139,13 +130,11 @@ class LocalGang:
         self._threads = threads
         self._member = Member(replicas, local, channel)
         self._states = [LocalReplica(number) for number in local]
-        self._mutex = threading.Lock()
-        """Guards the replica states and the turn; held briefly."""
+        self._mutex = threading.Lock()  # guards the replica states and the turn; held briefly
         self._is_executing = False
         """True while a collective is executed: it waits for other members, not for local replicas."""
         self._collectives = 0
-        self._aborted = ""
-        """Why the attempt is aborted; "" while it is not."""
+        self._aborted = ""  # why the attempt is aborted; "" while it is not
         self._all_ended = threading.Event()
         self._bodies: Sequence[Callable[[], None]] = ()
         self._alone = StallPolicy(options.waits_s, self._stalls_of(self._states))
@@ -156,32 +145,23 @@ class LocalGang:
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | BaseException]:
         """Run every local replica to its end, the first one in this thread.
 
-        Args:
-            calls: the function of each replica; it may use `call` with its own replica id.
-
-        Returns:
-            For each replica its return value, or the exception that it raised; GangAborted if another
-            replica failed.
+        `calls` has the function of each replica, which may use `call` with its own replica id. Returns for each its
+        return value, or the exception that it raised; GangAborted if another replica failed.
         """
         if len(calls) == 1:
             return [self._run_alone(calls[0])]
         outcomes: list[Any] = [None] * len(calls)
 
-        def body(place: int) -> Callable[[], None]:
-            context = contextvars.copy_context()
+        def run_replica(place: int, context: contextvars.Context) -> None:
+            failed = True
+            try:
+                outcomes[place] = context.run(calls[place])
+                failed = False
+            except BaseException as error:  # an outcome; the caller of `run` decides
+                outcomes[place] = error
+            self._end(self._states[place], failed=failed)
 
-            def run_replica() -> None:
-                failed = True
-                try:
-                    outcomes[place] = context.run(calls[place])
-                    failed = False
-                except BaseException as error:  # an outcome; the caller of `run` decides
-                    outcomes[place] = error
-                self._end(self._states[place], failed=failed)
-
-            return run_replica
-
-        self._bodies = [body(place) for place in range(len(calls))]
+        self._bodies = [partial(run_replica, n, contextvars.copy_context()) for n in range(len(calls))]
         own_threads = None
         if self._threads is None:
             own_threads = self._threads = ReplicaThreadPool()
@@ -217,13 +197,10 @@ class LocalGang:
         return outcome
 
     def abort(self, reason: str) -> None:
-        """Abort replicas that wait for a collective or call one later. Thread-safe.
-
-        The channel aborts replicas that wait for OTHER members.
-        """
+        """Abort replicas that wait for a local one or call a collective later. Thread-safe."""
         with self._mutex:
             self._abort(reason)
-            if not self._is_executing and not any(r.state is ReplicaState.RUNNING for r in self._states):
+            if not self._is_busy():
                 self._pass_turn()
 
     @contextlib.contextmanager
@@ -248,16 +225,11 @@ class LocalGang:
     def call(self, replica: int, request: CollectiveRequest) -> Tree:
         """Call a collective, from the replica's own code, and wait for its result.
 
-        Args:
-            replica: the caller's replica id.
-            request: the collective and its arguments.
-
         Returns:
             The result, which the replica may modify.
 
         Raises:
-            ValueError, TypeError, OverflowError: the request is invalid, or an integer result does
-                not fit.
+            ValueError, TypeError, OverflowError: the request is invalid, or an integer result does not fit.
             CollectiveMismatchError: the replicas call different collectives.
             CollectiveTimeoutError: replicas did not call it in time.
             GangAborted: another replica failed, or the attempt is cancelled.
@@ -276,9 +248,7 @@ class LocalGang:
             raise GangAborted(self._aborted)
         if len(self._states) == 1:
             return self._call_alone(me, call)
-        if any(
-            r is not me and r.state not in (ReplicaState.WAITING, ReplicaState.ENDED) for r in self._states
-        ):
+        if any(r is not me and r.may_call for r in self._states):
             detach(call, replica)
         with self._mutex:
             me.call = call
@@ -294,15 +264,12 @@ class LocalGang:
         return me.take()
 
     def _call_alone(self, me: LocalReplica, call: CheckedCall) -> Tree:
-        """Execute a collective of the only replica of this process."""
         self._collectives += 1
         me.call = call
         me.is_stalled = False
-        waits_s = call.options.waits_s
-        if waits_s == self._alone.timeout_s:
-            policy = self._alone
-        else:
-            policy = self._alone = StallPolicy(waits_s, self._stalls_of([me]))
+        if call.options.waits_s != self._alone.timeout_s:
+            self._alone = StallPolicy(call.options.waits_s, self._stalls_of([me]))
+        policy = self._alone
         try:
             found = self._member.execute(self._collectives, [call], policy)
             if type(found) is PendingMerge:
@@ -367,7 +334,6 @@ class LocalGang:
         error: BaseException | None,
         rebuild: Callable[[], BaseException] | None = None,
     ) -> None:
-        """Deliver results, or the error, to waiting replicas, and pass the turn."""
         with self._mutex:
             self._is_executing = False
             if error is not None and not isinstance(error, Exception):
@@ -389,7 +355,6 @@ class LocalGang:
         return self._is_executing or any(r.state is ReplicaState.RUNNING for r in self._states)
 
     def _is_complete(self) -> bool:
-        """Return whether every replica has called a collective or ended, and at least one waits."""
         states = {replica.state for replica in self._states}
         return ReplicaState.WAITING in states and states <= {ReplicaState.WAITING, ReplicaState.ENDED}
 
@@ -425,12 +390,11 @@ class LocalGang:
             )
 
     def _await_turn(self, me: LocalReplica) -> None:
-        while not me.turn.acquire(timeout=self._slice_s(me)):
+        while True:
+            waits_s = _TURN_WAIT_S_MAX if (call := me.call) is None else call.options.waits_s
+            if me.turn.acquire(timeout=min(threading.TIMEOUT_MAX, waits_s)):
+                return
             self._check_stall(me)
-
-    def _slice_s(self, me: LocalReplica) -> float:
-        call = me.call
-        return min(threading.TIMEOUT_MAX, _TURN_WAIT_S_MAX if call is None else call.options.waits_s)
 
     def _check_stall(self, me: LocalReplica) -> None:
         """Handle a timeout: report the missing local replicas, or abort if already reported."""
@@ -438,9 +402,7 @@ class LocalGang:
             if me.state is not ReplicaState.WAITING or self._is_executing:
                 return
             number = self._collectives + 1
-            missing = [
-                r.number for r in self._states if r.state not in (ReplicaState.WAITING, ReplicaState.ENDED)
-            ]
+            missing = [r.number for r in self._states if r.may_call]
             text = self._stall_text(number, me, format_replicas(missing))
             was_stalled, me.is_stalled = me.is_stalled, True
             if was_stalled or self._on_stalled is None:

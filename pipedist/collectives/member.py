@@ -10,6 +10,7 @@ error equals that of `values.reduce`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import numpy as np
@@ -28,7 +29,7 @@ from pipedist.collectives.channel import (
 )
 from pipedist.collectives.folding import LeafLayout, Pack, Vector, fold_blocks, quietly
 from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BARRIER, BROADCAST
-from pipedist.collectives.signatures import CheckedCall, account, mismatch_text
+from pipedist.collectives.signatures import CheckedCall, account, copy_arrays, mismatch_text
 from pipedist.collectives.torch_group import IMPLEMENTATIONS, TORCH_COLLECTIVES, TorchGroup, forget
 from pipedist.core import trees
 from pipedist.core.remote_errors import class_names, exception_text, rebuild_exception
@@ -42,27 +43,26 @@ _VALUES: Final = b"values".ljust(WORD_BYTES, b".")
 _ANSWER: Final = b"answer".ljust(WORD_BYTES, b".")
 
 
+@dataclass(slots=True, eq=False)
 class PendingMerge:
-    """A merge_call whose function this process must call; `Member.answer` then sends the result.
+    """A merge_call whose function this process must call, in the thread of replica 0; then `Member.answer`."""
 
-    Args:
-        call: `call()` runs the function, in the thread of replica 0.
-    """
+    call: Callable[[], Tree]
 
-    __slots__ = ("call",)
 
-    def __init__(self, call: Callable[[], Tree]) -> None:
-        self.call = call
+@dataclass(slots=True, eq=False)
+class _Collective:
+    """One collective: the calls of the local replicas, None for those that returned."""
+
+    number: int
+    calls: Sequence[CheckedCall | None]
+    called: Sequence[CheckedCall]
+    word: bytes
+    policy: StallPolicy
 
 
 class Member:
-    """This process among the members of a gang.
-
-    Args:
-        replicas: R.
-        local: the replicas of this process.
-        channel: to the other members; None if all replicas are local.
-    """
+    """This process among the members of a gang; without a channel all replicas are local."""
 
     def __init__(self, replicas: int, local: range, channel: Channel | None) -> None:
         self._replicas = replicas
@@ -83,12 +83,6 @@ class Member:
 
         Returns:
             The result of each local replica, not shared; or the function that replica 0 must call first.
-
-        Raises:
-            CollectiveMismatchError: replicas mismatch (raised in every replica).
-            GangAborted: the attempt is over.
-            OverflowError: an integer result does not fit its dtype.
-            Exception: a merged function raised it.
         """
         word = _common_word(calls)
         called = [call for call in calls if call is not None]
@@ -96,35 +90,25 @@ class Member:
             raise CollectiveMismatchError(mismatch_text(number, self._accounts(calls)))
         first = called[0]
         kind = first.request.kind
+        this = _Collective(number, calls, called, word, policy)
         if kind == ALL_REDUCE and word != NO_WORD and first.signature.layout is not None:
-            return self._all_reduce(number, calls, called, first.signature.layout, word, policy)
+            return self._all_reduce(this, first.signature.layout)
         if word != NO_WORD and first.options.implementation in IMPLEMENTATIONS and kind in TORCH_COLLECTIVES:
-            return self._through_torch(number, calls, word, first, policy)
-        frames: Sequence[Frame] = ()
-        if word != NO_WORD:
-            frames = self._contribution(called)
-        exchanged = self._exchange(word, frames, policy)
-        self._check(number, calls, exchanged.words, policy)
-        received = exchanged.frames
-        assert received is not None  # the words agree
+            return self._through_torch(this, first)
+        received = self._exchange_checked(this, self._contribution(called) if word != NO_WORD else ())
         if kind == ALL_GATHER:
             return self._gather(called, [decode(list(part)) for part in received])
         if kind == BROADCAST:
-            tree = next(list(part) for part in received if part)
-            decoded = decode(tree)
-            return [_writable(decoded) for _ in called]
+            decoded = decode(next(list(part) for part in received if part))
+            return [copy_arrays(decoded) for _ in called]
         if kind == BARRIER:
             return [None for _ in called]
         return self._merge(first, received, policy)
 
     def answer(self, result: Tree, error: BaseException | None, policy: StallPolicy) -> list[Tree]:
-        """Send the result or error of the merged function to every replica.
+        """Send the result or error of the merged function to every replica; return the part of each local one.
 
-        Returns:
-            The part of each local replica.
-
-        Raises:
-            BaseException: the function raised it, or the result cannot be sent.
+        Raises the error of the function, or of a result that cannot be sent.
         """
         frames: list[Frame] = []
         if error is None:
@@ -139,16 +123,13 @@ class Member:
             raise error
         return self._parts(received)
 
-    def _await_answer(self, policy: StallPolicy) -> list[Tree]:
-        return self._parts(self._exchange(_ANSWER, (), policy))
-
     def _parts(self, exchanged: Exchanged) -> list[Tree]:
         frames = exchanged.frames
         assert frames is not None  # no member ends during a collective
         answer = decode(next(list(part) for part in frames if part))
         if not answer[0]:
             raise rebuild_exception(*answer[1:])
-        return [_writable(_join_parts(answer[1:], replica)) for replica in self._local]
+        return [copy_arrays(_join_parts(answer[1:], replica)) for replica in self._local]
 
     def _exchange(self, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
         self._exchanges += 1
@@ -156,22 +137,25 @@ class Member:
             return Exchanged((word,), (frames,))
         return self._channel.exchange(self._exchanges, word, frames, policy)
 
-    def _check(
-        self,
-        number: int,
-        calls: Sequence[CheckedCall | None],
-        words: Sequence[bytes | MemberEnded],
-        policy: StallPolicy,
-    ) -> None:
+    def _exchange_checked(
+        self, this: _Collective, frames: Sequence[Frame], word: bytes | None = None
+    ) -> Sequence[Sequence[Frame]]:
+        """Exchange frames, and return those of all members; raise if their words differ."""
+        exchanged = self._exchange(word or this.word, frames, this.policy)
+        self._check(this, exchanged.words)
+        assert exchanged.frames is not None  # the words agree
+        return exchanged.frames
+
+    def _check(self, this: _Collective, words: Sequence[bytes | MemberEnded]) -> None:
         """Raise a mismatch with the calls of all members, if words differ."""
         if ENDED not in words and agree(words):
             return
-        exchanged = self._exchange(_ACCOUNTS, encode(self._accounts(calls)), policy)
+        exchanged = self._exchange(_ACCOUNTS, encode(self._accounts(this.calls)), this.policy)
         accounts = dict.fromkeys(range(self._replicas), account(None))
         for part in exchanged.frames or ():
             if part:
                 accounts |= decode(list(part))
-        raise CollectiveMismatchError(mismatch_text(number, accounts))
+        raise CollectiveMismatchError(mismatch_text(this.number, accounts))
 
     def _accounts(self, calls: Sequence[CheckedCall | None]) -> dict[int, str]:
         return {replica: account(call) for replica, call in zip(self._local, calls, strict=True)}
@@ -190,56 +174,42 @@ class Member:
 
     # all_reduce
 
-    def _all_reduce(
-        self,
-        number: int,
-        calls: Sequence[CheckedCall | None],
-        called: Sequence[CheckedCall],
-        layout: LeafLayout,
-        word: bytes,
-        policy: StallPolicy,
-    ) -> list[Tree]:
-        first = called[0]
-        inputs = [layout.vectors(call.leaves) for call in called]
+    def _all_reduce(self, this: _Collective, layout: LeafLayout) -> list[Tree]:
+        first = this.called[0]
+        inputs = [layout.vectors(call.leaves) for call in this.called]
         outputs = layout.outputs()
         try:
-            if self._channel is None:
-                _fold_groups(layout, inputs, outputs)
-            elif self._folding is not None:
+            if self._folding is not None:
                 self._exchanges += 1
                 pack = Pack(layout, inputs, outputs, first.options.bytes_per_pack)
-                words = self._folding.fold(self._exchanges, word, pack, policy)
+                words = self._folding.fold(self._exchanges, this.word, pack, this.policy)
                 if words is not None:
-                    self._check(number, calls, words, policy)
+                    self._check(this, words)
             else:
-                all_replicas = self._all_vectors(number, calls, layout, inputs, word, policy)
-                _fold_groups(layout, all_replicas, outputs)
+                all_replicas = self._all_vectors(this, layout, inputs, this.word)
+                for place, group in enumerate(layout.groups):
+                    parts = [vectors[place] for vectors in all_replicas]
+                    quietly(fold_blocks, group.kernel, parts, outputs[place])
         except OverflowError:
-            self._raise_overflow(first, layout, inputs, policy)
+            # Raise the error that `values.reduce` raises for these trees.
+            all_replicas = self._all_vectors(this, layout, inputs, _VALUES)
+            components = [_assemble(first, layout.leaves(vectors)) for vectors in all_replicas]
+            values.reduce(first.request.op, values.per_replica(components), None, self._replicas)
             raise
         results = [_assemble(first, layout.leaves(outputs))]
-        for call in called[1:]:
+        for call in this.called[1:]:
             results.append(_assemble(call, layout.leaves([vector.copy() for vector in outputs])))
         return results
 
     def _all_vectors(
-        self,
-        number: int,
-        calls: Sequence[CheckedCall | None],
-        layout: LeafLayout,
-        inputs: list[list[Vector]],
-        word: bytes,
-        policy: StallPolicy,
+        self, this: _Collective, layout: LeafLayout, inputs: list[list[Vector]], word: bytes
     ) -> list[list[Vector]]:
-        """Return the vectors of all replicas."""
-        frames = [_bytes_of(vector) for vectors in inputs for vector in vectors]
         if self._channel is None:
             return inputs
-        exchanged = self._exchange(word, frames, policy)
-        self._check(number, calls, exchanged.words, policy)
+        frames = [vector.view(np.uint8).data for vectors in inputs for vector in vectors]
         groups = len(layout.groups)
         all_replicas: list[list[Vector]] = []
-        for part in exchanged.frames or ():
+        for part in self._exchange_checked(this, frames, word):
             vectors = [
                 np.frombuffer(frame, layout.groups[place % groups].kernel.dtype)
                 for place, frame in enumerate(part)
@@ -247,31 +217,20 @@ class Member:
             all_replicas += [vectors[at : at + groups] for at in range(0, len(vectors), groups)]
         return all_replicas
 
-    def _raise_overflow(
-        self, first: CheckedCall, layout: LeafLayout, inputs: list[list[Vector]], policy: StallPolicy
-    ) -> None:
-        """Raise the OverflowError that `values.reduce` raises for these trees."""
-        all_replicas = self._all_vectors(0, [first], layout, inputs, _VALUES, policy)
-        components = [_assemble(first, layout.leaves(vectors)) for vectors in all_replicas]
-        per_replica = values.per_replica(components)
-        values.reduce(first.request.op, per_replica, None, self._replicas)
-
     # other collectives
 
     def _gather(self, called: Sequence[CheckedCall], received: Sequence[Tree]) -> list[Tree]:
         all_replicas = [leaves for part in received for leaves in part]
         axis = called[0].request.axis
         gathered = [np.concatenate(column, axis=axis) for column in zip(*all_replicas, strict=True)]
-        results = [gathered]
-        for _ in called[1:]:
-            results.append([array.copy() for array in gathered])
+        results = [gathered, *([array.copy() for array in gathered] for _ in called[1:])]
         return [_assemble(call, leaves) for call, leaves in zip(called, results, strict=True)]
 
     def _merge(
         self, first: CheckedCall, received: Sequence[Sequence[Frame]], policy: StallPolicy
     ) -> list[Tree] | PendingMerge:
         if self._local.start > 0:
-            return self._await_answer(policy)
+            return self._parts(self._exchange(_ANSWER, (), policy))
         columns = [leaves for part in received for leaves in decode(list(part))]
         function, structure = first.request.function, trees.structure(first.request.tree)
         assert function is not None  # set in every merge_call
@@ -279,14 +238,7 @@ class Member:
         args, kwargs = trees.unflatten(structure, merged)
         return PendingMerge(lambda: function(*args, **kwargs))
 
-    def _through_torch(
-        self,
-        number: int,
-        calls: Sequence[CheckedCall | None],
-        word: bytes,
-        first: CheckedCall,
-        policy: StallPolicy,
-    ) -> list[Tree]:
+    def _through_torch(self, this: _Collective, first: CheckedCall) -> list[Tree]:
         """Exchange words to find mismatches; transfer the values with torch.distributed."""
         channel, request, treedef = self._channel, first.request, first.signature.treedef
         members = 1 if channel is None else channel.members
@@ -299,27 +251,24 @@ class Member:
         assert treedef is not None  # set in every collective that torch executes
         axis = request.axis
         sizes = [int(leaf.shape[axis]) for leaf in first.leaves] if request.kind == ALL_GATHER else []
-        exchanged = self._exchange(word, encode(sizes), policy)
-        self._check(number, calls, exchanged.words, policy)
+        frames = self._exchange_checked(this, encode(sizes))
 
         def share(fields: dict[str, Any]) -> list[dict[str, Any]]:
-            received = self._exchange(_VALUES, encode(fields), policy).frames
+            received = self._exchange(_VALUES, encode(fields), this.policy).frames
             return [decode(list(part)) for part in received or ()]
 
         group = "" if channel is None else channel.group
         if self._torch is None or self._torch[0] != first.options.implementation:
             member = 0 if channel is None else channel.member
-            opened = TorchGroup.join(
-                first.options.implementation, group, member, members, policy.timeout_s, share
-            )
-            self._torch = (first.options.implementation, opened)
+            implementation, timeout_s = first.options.implementation, this.policy.timeout_s
+            opened = TorchGroup.join(implementation, group, member, members, timeout_s, share)
+            self._torch = (implementation, opened)
         torch = self._torch[1]
         try:
             if request.kind == ALL_REDUCE:
                 results = torch.all_reduce(ReduceOp.of(request.op), first.leaves)
             elif request.kind == ALL_GATHER:
-                received = [decode(list(part)) for part in exchanged.frames or ()]
-                results = torch.all_gather(axis, first.leaves, received)
+                results = torch.all_gather(axis, first.leaves, [decode(list(part)) for part in frames])
             else:
                 results = torch.broadcast(request.source, first.leaves)
         except BaseException:
@@ -339,26 +288,9 @@ def _common_word(calls: Sequence[CheckedCall | None]) -> bytes:
     return word
 
 
-def _bytes_of(vector: Vector) -> memoryview:
-    return vector.view(np.uint8).data
-
-
-def _fold_groups(
-    layout: LeafLayout, all_replicas: Sequence[Sequence[Vector]], outputs: Sequence[Vector]
-) -> None:
-    for place, group in enumerate(layout.groups):
-        parts = [vectors[place] for vectors in all_replicas]
-        quietly(fold_blocks, group.kernel, parts, outputs[place])
-
-
 def _assemble(call: CheckedCall, leaves: list[Any]) -> Tree:
     treedef = call.signature.treedef
     return leaves[0] if treedef is None else trees.unflatten(treedef, leaves)
-
-
-def _writable(tree: Tree) -> Tree:
-    """Return a decoded tree with copies of its arrays, which may be modified."""
-    return trees.tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
 
 
 def _split_parts(result: Tree, replicas: int) -> list[Tree]:

@@ -37,9 +37,8 @@ class Implementation(enum.StrEnum):
             return cls(name.lower())
         except (AttributeError, ValueError):
             names = ", ".join(repr(str(member)) for member in cls)
-            raise ValueError(
-                f"unknown implementation of collectives {name!r}; expected one of {names}"
-            ) from None
+            text = f"unknown implementation of collectives {name!r}; expected one of {names}"
+            raise ValueError(text) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +90,8 @@ class CommunicationOptions:
         """
         if at_call is None or at_call == _DEFAULT:
             return self
-        changed = {
-            name: value
-            for name, default in (
-                ("bytes_per_pack", 0),
-                ("timeout_s", None),
-                ("implementation", Implementation.AUTO),
-            )
-            if (value := getattr(at_call, name)) != default
-        }
+        given = {name: getattr(at_call, name) for name in ("bytes_per_pack", "timeout_s", "implementation")}
+        changed = {name: value for name, value in given.items() if value != getattr(_DEFAULT, name)}
         return replace(self, **changed)
 
 

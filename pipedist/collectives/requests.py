@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import os.path
-import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import CodeType
@@ -26,19 +25,12 @@ BARRIER = "barrier"
 MERGE_CALL = "merge_call"
 
 
+@dataclass(slots=True, eq=False)
 class CallSite:
-    """A place in user code, converted to text on demand.
+    """A place in user code: an offset in the bytecode of a function, converted to text on demand."""
 
-    Args:
-        code: the calling function.
-        instruction: offset of the call in its bytecode.
-    """
-
-    __slots__ = ("_code", "_instruction")
-
-    def __init__(self, code: CodeType, instruction: int) -> None:
-        self._code = code
-        self._instruction = instruction
+    _code: CodeType
+    _instruction: int
 
     def __str__(self) -> str:
         line = next(
@@ -48,45 +40,21 @@ class CallSite:
         return f"{os.path.basename(self._code.co_filename)}:{line} in {self._code.co_qualname}"
 
 
-def caller(depth: int = 1) -> CallSite:
-    """Return the place of an active call.
-
-    Args:
-        depth: 0: the line that calls `caller`; 1: the caller of that function; and so on.
-    """
-    frame = sys._getframe(depth + 1)
-    return CallSite(frame.f_code, frame.f_lasti)
-
-
 @dataclass(slots=True)
 class CollectiveRequest:
-    """One replica's call of one collective.
-
-    Build it with the functions below; `LocalGang.call` checks it.
-
-    Args:
-        kind: the collective's name.
-        where: the place of the call.
-        tree: the replica's value; for merge_call `(args, kwargs)`.
-        op: for all_reduce.
-        axis: for all_gather.
-        source: for broadcast: the replica whose tree all replicas receive.
-        function: for merge_call: called once, in replica 0, as `function(*args, **kwargs)` with
-            trees of PerReplica leaves.
-        label: for merge_call the function's name; else the operation it belongs to ("assign_add of
-            variable 'w'"), or "". Equal in all replicas.
-        options: options of this call; None: those of the gang.
-    """
+    """One replica's call of one collective; `LocalGang.call` checks it."""
 
     kind: str
     where: CallSite
-    tree: Tree = None
+    tree: Tree = None  # for merge_call `(args, kwargs)`
     op: ReduceOp | str = ReduceOp.SUM
     axis: int = 0
-    source: int = 0
-    function: Callable[..., Tree] | None = None
+    source: int = 0  # for broadcast: the replica whose tree all replicas receive
+    function: Callable[..., Tree] | None = None  # for merge_call
+    # For merge_call the function's name; else the operation it belongs to ("assign_add of variable 'w'"), or
+    # "". Equal in all replicas.
     label: str = ""
-    options: CommunicationOptions | None = None
+    options: CommunicationOptions | None = None  # None: those of the gang
 
 
 def all_reduce(
@@ -143,20 +111,13 @@ class UnawaitedCollectives:
     def add(
         self, request: CollectiveRequest, collective: Coroutine[Any, Any, Any]
     ) -> Coroutine[Any, Any, Any]:
-        """Record a collective that must be awaited, and return it."""
         self._open = [each for each in self._open if _is_new(each[0])]  # limits its length
         self._open.append((collective, request))
         return collective
 
     def check(self) -> None:
-        """Check, after the function has returned, that it has awaited all of them.
-
-        Raises:
-            RuntimeError: it did not await one; the text names it and the place of the call.
-        """
-        skipped = self.drop()
-        if skipped:
-            request = skipped[0]
+        """Raise RuntimeError if the function has returned without awaiting one of them."""
+        for request in self.drop():
             raise RuntimeError(
                 f"{request.label or request.kind}, at {request.where}, was not awaited, so it had no effect: "
                 "write `await` before it"

@@ -40,11 +40,9 @@ ABORT_AT: Final = _HEADER_BYTES // 2
 """Offset of the abort word, alone in its cache line because all members read it."""
 
 BLOCK_BYTES: Final = 512
-PACK_BYTES: Final = 1 << 20
-"""Size of a pack in a segment for few replicas."""
+PACK_BYTES: Final = 1 << 20  # size of a pack in a segment for few replicas
 _PACK_BYTES_MIN: Final = 64 << 10
-_SEGMENT_BYTES: Final = 16 << 20
-"""Maximum size of a segment, unless packs are at their minimum."""
+_SEGMENT_BYTES: Final = 16 << 20  # maximum size of a segment, unless packs are at their minimum
 _REPLICAS_MAX: Final = 1024
 _SEGMENTS_MAX: Final = 4
 
@@ -59,7 +57,6 @@ class SegmentUnavailable(PipedistError):
 
 
 def pack_bytes_for(replicas: int) -> int:
-    """Return the size of a pack in a segment for `replicas` replicas."""
     share = _SEGMENT_BYTES // (2 * (replicas + 1))
     return max(_PACK_BYTES_MIN, min(PACK_BYTES, 1 << share.bit_length() - 1))
 
@@ -69,14 +66,9 @@ def _inputs_at(replicas: int) -> int:
 
 
 class SegmentOwner:
-    """A segment in the process that created it (the driver).
+    """A segment in the process that created it (the driver), or SegmentUnavailable.
 
-    Args:
-        replicas: R.
-        pack_bytes: size of a pack, a multiple of 4096; 0: chosen for R.
-
-    Raises:
-        SegmentUnavailable: too many replicas, not enough memory, or no memfd on this system.
+    `pack_bytes` is a multiple of 4096; 0: chosen for the number of replicas.
     """
 
     def __init__(self, replicas: int, *, pack_bytes: int = 0) -> None:
@@ -84,7 +76,7 @@ class SegmentOwner:
             raise SegmentUnavailable(f"{replicas} replicas share no memory, at most {_REPLICAS_MAX} can")
         pack_bytes = pack_bytes or pack_bytes_for(replicas)
         self._replicas = replicas
-        self._size = _inputs_at(replicas) + 2 * (replicas + 1) * pack_bytes
+        self.size_bytes = _inputs_at(replicas) + 2 * (replicas + 1) * pack_bytes
         self._token = secrets.token_bytes(16)
         try:
             self._descriptor = os.memfd_create("pipedist-gang", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -92,24 +84,19 @@ class SegmentOwner:
             raise SegmentUnavailable(f"no shared memory for a gang: {error}") from None
         try:
             # Allocate all pages now: if memory runs out later, a member would be killed at its first write.
-            os.posix_fallocate(self._descriptor, 0, self._size)
-            self._memory = mmap.mmap(self._descriptor, self._size)
+            os.posix_fallocate(self._descriptor, 0, self.size_bytes)
+            self._memory = mmap.mmap(self._descriptor, self.size_bytes)
             fcntl.fcntl(self._descriptor, _F_ADD_SEALS, _SEALS)
         except OSError as error:
             os.close(self._descriptor)
-            raise SegmentUnavailable(f"no {self._size} bytes of shared memory: {error}") from None
-        _HEADER.pack_into(self._memory, 0, _MAGIC, self._token, self._size, replicas, pack_bytes)
+            raise SegmentUnavailable(f"no {self.size_bytes} bytes of shared memory: {error}") from None
+        _HEADER.pack_into(self._memory, 0, _MAGIC, self._token, self.size_bytes, replicas, pack_bytes)
         self._abort_word = memoryview(self._memory)[ABORT_AT : ABORT_AT + 8].cast("Q")
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the segment."""
-        return self._size
 
     @property
     def where(self) -> str:
         """Address of the segment for `attach`, sent as `AssignGang.segment`."""
-        return f"{os.getpid()}:{self._descriptor}:{self._size}:{self._token.hex()}"
+        return f"{os.getpid()}:{self._descriptor}:{self.size_bytes}:{self._token.hex()}"
 
     def abort(self, serial: int) -> None:
         """Abort all attempts up to this serial: wake waiting members; others notice soon."""
@@ -129,23 +116,13 @@ class SegmentOwner:
 
 
 class GangSegment:
-    """A segment mapped by a member; made by `attach`.
-
-    Attributes:
-        group: name of the group, equal in all members.
-        replicas: R.
-        pack_bytes: size of a pack.
-        words: header and blocks, as 64-bit words.
-        address: start of the mapping in this process.
-    """
-
     def __init__(self, memory: mmap.mmap, token: bytes, replicas: int, pack_bytes: int) -> None:
         self._memory: mmap.mmap | None = memory
-        self.group = token.hex()
+        self.group = token.hex()  # equal in all members
         self.replicas = replicas
         self.pack_bytes = pack_bytes
         inputs_at = _inputs_at(replicas)
-        self.words = memoryview(memory)[:inputs_at].cast("Q")
+        self.words = memoryview(memory)[:inputs_at].cast("Q")  # header and blocks
         self.address = _address(memory)
         self._packs: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, offset=inputs_at)
         self.views: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
@@ -173,14 +150,7 @@ class GangSegment:
 
 
 def attach(where: str) -> GangSegment:
-    """Map a segment.
-
-    Args:
-        where: `SegmentOwner.where`.
-
-    Raises:
-        SegmentUnavailable: the segment does not exist (any more), or the file is another one.
-    """
+    """Map the segment at `SegmentOwner.where`, or raise SegmentUnavailable if it is another one or gone."""
     try:
         pid, descriptor, size, token = where.split(":")
         path = f"/proc/{int(pid)}/fd/{int(descriptor)}"
@@ -228,11 +198,6 @@ class GangSegments:
         self._segments: OrderedDict[str, GangSegment] = OrderedDict()
 
     def get(self, where: str) -> GangSegment:
-        """Return a segment; map it on first use.
-
-        Raises:
-            SegmentUnavailable: see `attach`.
-        """
         segment = self._segments.get(where)
         if segment is None:
             segment = self._segments[where] = attach(where)
@@ -242,7 +207,6 @@ class GangSegments:
         return segment
 
     def close(self) -> None:
-        """Unmap all."""
         for segment in self._segments.values():
             segment.close()
         self._segments.clear()

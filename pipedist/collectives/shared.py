@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -38,8 +40,7 @@ from pipedist.collectives.segment import GangSegment
 from pipedist.collectives.steps import Steps
 from pipedist.protocol.codec import Frame
 
-SMALL_BYTES: Final = 512 << 10
-"""Maximum size of small vectors, of all replicas together."""
+SMALL_BYTES: Final = 512 << 10  # maximum size of small vectors, of all replicas together
 
 _ALIGNMENT: Final = 64
 _VIEWS_MAX: Final = 256
@@ -49,21 +50,14 @@ _WORD: Final = struct.Struct("<QQ")
 class SharedChannel:
     """Channel among the members of one attempt that share a segment.
 
-    Its first exchange announces that earlier attempts are over in this process.
-
-    Args:
-        segment: the segment of the group.
-        serial: number of the attempt, larger than all before.
-        member: index of this member.
-        spans: the replicas of each member.
-
-    Raises:
-        GangAborted: the attempt is already over.
+    Its first exchange announces that earlier attempts are over in this process. `serial` is larger than those
+    of all earlier attempts; `spans` are the replicas of each member. Raises GangAborted if it is over already.
     """
 
     def __init__(self, segment: GangSegment, *, serial: int, member: int, spans: Sequence[range]) -> None:
         if segment.replicas != spans[-1].stop or not 0 < serial < 1 << 32:
             raise ValueError(f"attempt {serial} of {spans} in a segment for {segment.replicas} replicas")
+        self.members, self.member, self.group = len(spans), member, segment.group
         self._segment = segment
         self._words = segment.words
         self._spans = spans
@@ -71,32 +65,15 @@ class SharedChannel:
         self._small_bytes = min(SMALL_BYTES // segment.replicas, segment.pack_bytes // 2)
         self._steps = Steps(segment, serial=serial, member=member, members=len(spans))
 
-    @property
-    def members(self) -> int:
-        """Number of members."""
-        return len(self._spans)
-
-    @property
-    def member(self) -> int:
-        """Index of this member."""
-        return self._steps.member
-
-    @property
-    def group(self) -> str:
-        """Name of the segment."""
-        return self._segment.group
-
     def ended(self, *, returned: bool) -> None:
-        """See `Channel.ended`."""
         self._steps.end(returned=returned)
 
     def close(self) -> None:
-        """See `Channel.close`; the segment stays mapped."""
+        """Do nothing: the segment stays mapped."""
 
     # exchange
 
     def exchange(self, number: int, word: bytes, frames: Sequence[Frame], policy: StallPolicy) -> Exchanged:
-        """See `Channel.exchange`."""
         steps = self._steps
         steps.enter(policy)
         stream = _Outgoing(frames)
@@ -107,24 +84,23 @@ class SharedChannel:
         words = self._await_words(policy)
         if not agree(words):
             return Exchanged(words, None)
-        incoming: list[_Incoming | None] = []
-        for member in range(self.members):
-            if member == self.member or words[member] is ENDED:
-                incoming.append(None)
-            else:
-                note = steps.note(member)
-                incoming.append(_Incoming(self._words[note + 2], self._words[note + 3]))
+        incoming = {
+            member: _Incoming(self._words[note + 2], self._words[note + 3])
+            for member, note in enumerate(steps.notes())
+            if member != self.member and words[member] is not ENDED
+        }
         while True:
-            for member, stream_in in enumerate(incoming):
-                if stream_in is not None:
-                    stream_in.read(self._packs(member, steps.step & 1))
-            if not stream.rest_bytes and not any(s is not None and s.rest_bytes for s in incoming):
+            for member, stream_in in incoming.items():
+                stream_in.read(self._packs(member, steps.step & 1))
+            if not stream.rest_bytes and not any(s.rest_bytes for s in incoming.values()):
                 break
             stream.write(self._own_packs())
             steps.arrive()
             steps.await_others(policy)
-        brought: list[Sequence[Frame]] = [() if s is None else s.frames() for s in incoming]
+        brought: list[Sequence[Frame]] = [()] * self.members
         brought[self.member] = frames
+        for member, stream_in in incoming.items():
+            brought[member] = stream_in.frames()
         return Exchanged(words, brought)
 
     def _note(self, word: bytes) -> int:
@@ -137,9 +113,7 @@ class SharedChannel:
         """Wait for all members in the first step of an exchange; return their words."""
         steps, words = self._steps, self._words
         returned = steps.await_others(policy, may_end=True)
-        found: list[bytes | MemberEnded] = []
-        for note in steps.notes():
-            found.append(_WORD.pack(words[note], words[note + 1]))
+        found: list[bytes | MemberEnded] = [_WORD.pack(words[at], words[at + 1]) for at in steps.notes()]
         for member in returned:
             found[member] = ENDED
         return found
@@ -168,7 +142,6 @@ class SharedChannel:
     def fold(
         self, number: int, word: bytes, pack: Pack, policy: StallPolicy
     ) -> Sequence[bytes | MemberEnded] | None:
-        """See `FoldingChannel.fold`."""
         self._steps.enter(policy)
         self._note(word)
         if pack.layout.size_bytes <= self._small_bytes:
@@ -239,80 +212,69 @@ class SharedChannel:
     def _pieces(self, pack: Pack) -> Iterator[_Piece]:
         wanted = pack.pack_bytes or self._segment.pack_bytes
         for place, group in enumerate(pack.layout.groups):
-            itemsize = max(group.kernel.dtype.itemsize, group.kernel.result.itemsize)
-            elements = max(1, min(wanted, self._segment.pack_bytes) // itemsize)
+            elements = max(1, min(wanted, self._segment.pack_bytes) // group.itemsize)
             inputs = [vectors[place] for vectors in pack.inputs]
             for start in range(0, group.elements, elements):
                 piece = slice(start, min(start + elements, group.elements))
+                parts = [vector[piece] for vector in inputs]
                 yield _Piece(
-                    self._segment,
-                    self._spans,
-                    self.member,
-                    group,
-                    [vector[piece] for vector in inputs],
-                    pack.outputs[place][piece],
+                    self._segment, self._spans, self.member, group, parts, pack.outputs[place][piece]
                 )
 
 
+@dataclass(eq=False)
 class _Piece:
     """A piece of a large vector; see the module docstring."""
 
-    def __init__(
-        self,
-        segment: GangSegment,
-        spans: Sequence[range],
-        member: int,
-        group: DtypeGroup,
-        inputs: Sequence[Vector],
-        output: Vector,
-    ) -> None:
-        self._segment = segment
-        self._span = spans[member]
-        self._group = group
-        self._inputs = inputs
-        self._output = output
+    segment: GangSegment
+    spans: Sequence[range]
+    member: int
+    group: DtypeGroup
+    inputs: Sequence[Vector]
+    output: Vector
+
+    def __post_init__(self) -> None:
         # Slices start at cache lines, so that no two members write to the same one.
-        step = max(1, _ALIGNMENT // group.kernel.dtype.itemsize)
-        elements, members = output.size, len(spans)
+        step = max(1, _ALIGNMENT // self.group.kernel.dtype.itemsize)
+        elements, members, member = self.output.size, len(self.spans), self.member
         self._lo = elements * member // members // step * step
         self._hi = elements if member == members - 1 else elements * (member + 1) // members // step * step
+        self._span = self.spans[member]
 
     def write(self, parity: int) -> None:
-        """Write this member's inputs to shared memory."""
         lo, hi = self._lo, self._hi
-        for replica, vector in zip(self._span, self._inputs, strict=True):
-            target = self._view(self._segment.input(parity, replica), vector.dtype)
+        for replica, vector in zip(self._span, self.inputs, strict=True):
+            target = self._view(self.segment.input(parity, replica), vector.dtype)
             if lo:
                 np.copyto(target[:lo], vector[:lo])
             if hi < vector.size:
                 np.copyto(target[hi:], vector[hi:])
 
     def fold(self, parity: int, to_parity: int) -> None:
-        """Fold this member's slice."""
         lo, hi = self._lo, self._hi
-        kernel = self._group.kernel
+        kernel = self.group.kernel
         parts = []
-        for replica in range(self._segment.replicas):
+        for replica in range(self.segment.replicas):
             if replica in self._span:
-                vector = self._inputs[replica - self._span.start]
+                vector = self.inputs[replica - self._span.start]
             else:
-                vector = self._view(self._segment.input(parity, replica), kernel.dtype)
+                vector = self._view(self.segment.input(parity, replica), kernel.dtype)
             parts.append(vector[lo:hi])
-        out = self._output[lo:hi]
+        out = self.output[lo:hi]
         kernel.fold(parts, out)
-        np.copyto(self._view(self._segment.result(to_parity), kernel.result)[lo:hi], out)
+        np.copyto(self._view(self.segment.result(to_parity), kernel.result)[lo:hi], out)
 
     def take(self, parity: int) -> None:
         """Copy the slices that other members folded."""
         lo, hi = self._lo, self._hi
-        source = self._view(self._segment.result(parity), self._output.dtype)
+        source = self._view(self.segment.result(parity), self.output.dtype)
         if lo:
-            np.copyto(self._output[:lo], source[:lo])
+            np.copyto(self.output[:lo], source[:lo])
         if hi < source.size:
-            np.copyto(self._output[hi:], source[hi:])
+            np.copyto(self.output[hi:], source[hi:])
 
     def _view(self, memory: NDArray[np.uint8], dtype: np.dtype[Any]) -> Vector:
-        return memory[: self._output.size * dtype.itemsize].view(dtype)
+        return memory[: self.output.size * dtype.itemsize].view(dtype)
 
 
 class _Outgoing:
@@ -325,7 +287,6 @@ class _Outgoing:
         self.size_bytes = self.rest_bytes = sum(part.size for part in self._parts)
 
     def write(self, packs: NDArray[np.uint8]) -> None:
-        """Write as much as fits into `packs`."""
         at = 0
         while self._parts and at < packs.size:
             part = self._parts[0]
@@ -340,13 +301,6 @@ class _Outgoing:
 
 
 class _Incoming:
-    """The stream of another member.
-
-    Args:
-        size_bytes: size of the stream.
-        frames: number of frames in it.
-    """
-
     def __init__(self, size_bytes: int, frames: int) -> None:
         self._stream = np.empty(size_bytes, np.uint8)
         self._at = 0
@@ -354,11 +308,9 @@ class _Incoming:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes not received yet."""
         return self._stream.size - self._at
 
     def read(self, packs: NDArray[np.uint8]) -> None:
-        """Read the data of one step."""
         stop = min(self._at + packs.size, self._stream.size)
         self._stream[self._at : stop] = packs[: stop - self._at]
         self._at = stop
@@ -367,9 +319,5 @@ class _Incoming:
         """Return the frames, read-only, once the stream is complete."""
         self._stream.flags.writeable = False
         lengths = self._stream[: 8 * self._frames].view(np.uint64)
-        at = 8 * self._frames
-        found: list[Frame] = []
-        for length in map(int, lengths):
-            found.append(self._stream[at : at + length].data)
-            at += length
-        return found
+        ends = accumulate(map(int, lengths), initial=8 * self._frames)
+        return [self._stream[start:stop].data for start, stop in pairwise(ends)]

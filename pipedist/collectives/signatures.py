@@ -40,34 +40,20 @@ _GATHERED_KINDS: Final = "biufcSUmM"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Signature:
-    """The properties of a call that all replicas must agree on.
+    """The properties of a call that all replicas must agree on."""
 
-    Args:
-        word: digest of the text.
-        layout: for all_reduce.
-        treedef: for all_reduce and all_gather, the tree's structure; None for a bare array.
-    """
-
-    word: bytes
-    layout: LeafLayout | None = None
-    treedef: trees.Treedef | None = None
+    word: bytes  # digest of the text
+    layout: LeafLayout | None = None  # for all_reduce
+    treedef: trees.Treedef | None = None  # for all_reduce and all_gather; None for a bare array
 
 
 @dataclass(slots=True)
 class CheckedCall:
-    """One replica's call, checked.
-
-    Args:
-        request: the replica's request.
-        signature: what all replicas must agree on.
-        options: the effective options.
-        leaves: for all_reduce and all_gather, contiguous arrays of native byte order.
-    """
-
     request: CollectiveRequest
     signature: Signature
-    options: CommunicationOptions
+    options: CommunicationOptions  # the effective ones
     leaves: Sequence[np.ndarray[Any, Any]] = ()
+    """For all_reduce and all_gather, contiguous arrays of native byte order."""
 
 
 _known: dict[Hashable, Signature] = {}
@@ -76,16 +62,7 @@ _OPS: Final[dict[str, ReduceOp]] = {op.value: op for op in ReduceOp}
 
 
 def check(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
-    """Check one replica's request.
-
-    Args:
-        request: the collective and its arguments.
-        options: defaults of the gang.
-        replicas: R.
-
-    Raises:
-        ValueError, TypeError, OverflowError: the request is invalid.
-    """
+    """Check one replica's request; raise ValueError, TypeError or OverflowError if it is invalid."""
     if request.options is not None:
         options = options.merged(request.options)
     if options.implementation in IMPLEMENTATIONS and request.kind in TORCH_COLLECTIVES:
@@ -99,11 +76,13 @@ def detach(call: CheckedCall, replica: int) -> None:
     """Copy a call's values: other replicas run before they are read, and may share their memory."""
     request = call.request
     if call.leaves:
-        call.leaves = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in call.leaves]
+        call.leaves = copy_arrays(call.leaves)
     elif request.kind == MERGE_CALL or (request.kind == BROADCAST and request.source == replica):
-        request.tree = trees.tree_map(
-            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, request.tree
-        )
+        request.tree = copy_arrays(request.tree)
+
+
+def copy_arrays(tree: Tree) -> Tree:
+    return trees.tree_map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, tree)
 
 
 def _describe(call: CheckedCall) -> str:
@@ -125,9 +104,7 @@ def _describe(call: CheckedCall) -> str:
     return text + _format_options(call.options)
 
 
-def _check_all_reduce(
-    request: CollectiveRequest, options: CommunicationOptions, replicas: int
-) -> CheckedCall:
+def _check_reduce(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
     tree = request.tree
     op = _OPS.get(request.op) if isinstance(request.op, str) else None
     if op is None:
@@ -140,35 +117,28 @@ def _check_all_reduce(
     else:
         found, treedef = trees.flatten(tree)
         if not found:
-            raise ValueError(
-                f"all_reduce of a tree without leaves, {tree!r}: there is nothing to reduce; "
-                "give it arrays or numbers"
-            )
+            problem = f"all_reduce of a tree without leaves, {tree!r}: there is nothing to reduce"
+            raise ValueError(f"{problem}; give it arrays or numbers")
         leaves = [_number(leaf, op, treedef, index) for index, leaf in enumerate(found)]
         spec = tuple((leaf.dtype, leaf.shape) for leaf in leaves)
         key = (op._value_, treedef, spec, options.key, request.label)
     signature = _known.get(key)
     if signature is None:
-        dtypes = [leaf.dtype for leaf in leaves]
-        shapes = [leaf.shape for leaf in leaves]
         if treedef is None:
             _number(tree, op, None, 0)
-        spelled = [*zip(_names(dtypes), shapes, strict=True)]
+        dtypes, shapes = [leaf.dtype for leaf in leaves], [leaf.shape for leaf in leaves]
+        spelled = [(leaf.dtype.name, leaf.shape) for leaf in leaves]
         text = f"all_reduce {op.value} {_structure(treedef)} {spelled} {request.label}"
         signature = _intern(key, text, options, LeafLayout.of(op, dtypes, shapes), treedef)
     return CheckedCall(request, signature, options, leaves)
 
 
-def _check_all_gather(
-    request: CollectiveRequest, options: CommunicationOptions, replicas: int
-) -> CheckedCall:
+def _check_gather(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
     axis = request.axis = axis_of(request.axis)
     found, treedef = trees.flatten(request.tree)
     if not found:
-        raise ValueError(
-            f"all_gather of a tree without leaves, {request.tree!r}: there is nothing to gather; "
-            "give it arrays"
-        )
+        problem = f"all_gather of a tree without leaves, {request.tree!r}: there is nothing to gather"
+        raise ValueError(f"{problem}; give it arrays")
     leaves, spec = [], []
     for index, leaf in enumerate(found):
         try:
@@ -191,7 +161,7 @@ def _check_all_gather(
     signature = _known.get(key)
     if signature is None:
         text = f"all_gather {_structure(treedef)} {spec}"
-        signature = _intern(key, text, options, None, treedef)
+        signature = _intern(key, text, options, treedef=treedef)
     return CheckedCall(request, signature, options, leaves)
 
 
@@ -204,9 +174,7 @@ def _check_barrier(request: CollectiveRequest, options: CommunicationOptions, re
     return CheckedCall(request, _plain("barrier", options), options)
 
 
-def _check_merge_call(
-    request: CollectiveRequest, options: CommunicationOptions, replicas: int
-) -> CheckedCall:
+def _check_merge(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
     if not callable(request.function):
         raise TypeError(f"merge_call expects a function, got {request.function!r}")
     structure = trees.structure(request.tree)
@@ -233,16 +201,16 @@ def _check_tensors(request: CollectiveRequest, options: CommunicationOptions, re
             spec[index] = (str(leaf.dtype), shape[:along], shape[along + 1 :])
     key = (request.kind, detail, treedef, tuple(spec), options.key)
     text = f"{request.kind} {detail} {_structure(treedef)} {spec}"
-    signature = _known.get(key) or _intern(key, text, options, None, treedef)
+    signature = _known.get(key) or _intern(key, text, options, treedef=treedef)
     return CheckedCall(request, signature, options, leaves)
 
 
 _CHECKS: Final = {
-    ALL_REDUCE: _check_all_reduce,
-    ALL_GATHER: _check_all_gather,
+    ALL_REDUCE: _check_reduce,
+    ALL_GATHER: _check_gather,
     BROADCAST: _check_broadcast,
     BARRIER: _check_barrier,
-    MERGE_CALL: _check_merge_call,
+    MERGE_CALL: _check_merge,
 }
 
 
@@ -282,15 +250,15 @@ def _at(operation: str, treedef: trees.Treedef | None, index: int, error: Except
 
 def _plain(text: str, options: CommunicationOptions) -> Signature:
     key = (text, options.key)
-    return _known.get(key) or _intern(key, text, options, None, None)
+    return _known.get(key) or _intern(key, text, options)
 
 
 def _intern(
     key: Hashable,
     text: str,
     options: CommunicationOptions,
-    layout: LeafLayout | None,
-    treedef: trees.Treedef | None,
+    layout: LeafLayout | None = None,
+    treedef: trees.Treedef | None = None,
 ) -> Signature:
     digest = hashlib.blake2b(f"{text} {options.key}".encode(), digest_size=WORD_BYTES)
     if len(_known) >= _SIGNATURES_MAX:  # bounds memory if every call has a new shape
@@ -303,18 +271,11 @@ def _structure(treedef: trees.Treedef | None) -> str:
     return "*" if treedef is None else trees.describe(treedef)
 
 
-def _names(dtypes: Sequence[np.dtype[Any]]) -> list[str]:
-    return [dtype.name for dtype in dtypes]
-
-
-class _LeafText:
+class _LeafText(str):
     """Placeholder of a leaf in a printed tree."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def _format_tree(tree: Tree) -> str:
@@ -354,29 +315,18 @@ def account(call: CheckedCall | None) -> str:
 
 
 def mismatch_text(number: int, accounts: Mapping[int, str]) -> str:
-    """Return the text of a mismatch.
-
-    Args:
-        number: number of the collective in the step, from 1.
-        accounts: for each replica its `account`.
-    """
+    """Return the text of a mismatch in the collective `number` (from 1) of the step."""
     together: dict[str, list[int]] = {}
     for replica in sorted(accounts):
         together.setdefault(accounts[replica], []).append(replica)
     detail = "differs between replicas" if _RETURNED not in together else "was not called by every replica"
     lines = [f"collective {number} of this step {detail}:"]
-    lines += [f"  {_format_ranges(replicas)}: {text}" for text, replicas in together.items()]
+    lines += [f"  {format_replicas(replicas)}: {text}" for text, replicas in together.items()]
     return "\n".join([*lines, _ADVICE])
 
 
 def stall_text(number: int, text: str, missing: str, waited_s: float) -> str:
-    """Return the text of a collective that waits for missing replicas.
-
-    Args:
-        number: number of the collective in the step, from 1.
-        text: the account of a waiting replica.
-        missing: the missing replicas or members.
-    """
+    """Return the text of a waiting replica's collective: its account, and the missing replicas."""
     return (
         f"collective {number} of this step has waited {waited_s:g} s for {missing}: {text}. Raise "
         "CommunicationOptions(timeout_s=...) if steps may take that long; else find where they hang"
@@ -385,10 +335,6 @@ def stall_text(number: int, text: str, missing: str, waited_s: float) -> str:
 
 def format_replicas(replicas: Sequence[int]) -> str:
     """Return "replica 3", or "replicas 0-2, 5"."""
-    return _format_ranges(list(replicas))
-
-
-def _format_ranges(replicas: list[int]) -> str:
     runs: list[list[int]] = []
     for replica in replicas:
         if runs and replica == runs[-1][1] + 1:

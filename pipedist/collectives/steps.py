@@ -59,26 +59,14 @@ ATTEMPTS_REMEMBERED: Final = 16
 _FIRST_BLOCK: Final = 4096 // 8
 _BLOCK: Final = BLOCK_BYTES // 8
 _RETURNED, _FAILED = 1, 2
-_SPINS: Final = 150
-"""Loads before yielding the core; one takes about 50 ns."""
-_YIELDS: Final = 150
-"""Yields before sleeping."""
+_SPINS: Final = 150  # loads before yielding the core; one takes about 50 ns
+_YIELDS: Final = 150  # yields before sleeping
 _IS_TSO: Final = platform.machine() in ("x86_64", "AMD64")
 _STEP_MASK: Final = 0xFFFFFFFF
 
 
 class Steps:
-    """One member's progress through one attempt.
-
-    Args:
-        segment: the segment of the group.
-        serial: number of the attempt.
-        member: index of this member.
-        members: number of members.
-
-    Raises:
-        GangAborted: the attempt is already over.
-    """
+    """One member's progress through one attempt; raises GangAborted if that is over."""
 
     def __init__(self, segment: GangSegment, *, serial: int, member: int, members: int) -> None:
         self._words = segment.words
@@ -116,22 +104,12 @@ class Steps:
         self._announce(self._begin | self.step)
 
     def await_others(self, policy: StallPolicy, *, may_end: bool = False) -> Sequence[int]:
-        """Wait for all members to arrive at this member's step.
+        """Wait for all members to arrive at this member's step; return the members that have returned instead.
 
-        Args:
-            may_end: this is the first step of an exchange, which members that returned do not reach.
-
-        Returns:
-            The members that have returned instead.
-
-        Raises:
-            GangAborted: a member failed, or the attempt is over.
+        `may_end`: this is the first step of an exchange, which members that returned do not reach. Raises
+        GangAborted if a member failed, or the attempt is over.
         """
         return self._await(self._begin | self.step, policy, may_end=may_end)
-
-    def note(self, member: int) -> int:
-        """Return the index of the first word of a member's note for this step."""
-        return self._notes[self.step & 1][member]
 
     def notes(self) -> range:
         """Return the index of the first word of each member's note for this step."""
@@ -142,7 +120,6 @@ class Steps:
         return self._mine + _NOTES + (self.step + 1 & 1) * _NOTE_WORDS
 
     def raise_flag(self) -> None:
-        """Raise this member's flag in the next step."""
         self._words[self._mine + _FLAG] = self._begin | (self.step + 1)
 
     def is_flagged(self, since: int) -> bool:
@@ -220,11 +197,7 @@ class Steps:
             words[mine] = 0
 
     def _status(self, place: int, target: int) -> bool | None:
-        """Return True if a member has arrived, False if it returned, None if neither.
-
-        Raises:
-            GangAborted: it is in a later attempt without either.
-        """
+        """Return True if a member has arrived, False if it returned, None if neither, or raise GangAborted."""
         words, arrival = self._words, self._arrivals[place]
         # A member ends after its last arrival, so a reader that sees the end also sees that arrival.
         ended = words[arrival + self._ended]

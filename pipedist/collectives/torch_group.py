@@ -16,6 +16,7 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -41,13 +42,7 @@ Share = Callable[[dict[str, Any]], list[dict[str, Any]]]
 def tensors_of(
     request: CollectiveRequest, implementation: Implementation
 ) -> tuple[list[Tensor], trees.Treedef]:
-    """Return the tensors of a replica's tree.
-
-    Raises:
-        UsageError: torch is not installed.
-        TypeError: a leaf is not a torch tensor.
-        ValueError: the tree has no leaves.
-    """
+    """Return the tensors of a replica's tree; raise TypeError or ValueError if it has others or none."""
     torch = _torch(implementation)
     leaves, treedef = trees.flatten(request.tree)
     if not leaves:
@@ -62,21 +57,11 @@ def tensors_of(
     return leaves, treedef
 
 
+@dataclass(eq=False)
 class TorchGroup:
-    """A process group of torch.distributed among the members of a gang.
-
-    Args:
-        identity: equal in all members.
-        group: torch's process group; None for one member.
-        member: this member's rank.
-        members: number of members.
-    """
-
-    def __init__(self, identity: str, group: Any, member: int, members: int) -> None:
-        self.identity = identity
-        self._group = group
-        self._member = member
-        self._members = members
+    identity: str  # equal in all members
+    _group: Any  # torch's process group; None for one member
+    _members: int
 
     @classmethod
     def join(
@@ -90,20 +75,12 @@ class TorchGroup:
     ) -> TorchGroup:
         """Return the process group of these members: the one that all have cached, or a new one.
 
-        Args:
-            implementation: gloo or nccl.
-            group: `Channel.group`.
-            member: this member's rank.
-            members: number of members.
-            timeout_s: timeout of its operations.
-            share: exchanges values among members; called once or twice, equally in all of them.
-
-        Raises:
-            UsageError: torch is not installed, or was built without this implementation.
+        `member` is this one's rank; `share` exchanges values among members, and is called once or twice, equally
+        in all of them. Raises UsageError if torch is not installed, or was built without this implementation.
         """
         dist = _distributed(implementation)
         if members == 1:
-            return cls("", None, 0, 1)
+            return cls("", None, 1)
         key = (implementation, group)
         cached = _cached.get(key) if group else None
         boot = ""
@@ -120,11 +97,8 @@ class TorchGroup:
         if member == 0:
             host = "127.0.0.1" if is_local else socket.gethostbyname(shared[0]["host"])
             store = dist.TCPStore(host, 0, members, True, timeout, wait_for_workers=False)
-            address: dict[str, Any] = {
-                "host": host,
-                "port": int(store.port),
-                "identity": secrets.token_hex(8),
-            }
+            identity = secrets.token_hex(8)
+            address: dict[str, Any] = {"host": host, "port": int(store.port), "identity": identity}
             share(address)
         else:
             address = share({})[0]
@@ -138,7 +112,7 @@ class TorchGroup:
             made = dist.ProcessGroupGloo(store, member, members, options)
         else:
             made = dist.ProcessGroupNCCL(store, member, members, timeout)
-        opened = cls(address["identity"], made, member, members)
+        opened = cls(address["identity"], made, members)
         if group:
             while len(_cached) >= _GROUPS_MAX:
                 _cached.pop(next(iter(_cached)))
@@ -146,11 +120,7 @@ class TorchGroup:
         return opened
 
     def all_reduce(self, op: ReduceOp, leaves: Sequence[Tensor]) -> list[Tensor]:
-        """Return the fold of all members' tensors, in torch's order; MEAN divides the sum.
-
-        Raises:
-            TypeError: MEAN of integers.
-        """
+        """Return the fold of all members' tensors, in torch's order; MEAN divides the sum."""
         dist = _distributed(Implementation.GLOO)
         results = []
         for leaf in leaves:
@@ -173,13 +143,7 @@ class TorchGroup:
         return results
 
     def all_gather(self, axis: int, leaves: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return all members' tensors, concatenated.
-
-        Args:
-            axis: the axis of concatenation.
-            leaves: this member's tensors.
-            sizes: for each member the sizes of its leaves along the axis.
-        """
+        """Return all members' tensors, concatenated; `sizes` has for each member those along the axis."""
         torch = _torch(Implementation.GLOO)
         results = []
         for place, leaf in enumerate(leaves):

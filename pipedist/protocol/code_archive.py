@@ -30,23 +30,17 @@ from pipedist.errors import PipedistError, RemoteProtocolError
 from pipedist.protocol.codec import decode
 from pipedist.protocol.messages import Code
 
-FILE_BYTES_MAX = 1 << 20
-"""Larger files are considered data, and skipped."""
+FILE_BYTES_MAX = 1 << 20  # larger files are considered data, and skipped
 
-BYTES_MAX = 32 << 20
-"""Maximum size of a snapshot; a larger folder is not sent."""
+BYTES_MAX = 32 << 20  # maximum size of a snapshot; a larger folder is not sent
 
-FILES_MAX = 4096
-"""Maximum files of a snapshot; a folder with more is not sent."""
+FILES_MAX = 4096  # maximum files of a snapshot; a folder with more is not sent
 
-ENTRIES_MAX = 20_000
-"""Maximum entries of a folder; one with more is not sent."""
+ENTRIES_MAX = 20_000  # maximum entries of a folder; one with more is not sent
 
-DEPTH_MAX = 32
-"""Maximum depth of nested folders."""
+DEPTH_MAX = 32  # maximum depth of nested folders
 
-_LISTED_MAX = 5
-"""Maximum number of skipped files listed by name."""
+_LISTED_MAX = 5  # maximum number of skipped files listed by name
 
 _TOOLS = frozenset({"__pycache__", "node_modules"})
 _NOT_CODE = frozenset({".pipedist", "pyvenv.cfg"})
@@ -77,20 +71,11 @@ class CodeSnapshot(Struct, frozen=True):
     text: str
 
     def to_tree(self) -> Tree:
-        """Return the snapshot as a payload."""
         return [list(self.names), list(self.contents)]
 
 
 def take(folder: str) -> CodeSnapshot:
-    """Return a snapshot of a code folder.
-
-    Args:
-        folder: absolute.
-
-    Raises:
-        CodeTooLarge: the folder exceeds a limit; the text names it.
-        OSError: the folder cannot be read.
-    """
+    """Return a snapshot of a code folder, given as an absolute path, or raise CodeTooLarge."""
     found: dict[str, bytes] = {}
     skipped: list[str] = []
     size = 0
@@ -137,7 +122,6 @@ def unpack(tree: Tree, digest: str, folder: str) -> None:
 
     Args:
         tree: the received payload, from `CodeSnapshot.to_tree`.
-        digest: the expected digest.
         folder: absolute; its parent exists, and is private to this user.
 
     Raises:
@@ -185,10 +169,7 @@ def _checked(tree: Tree, digest: str) -> tuple[list[str], list[bytes]]:
 
 
 def _walk(folder: str, skipped: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (relative name, path) of possible code, unordered.
-
-    Unreadable folders are added to `skipped`.
-    """
+    """Yield (relative name, path) of possible code, unordered; add unreadable folders to `skipped`."""
     pending = [("", folder, 0)]
     looked = 0
     while pending:
@@ -221,14 +202,12 @@ def _walk(folder: str, skipped: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _content(folder: str, name: str, path: str, skipped: list[str]) -> bytes | None:
-    """Return a file's bytes.
-
-    None: it is skipped, and the reason is added to `skipped`.
-    """
+    """Return a file's bytes, or None if it is skipped, and add the reason to `skipped`."""
     try:
         name.encode()
         real = os.path.realpath(path)
-        if os.path.islink(path) and (os.path.isdir(real) or not _is_within(real, folder)):
+        is_within = real.startswith(os.path.join(os.path.realpath(folder), ""))
+        if os.path.islink(path) and (os.path.isdir(real) or not is_within):
             skipped.append(f"{name} (a link to {real})")
             return None
         facts = os.stat(path)
@@ -241,18 +220,13 @@ def _content(folder: str, name: str, path: str, skipped: list[str]) -> bytes | N
         with open(path, "rb") as file:
             content = file.read(FILE_BYTES_MAX)
     except (OSError, UnicodeEncodeError) as error:
-        skipped.append(
-            f"{name!a} ({error.strerror if isinstance(error, OSError) else 'its name is not valid text'})"
-        )
+        reason = error.strerror if isinstance(error, OSError) else "its name is not valid text"
+        skipped.append(f"{name!a} ({reason})")
         return None
     if len(content) <= 4096 and _KEYS in content:
         skipped.append(f"{name} (keys)")
         return None
     return content
-
-
-def _is_within(path: str, folder: str) -> bool:
-    return path.startswith(os.path.join(os.path.realpath(folder), ""))
 
 
 def remove(folder: str) -> None:
@@ -278,42 +252,41 @@ class CodeStore:
         self._root = root
         self._temporary: ScratchFolder | None = None
         self._worker = worker
-        self._local: dict[str, str] = {}
-        """The driver's folder -> the folder here."""
-        self._descriptions: dict[str, str] = {}
-        """The driver's folder -> its description for errors."""
+        self._local: dict[str, str] = {}  # the driver's folder -> the folder here
+        self._descriptions: dict[str, str] = {}  # the driver's folder -> its description for errors
 
     def add(self, code: Code, frames: Sequence[memoryview]) -> None:
         """Add a folder of the driver, and unpack its files if they were sent.
 
-        Raises:
-            RemoteProtocolError: the files are malformed, or neither sent nor here.
+        Raises RemoteProtocolError if they are malformed, or neither sent nor here.
         """
         folder = os.fsdecode(code.folder)
-        if not code.digest:
-            self._local[folder], self._descriptions[folder] = folder, code.text
-            return
-        if not is_digest(code.digest) or not os.path.isabs(folder):
-            raise RemoteProtocolError(f"code of {folder!r} with the digest {code.digest!r}")
-        if _has(folder, code.digest):
-            self._local[folder] = folder
-            self._descriptions[folder] = f"{folder}, which is identical here"
-            return
-        try:
-            place = os.path.join(self._folder(), code.digest)
-            if not os.path.isdir(place):
-                if not frames:
-                    raise RemoteProtocolError(f"code {code.digest} was not sent, and is not here")
-                unpack(decode(frames), code.digest, place)
-        except OSError as error:
-            self._local[folder] = folder
-            self._descriptions[folder] = f"{folder}, but it can't be unpacked here: {error}"
-            return
-        self._local[folder] = place
-        self._descriptions[folder] = f"{folder} ({code.text})"
+        local, description = folder, code.text
+        if code.digest:
+            if not is_digest(code.digest) or not os.path.isabs(folder):
+                raise RemoteProtocolError(f"code of {folder!r} with the digest {code.digest!r}")
+            if _has(folder, code.digest):
+                description = f"{folder}, which is identical here"
+            else:
+                try:
+                    local = self._unpacked(code.digest, frames)
+                    description = f"{folder} ({code.text})"
+                except OSError as error:
+                    description = f"{folder}, but it can't be unpacked here: {error}"
+        self._local[folder], self._descriptions[folder] = local, description
+
+    def _unpacked(self, digest: str, frames: Sequence[memoryview]) -> str:
+        if not self._root:
+            self._temporary = ScratchFolder("code")
+            self._root = self._temporary.path
+        place = os.path.join(self._root, digest)
+        if not os.path.isdir(place):
+            if not frames:
+                raise RemoteProtocolError(f"code {digest} was not sent, and is not here")
+            unpack(decode(frames), digest, place)
+        return place
 
     def local_folder(self, folder: str) -> str:
-        """Return the folder here that replaces a folder of the driver."""
         return self._local.get(folder, folder)
 
     def announce(self) -> None:
@@ -322,28 +295,17 @@ class CodeStore:
         functions.set_process_note(f"this is worker {self._worker}, on another host, which was sent: {sent}")
 
     def close(self) -> None:
-        """Remove the temporary folder."""
         if self._temporary is not None:
             self._temporary.close()
 
-    def _folder(self) -> str:
-        if not self._root:
-            self._temporary = ScratchFolder("code")
-            self._root = self._temporary.path
-        return self._root
-
 
 def stored_digests(root: str) -> tuple[str, ...]:
-    """Return the digests of the copies in a folder."""
-    return tuple(_digests(root)) if root else ()
-
-
-def _digests(root: str) -> Iterator[str]:
+    """Return the digests of the copies in a folder; "": none."""
     try:
-        names = sorted(os.listdir(root))
+        names = sorted(os.listdir(root)) if root else []
     except OSError:
-        return
-    yield from (name for name in names if is_digest(name))
+        return ()
+    return tuple(filter(is_digest, names))
 
 
 def _has(folder: str, digest: str) -> bool:

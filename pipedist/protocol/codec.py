@@ -80,13 +80,9 @@ def decode(
     """Return the tree that `encode` turned into frames.
 
     Args:
-        frames: header and array frames. Arrays are read-only views of them.
+        frames: header and array frames. Arrays are read-only, aligned, C-contiguous views of them.
         may_import: import the modules of dataclasses and namedtuples; only for frames of a trusted peer.
             Otherwise they must have been imported in this process.
-        limits: limits of sizes.
-
-    Returns:
-        The tree; its arrays are read-only, aligned and C-contiguous.
 
     Raises:
         RemoteProtocolError: `encode` would not have written these frames, or a class is unknown in this process.
@@ -106,10 +102,7 @@ def decode(
 
 
 class _Decoder:
-    """The decoder of one payload.
-
-    Every method raises ValueError for input that `encode` does not write.
-    """
+    """The decoder of one payload; its methods raise ValueError for input that `encode` does not write."""
 
     __slots__ = ("_classes", "_frames", "_header", "_may_import", "_unused")
 

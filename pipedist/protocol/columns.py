@@ -25,8 +25,7 @@ import numpy as np
 
 from pipedist.protocol.limits import DEPTH_MAX, ELEMENTS_MAX, MIB
 
-ITEMS_MIN: Final = 8
-"""Minimum items of a column; for fewer it does not pay."""
+ITEMS_MIN: Final = 8  # minimum items of a column; for fewer it does not pay
 
 STACKED_BYTES_MAX: Final = 512
 """Maximum size of a stacked array; a larger one costs more to copy than to send."""
@@ -40,8 +39,7 @@ objects. The largest, a dict, takes about 200 bytes."""
 
 ARRAY, SCALAR, DICT, LIST, TUPLE, PLAIN = range(6)
 _STACKED_KINDS: Final = "biufc"
-_DEPTH_MAX: Final = 16
-"""Maximum depth of an item; deeper ones are seldom similar."""
+_DEPTH_MAX: Final = 16  # maximum depth of an item; deeper ones are seldom similar
 
 Column = list[Any]
 
@@ -51,11 +49,7 @@ class Unlike(Exception):
 
 
 def columns_of(items: list[Any]) -> Column:
-    """Return the column of a list's items.
-
-    Raises:
-        Unlike: columns would not have fewer objects, or too many for their bytes.
-    """
+    """Return the column of items; Unlike: it would not have fewer objects, or too many for their bytes."""
     column = _column(items, _DEPTH_MAX)
     if column[0] == PLAIN or nodes_of(column) * NODE_BYTES_MIN > _item_bytes(column):
         raise Unlike
@@ -63,11 +57,7 @@ def columns_of(items: list[Any]) -> Column:
 
 
 def nodes_of(column: Column) -> int:
-    """Return the number of objects of one item, itself included.
-
-    Raises:
-        ValueError: it is not a column.
-    """
+    """Return the number of objects of one item, itself included; ValueError: not a column."""
     nodes, pending = 0, [column]
     while pending:
         column = pending.pop()
@@ -87,15 +77,9 @@ def fits(nodes: int, items: int, size_bytes: int) -> bool:
 
 
 def items_of(column: Column, count: int, depth: int = DEPTH_MAX) -> list[Any]:
-    """Return the items of a column.
+    """Return the `count` items of a column; the caller has checked their number with `fits`.
 
-    A column that `columns_of` would not return is rejected.
-
-    Args:
-        count: number of items. The caller has checked it with `fits`.
-
-    Raises:
-        ValueError: it is malformed, or not a column of `count` items.
+    Raises ValueError for a column that `columns_of` would not return.
     """
     kind = column[0]
     if type(kind) is not int or depth == 0:

@@ -100,10 +100,7 @@ def encode(tree: Tree) -> list[Frame]:
 
 
 def _encode_columns(items: list[Any]) -> list[Frame] | None:
-    """Return the frames of a list of similar items as columns.
-
-    None: the list is not sent as columns.
-    """
+    """Return the frames of a list of similar items as columns; None: it is not sent as columns."""
     encoder = _Encoder()
     try:
         column = columns_of(items)
@@ -262,10 +259,7 @@ def _type_name(cls: type) -> str:
 
 
 def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
-    """Return the error for the first value that can't be sent, with its path.
-
-    Paths are computed only for this error.
-    """
+    """Return the error for the first value that can't be sent, with its path, computed only here."""
     if isinstance(error, TreeTooLarge):
         return UnsendableError(f"can't send {error}; send arrays instead of lists of Python objects")
     pending: list[tuple[tuple[str, ...], Any]] = [((), tree)]

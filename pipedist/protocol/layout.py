@@ -61,7 +61,6 @@ class TreeTooLarge(UnsuitableTree):
 
 
 def children_of(node: Any) -> Iterable[Any]:
-    """Return the values directly below a node; nothing for a leaf."""
     cls = type(node)
     if cls is list or cls is tuple:
         return node  # type: ignore[no-any-return]
@@ -90,28 +89,23 @@ def _is_small(tree: Tree) -> bool:
             for key in node:
                 if type(key) not in KEYS:
                     return False
-            left -= len(node)
-            if left < 0:
-                return False
-            pending += node.values()
+            below = node.values()
         elif cls is list or cls is tuple:
-            left -= len(node)
-            if left < 0:
-                return False
-            pending += node
+            below = node
         else:
             return False
+        left -= len(node)
+        if left < 0:
+            return False
+        pending += below
     return True
 
 
 def check_nodes(tree: Tree) -> None:
-    """Check depth, number of elements and dict keys, level by level.
+    """Check depth, number of elements and dict keys, level by level; raise UnsuitableTree.
 
-    Sets of types keep the scan at C speed: it costs about 20 ns per element.
-
-    Raises:
-        UnsuitableTree: it is too deep or too large (also if a shared node would be written
-            many times), or a dict has other keys than str and int.
+    Sets of types keep the scan at C speed: it costs about 20 ns per element. A shared node counts as often as
+    it would be written.
     """
     if type(tree) in _LEAVES or _is_small(tree):
         return
@@ -160,14 +154,10 @@ _array_descriptions: dict[bytes, ArrayDescription] = {}
 
 
 def describe_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[bytes, int, np.dtype[Any] | None]:
-    """Return the prefix of an array.
+    """Return the prefix of an array, and its size in bytes.
 
-    Returns:
-        The prefix, the array's size in bytes, and the dtype to convert it to first (the same
-        one in little-endian order), or None if it is that already.
-
-    Raises:
-        UnsupportedArray: a dtype that can't be sent: objects, records, a foreign one.
+    The third value is the dtype to convert it to first (the same one in little-endian order), or None. Raises
+    UnsupportedArray for objects, records, and foreign dtypes.
     """
     entry = _array_prefixes.get((dtype, shape))
     if entry is None:
@@ -184,13 +174,9 @@ def describe_array(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[bytes,
 
 
 def parse_array(data: bytes) -> tuple[ArrayDescription, int]:
-    """Read the prefix at the beginning of `data`.
+    """Return the description at the beginning of `data`, and the bytes of that prefix.
 
-    Returns:
-        The description, and the length of the prefix, bytes.
-
-    Raises:
-        UnsupportedArray: `describe_array` would not have written it.
+    Raises UnsupportedArray if `describe_array` would not have written it.
     """
     if not data:
         raise UnsupportedArray("an array without a description")
@@ -281,22 +267,14 @@ _class_signatures: dict[type, tuple[str, tuple[str, ...]]] = {}
 
 
 def is_namedtuple(cls: type) -> bool:
-    """Return whether a class is a namedtuple or `typing.NamedTuple`."""
     fields = getattr(cls, "_fields", None)
     return issubclass(cls, tuple) and isinstance(fields, tuple) and all(type(f) is str for f in fields)
 
 
 def class_signature(cls: type) -> tuple[str, tuple[str, ...]]:
-    """Return a class as text.
+    """Return a namedtuple or dataclass class as text, and the names of its fields.
 
-    Args:
-        cls: a namedtuple or dataclass class.
-
-    Returns:
-        The text, and the names of the fields.
-
-    Raises:
-        ClassNotFound: the class is defined inside a function, so other processes can't find it.
+    Raises ClassNotFound for a class that is defined inside a function: other processes can't find it.
     """
     entry = _class_signatures.get(cls)
     if entry is None:
@@ -314,16 +292,9 @@ def class_signature(cls: type) -> tuple[str, tuple[str, ...]]:
 
 
 def find_class(text: str, *, may_import: bool) -> tuple[type, tuple[str, ...]]:
-    """Find the class that `class_signature` wrote.
+    """Find the class that `class_signature` wrote, and the names of its fields, or raise ClassNotFound.
 
-    Args:
-        may_import: import its module if needed; only for frames from a trusted peer.
-
-    Returns:
-        The class and the names of its fields.
-
-    Raises:
-        ClassNotFound: the text is malformed, there is no such class here, or it has other fields.
+    `may_import`: import its module if needed; only for frames from a trusted peer.
     """
     match = _CLASS_SIGNATURE.fullmatch(text)
     if match is None:
@@ -357,11 +328,7 @@ def find_class(text: str, *, may_import: bool) -> tuple[type, tuple[str, ...]]:
 
 
 def build_instance(cls: type, fields: tuple[str, ...], values: list[Any]) -> Any:
-    """Return an instance of a class, without calling `__init__`.
-
-    Raises:
-        ClassNotFound: the number of values is wrong, or the class rejects them.
-    """
+    """Return an instance of a class, without calling `__init__`, or raise ClassNotFound."""
     if len(values) != len(fields):
         raise ClassNotFound(
             f"class {cls.__qualname__} has {len(fields)} fields, but {len(values)} were received"

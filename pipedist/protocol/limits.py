@@ -11,34 +11,24 @@ GIB = 1 << 30
 DEPTH_MAX = 128
 """Levels of nesting in a tree; deeper ones would overflow the stack of code that walks it."""
 
-ELEMENTS_MAX = 1 << 25
-"""Elements of a tree, counting those of its lists but not those of its arrays."""
+ELEMENTS_MAX = 1 << 25  # elements of a tree, counting those of its lists but not those of its arrays
 
-INT_BYTES_MAX = 4096
-"""Bytes of one Python int: longer ones take quadratic time to print."""
+INT_BYTES_MAX = 4096  # bytes of one Python int: longer ones take quadratic time to print
 
 STRING_BYTES_MAX = 1 * MIB
 """UTF-8 bytes of one str field of a message: a traceback, an exception's text."""
 
 
 class MessageLimits(Struct, frozen=True):
-    """Maximum sizes of one multi-frame message.
+    """Maximum sizes of one multi-frame message."""
 
-    Args:
-        head_bytes_max: bytes of the packed message in the first frame.
-        header_bytes_max: bytes of the payload's header in the first frame, which holds everything
-            except large arrays. Decoding it takes at most about 200 times its size in memory.
-        frame_bytes_max: bytes of any other frame, and so of one array.
-        frames_max: number of frames.
-        message_bytes_max: bytes of all frames together.
-    """
-
-    head_bytes_max: int = 4 * MIB
+    head_bytes_max: int = 4 * MIB  # bytes of the packed message in the first frame
+    # Bytes of the payload's header in the first frame, which holds everything except large arrays. Decoding it
+    # takes at most about 200 times its size in memory
     header_bytes_max: int = 256 * MIB
-    frame_bytes_max: int = 4 * GIB
-    frames_max: int = 16384
-    message_bytes_max: int = 8 * GIB
+    frame_bytes_max: int = 4 * GIB  # bytes of any other frame, and so of one array
+    frames_max: int = 16384  # number of frames
+    message_bytes_max: int = 8 * GIB  # bytes of all frames together
 
 
-LIMITS = MessageLimits()
-"""The limits of the protocol; tests use smaller ones."""
+LIMITS = MessageLimits()  # the limits of the protocol; tests use smaller ones

@@ -28,15 +28,14 @@ from __future__ import annotations
 
 import sys
 from functools import lru_cache
+from itertools import pairwise
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
-WIRE_VERSION = 1
-"""The protocol's version; a peer with another one is refused."""
+WIRE_VERSION = 1  # the protocol's version; a peer with another one is refused
 
-CACHED_RANGES_MAX = 1024
-"""Maximum number of ranges of finished calls in a Hello."""
+CACHED_RANGES_MAX = 1024  # maximum number of ranges of finished calls in a Hello
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
@@ -46,158 +45,107 @@ Path = Annotated[bytes, Meta(max_length=64 * 1024)]  # of `os.fsencode`: not eve
 Paths = Annotated[tuple[Path, ...], Meta(max_length=4096)]
 
 
-class WireMessage(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The base of every message: a list of a tag and the fields.
-
-    A tag is never used again.
-    """
+class Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The base of every message: a list of a tag, which is never used again, and the fields."""
 
 
-class Hello(WireMessage, frozen=True, tag=1):
-    """Ask to join, as a worker process.
+class Hello(Message, frozen=True, tag=1):
+    """Ask to join, as a worker process."""
 
-    Args:
-        worker: its name in the cluster ("w0"); the same for all of its incarnations.
-        incarnation: counts its processes; a higher one replaces a lower one.
-        pid: process id on its host.
-        host: the host's name.
-        boot: the host's boot id: two processes with the same one share a kernel.
-        wire: its WIRE_VERSION.
-        python, numpy, pipedist: versions.
-        cpu: processor model, for people.
-        cached: results that it has cached for an earlier scheduler: "KEY:LO-HI", KEY as in `Bind`.
-        gpus: number of GPUs it owns, for one call at a time; a fraction if workers share one.
-        traits: what numeric libraries choose their code by: architecture, vendor, processor features.
-        code_digests: digests of the code folders that its supervisor has copies of.
-        proof: that the name is its own, if another process started it (`pipedist.worker.identity`). The
-            same in messages before the connection has joined: Heartbeat, Goodbye.
-        threads: BLAS and OpenMP threads of its process.
-    """
-
-    worker: Text
-    incarnation: Count
-    pid: Count
+    worker: Text  # its name in the cluster ("w0"); the same for all of its incarnations
+    incarnation: Count  # counts its processes; a higher one replaces a lower one
+    pid: Count  # process id on its host
     host: Text
-    boot: Text
-    wire: Count
+    boot: Text  # the host's boot id: two processes with the same one share a kernel
+    wire: Count  # its WIRE_VERSION
     python: Text
     numpy: Text
     pipedist: Text
-    cpu: Text
-    cached: Texts = ()
-    gpus: Finite = 0.0
+    cpu: Text  # processor model, for people
+    cached: Texts = ()  # results that it has cached for an earlier scheduler: "KEY:LO-HI", KEY as in `Bind`
+    gpus: Finite = 0.0  # number of GPUs it owns, for one call at a time; a fraction if workers share one
+    # What numeric libraries choose their code by: architecture, vendor, processor features
     traits: Texts = ()
-    code_digests: Texts = ()
+    code_digests: Texts = ()  # digests of the code folders that its supervisor has copies of
+    # That the name is its own, if another process started it (`pipedist.worker.identity`). The same in messages
+    # before the connection has joined: Heartbeat, Goodbye
     proof: Text = ""
-    threads: Count = 1
+    threads: Count = 1  # BLAS and OpenMP threads of its process
 
 
-class Welcome(WireMessage, frozen=True, tag=2):
-    """Accept a worker.
+class Welcome(Message, frozen=True, tag=2):
+    """Accept a worker."""
 
-    Args:
-        cluster: random id of this scheduler process; stamps the worker's later messages.
-        heartbeat_s: the longest time between two heartbeats of a supervised worker's supervisor.
-        sys_path: the scheduler process's import path, for workers on the same host; may be empty.
-        rejoin_s: how long a dialled-in worker waits for another scheduler after this one is gone.
-        notice: for its user: differences from the scheduler's process that were accepted.
-    """
-
-    cluster: Text
-    heartbeat_s: Finite
-    sys_path: Paths
+    cluster: Text  # random id of this driver process; stamps the worker's later messages
+    heartbeat_s: Finite  # the longest time between two heartbeats of a supervised worker's supervisor
+    sys_path: Paths  # the driver's import path, for workers on the same host; may be empty
+    # How long a dialled-in worker waits for another scheduler after this one is gone
     rejoin_s: Finite = 0.0
-    notice: Text = ""
+    notice: Text = ""  # for its user: differences from the driver that were accepted
 
 
-class Refuse(WireMessage, frozen=True, tag=3):
-    """Reject a worker, which prints the reason and exits.
-
-    Args:
-        before: to a supervisor: rejects the incarnations of its worker below this one; 0: the present one.
-    """
+class Refuse(Message, frozen=True, tag=3):
+    """Reject a worker, which prints the reason and exits."""
 
     reason: Text
+    # To a supervisor: rejects the incarnations of its worker below this one; 0: the present one
     before: Count = 0
 
 
-class Bind(WireMessage, frozen=True, tag=4):
-    """Introduce a pass, once per worker, before its first Assign.
-
-    Payload: its Program.
-
-    Args:
-        key: of the run, the pass and its code: results cached under the same key are as good as new
-            ones. "": results of the pass are not cached.
-        elsewhere: the worker does not share the scheduler's files, and checks which of them it sees.
-    """
+class Bind(Message, frozen=True, tag=4):
+    """Introduce a pass, once per worker, before its first Assign. Payload: its Program."""
 
     pass_id: Count
+    # Names the run, the pass and its code: results cached under the same key are as good as new ones. "": results
+    # of the pass are not cached
     key: Text = ""
+    # The worker does not share the scheduler's files, and checks which of them it sees
     elsewhere: bool = False
 
 
-class Code(WireMessage, frozen=True, tag=23):
-    """Send a folder of the user's modules, before a Bind that names it.
+class Code(Message, frozen=True, tag=23):
+    """Send a folder of the user's modules, before a Bind that names it. Payload: its files.
 
-    Payload: its files.
-
-    Args:
-        folder: absolute, on the scheduler's host.
-        digest: of names and contents; "": the folder is not sent, for the reason in `text`. There is
-            no payload if the worker has a copy already.
-        text: for people: which files were sent or skipped, or why none was sent.
+    There is no payload if the worker has a copy already.
     """
 
-    folder: Path
-    digest: Text
-    text: Text
+    folder: Path  # absolute, on the scheduler's host
+    digest: Text  # that of names and contents; "": the folder is not sent, for the reason in `text`
+    text: Text  # which files were sent or skipped, or why none was sent, for people
 
 
-class DataVisible(WireMessage, frozen=True, tag=24):
+class DataVisible(Message, frozen=True, tag=24):
     """Report that the worker sees the data files of a pass itself."""
 
     pass_id: Count
 
 
-class Share(WireMessage, frozen=True, tag=25):
-    """Send a value to the other programs of the cluster. Payload: a tree.
-
-    Args:
-        number: counts the values, from 1.
-    """
+class Share(Message, frozen=True, tag=25):
+    """Send a value, counted from 1, to the other programs of the cluster. Payload: a tree."""
 
     number: Count
 
 
-class Unbind(WireMessage, frozen=True, tag=5):
+class Unbind(Message, frozen=True, tag=5):
     """End a pass: the worker drops its functions, instances and readers."""
 
     pass_id: Count
 
 
-class Assign(WireMessage, frozen=True, tag=6):
-    """Execute calls [lo, hi) of a pass, in order. Payload: their Shards.
-
-    Args:
-        attempt: 0 for the first try; the same for the whole range.
-        elements: of a single call, how many of its elements are sent; 0: all. The result of a part is
-            never cached.
-    """
+class Assign(Message, frozen=True, tag=6):
+    """Execute calls [lo, hi) of a pass, in order. Payload: their Shards."""
 
     lease: Count
     pass_id: Count
     lo: Count
     hi: Count
-    attempt: Count
+    attempt: Count  # 0 for the first try; the same for the whole range
+    # How many elements of a single call are sent; 0: all. The result of a part is never cached
     elements: Count = 0
 
 
-class Recall(WireMessage, frozen=True, tag=21):
-    """Report cached results of calls [lo, hi) under this lease.
-
-    See `Hello`.
-    """
+class Recall(Message, frozen=True, tag=21):
+    """Report cached results of calls [lo, hi) under this lease; see `Hello`."""
 
     lease: Count
     pass_id: Count
@@ -205,166 +153,108 @@ class Recall(WireMessage, frozen=True, tag=21):
     hi: Count
 
 
-class Committed(WireMessage, frozen=True, tag=22):
-    """Report that calls of a pass below `before` are durable.
-
-    Workers release their cached results.
-    """
+class Committed(Message, frozen=True, tag=22):
+    """Report that calls of a pass below `before` are durable: release their cached results."""
 
     pass_id: Count
     before: Count
 
 
-class AssignGang(WireMessage, frozen=True, tag=14):
-    """Execute calls [lo, hi) of one step at once, as a member of a gang.
-
-    Payload: their Shards.
-
-    Args:
-        attempt: 0 for the first try; of the whole gang.
-        serial: number of this attempt of this gang; grows while the scheduler runs.
-        members: number of worker processes that execute the step's replicas, in replica order.
-        segment: name of the members' shared memory (`pipedist.collectives.segment`); "" if they
-            exchange through the scheduler, or there is one member.
-    """
+class AssignGang(Message, frozen=True, tag=14):
+    """Execute calls [lo, hi) of one step at once, as a member of a gang. Payload: their Shards."""
 
     lease: Count
     pass_id: Count
     lo: Count
     hi: Count
-    attempt: Count
-    serial: Count
+    attempt: Count  # 0 for the first try; of the whole gang
+    serial: Count  # number of this attempt of this gang; grows while the scheduler runs
     member: Count
-    members: Count
+    members: Count  # number of worker processes that execute the step's replicas, in replica order
+    # Name of the members' shared memory (`pipedist.collectives.segment`); "" if they exchange through the
+    # scheduler, or there is one member
     segment: Text
 
 
-class StateVersion(WireMessage, frozen=True, tag=15):
-    """Send one version of a state, before the first lease that reads it.
+class StateVersion(Message, frozen=True, tag=15):
+    """Send one version of a state, before the first lease that reads it. Payload: its tree."""
 
-    Payload: its tree.
-
-    Args:
-        space: which state; unique while the scheduler runs.
-        version: counts its values; a worker keeps the latest two.
-    """
-
-    space: Count
-    version: Count
+    space: Count  # which state; unique while the scheduler runs
+    version: Count  # counts its values; a worker keeps the latest two
 
 
-class DropState(WireMessage, frozen=True, tag=16):
+class DropState(Message, frozen=True, tag=16):
     """Drop a state that no lease reads any more."""
 
     space: Count
 
 
-class Exchange(WireMessage, frozen=True, tag=17):
-    """Send a member's part of a collective to the other members.
-
-    Payload: its data.
-
-    Args:
-        number: counts the collectives of a gang attempt, from 1.
-    """
+class Exchange(Message, frozen=True, tag=17):
+    """Send a member's part of a collective to the other members. Payload: its data."""
 
     lease: Count
-    number: Count
+    number: Count  # counts the collectives of a gang attempt, from 1
 
 
-class Relay(WireMessage, frozen=True, tag=18):
-    """Forward another member's part.
+class Relay(Message, frozen=True, tag=18):
+    """Forward another member's part. Payload: unchanged; none if that member has ended."""
 
-    Payload: unchanged; none if that member has ended.
-
-    Args:
-        lease: the receiver's.
-        member: the sender.
-        number: of the collective; 0: the member has ended, and sends nothing more.
-        text: how it ended, for people; "" if it has not.
-    """
-
-    lease: Count
-    member: Count
-    number: Count
-    text: Text
+    lease: Count  # the receiver's
+    member: Count  # the sender
+    number: Count  # the collective's; 0: the member has ended, and sends nothing more
+    text: Text  # how it ended, for people; "" if it has not
 
 
-class Cancel(WireMessage, frozen=True, tag=7):
+class Cancel(Message, frozen=True, tag=7):
     """Drop the calls of a lease that have not begun."""
 
     lease: Count
 
 
-class Cancelled(WireMessage, frozen=True, tag=20):
-    """Confirm Cancel: no call of that lease runs any more.
-
-    Running calls of a gang are ending.
-    """
+class Cancelled(Message, frozen=True, tag=20):
+    """Confirm Cancel: no call of that lease runs any more, or those of a gang are ending."""
 
     lease: Count
 
 
-class Stop(WireMessage, frozen=True, tag=8):
+class Stop(Message, frozen=True, tag=8):
     """Leave: finish nothing more, send Goodbye, exit 0."""
 
     reason: Text
 
 
-class Results(WireMessage, frozen=True, tag=9):
-    """Report that calls [lo, hi) of a lease are done.
-
-    Payload: a list with one entry per call.
-
-    Args:
-        busy_ns: the time that executing them took, nanoseconds.
-    """
+class Results(Message, frozen=True, tag=9):
+    """Report that calls [lo, hi) of a lease are done. Payload: a list with one entry per call."""
 
     lease: Count
     lo: Count
     hi: Count
-    busy_ns: Count
+    busy_ns: Count  # the time that executing them took
 
 
-class Failed(WireMessage, frozen=True, tag=10):
-    """Report that a call of a lease raised.
-
-    The worker goes on with the rest of the range.
-
-    Args:
-        stage: name of the stage whose function raised.
-        module, name: the exception's class.
-        text: `str(exception)`.
-        traceback: formatted, from the worker.
-        retryable: False if another attempt can't help (a result that can't be sent).
-        aborted: another replica ended the call's gang; the call is not the cause.
-    """
+class Failed(Message, frozen=True, tag=10):
+    """Report that a call of a lease raised; the worker goes on with the rest of the range."""
 
     lease: Count
     call: Count
-    stage: Text
-    module: Text
+    stage: Text  # name of the stage whose function raised
+    module: Text  # the exception's class is `name` in this module
     name: Text
-    text: Text
-    traceback: Text
-    retryable: bool
-    aborted: bool = False
+    text: Text  # `str(exception)`
+    traceback: Text  # formatted, from the worker
+    retryable: bool  # False if another attempt can't help (a result that can't be sent)
+    aborted: bool = False  # another replica ended the call's gang; the call is not the cause
 
 
-class Stalled(WireMessage, frozen=True, tag=19):
-    """Report that a collective has waited for `timeout_s`.
-
-    Args:
-        members: the missing ones, as decimal texts.
-        text: which replica waits for which, and where, for people.
-    """
+class Stalled(Message, frozen=True, tag=19):
+    """Report that a collective has waited for `timeout_s`."""
 
     lease: Count
-    members: Texts
-    text: Text
+    members: Texts  # the missing ones, as decimal texts
+    text: Text  # which replica waits for which, and where, for people
 
 
-class LogLine(WireMessage, frozen=True, tag=11):
+class LogLine(Message, frozen=True, tag=11):
     """A line that a replica function printed or logged."""
 
     stage: Text
@@ -373,83 +263,35 @@ class LogLine(WireMessage, frozen=True, tag=11):
     text: Text
 
 
-class Heartbeat(WireMessage, frozen=True, tag=12):
-    """Report that a dialled-in worker and its supervisor are alive.
-
-    Args:
-        proof: as in `Hello`.
-    """
+class Heartbeat(Message, frozen=True, tag=12):
+    """Report that a dialled-in worker and its supervisor are alive."""
 
     worker: Text
     incarnation: Count
-    proof: Text = ""
+    proof: Text = ""  # as in `Hello`
 
 
-class Goodbye(WireMessage, frozen=True, tag=13):
-    """Report that the worker leaves.
-
-    Its unfinished leases are assigned to others.
-
-    Args:
-        reason: for people.
-        crashed: sent by its supervisor: the process died, perhaps because of the call that it ran.
-        lease, call, stage: that call, if it is known, and the index of the stage that ran in its pass's
-            program; a lease of 0: unknown.
-        timed_out: the supervisor ended the process, because the stage's function exceeded its timeout.
-        proof: as in `Hello`.
-    """
+class Goodbye(Message, frozen=True, tag=13):
+    """Report that the worker leaves; its unfinished leases are assigned to others."""
 
     worker: Text
     incarnation: Count
-    reason: Text
+    reason: Text  # for people
+    # Sent by its supervisor: the process died, perhaps because of the call that it ran
     crashed: bool = False
-    lease: Count = 0
+    lease: Count = 0  # that of the call that ran; 0: unknown
     call: Count = 0
-    stage: Count = 0
+    stage: Count = 0  # index of the stage that ran in its pass's program
+    # The supervisor ended the process, because the stage's function exceeded its timeout
     timed_out: bool = False
-    proof: Text = ""
-
-
-Message = (
-    Hello
-    | Welcome
-    | Refuse
-    | Code
-    | Bind
-    | DataVisible
-    | Share
-    | Unbind
-    | Assign
-    | Recall
-    | Committed
-    | AssignGang
-    | StateVersion
-    | DropState
-    | Exchange
-    | Relay
-    | Stalled
-    | Cancel
-    | Cancelled
-    | Stop
-    | Results
-    | Failed
-    | LogLine
-    | Heartbeat
-    | Goodbye
-)
+    proof: Text = ""  # as in `Hello`
 
 
 @lru_cache(maxsize=256)
 def spans(replicas: int, members: int) -> tuple[tuple[int, int], ...]:
-    """Return the replicas [a, b) that each member of a gang executes.
+    """Return the replicas [a, b) that each member of a gang executes, in order of member.
 
-    Args:
-        replicas: R.
-        members: number of workers that execute them; from 1 to R.
-
-    Returns:
-        Chunks in order of member, whose sizes differ by at most one, the longer ones first.
+    The sizes differ by at most one, the longer chunks first.
     """
     small, larger = divmod(replicas, members)
-    ends = [(member + 1) * small + min(member + 1, larger) for member in range(members)]
-    return tuple(zip([0, *ends], ends, strict=False))
+    return tuple(pairwise(member * small + min(member, larger) for member in range(members + 1)))

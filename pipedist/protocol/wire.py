@@ -13,10 +13,11 @@ sent: the receiver inserts each one at its place among the payload's frames (`we
 
 from __future__ import annotations
 
+import operator
 import re
 import struct
-import typing
 from collections.abc import Sequence
+from functools import reduce
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -24,51 +25,41 @@ import msgspec
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.protocol.limits import LIMITS, MessageLimits
-from pipedist.protocol.messages import Message, WireMessage
+from pipedist.protocol.messages import Message
 
 START: Final = struct.Struct("<II")
 ENTRY: Final = struct.Struct("<IIIIQ")
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(Message).decode
+_MESSAGES: Final = Message.__subclasses__()
+_decode: Final = msgspec.msgpack.Decoder(reduce(operator.or_, _MESSAGES)).decode
 
 
-def _list_start(cls: type[WireMessage]) -> bytes:
+def _list_start(cls: type[Message]) -> bytes:
     items = [None] * (1 + len(cls.__struct_fields__))
     return _encode(items)[: -len(items)]
 
 
-_STARTS: Final[dict[type[Any], bytes]] = {cls: _list_start(cls) for cls in typing.get_args(Message)}
+_STARTS: Final[dict[type[Any], bytes]] = {cls: _list_start(cls) for cls in _MESSAGES}
 """Each class's first bytes: a list of all fields. msgspec also accepts fewer, if the others have defaults."""
 
 _START_BYTES_MAX: Final = max(map(len, _STARTS.values()))
 
 
 class Reference(NamedTuple):
-    """A reference to a frame in a slot of shared memory.
+    """A reference to a frame in a slot of shared memory."""
 
-    Args:
-        place: its index among the frames of the payload; the header has index 0.
-        segment: the segment's serial.
-        slot: index in the segment.
-        loan: number of the loan.
-        size_bytes: size of the frame.
-    """
-
-    place: int
-    segment: int
-    slot: int
-    loan: int
-    size_bytes: int
+    place: int  # its index among the frames of the payload; the header has index 0
+    segment: int  # the segment's serial
+    slot: int  # index in the segment
+    loan: int  # number of the loan
+    size_bytes: int  # size of the frame
 
 
 def pack(message: Message) -> bytes:
-    """Return a message's bytes.
+    """Return a message's bytes; lone surrogates in its texts, which UTF-8 can't encode, are escaped.
 
-    Lone surrogates in its texts, which UTF-8 can't encode, are escaped.
-
-    Raises:
-        LocalProtocolError: a field has a value that the receiver would reject.
+    Raises LocalProtocolError for a value that the receiver would reject.
     """
     cls = type(message)
     if cls not in _STARTS:
@@ -86,11 +77,7 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(head: bytes | bytearray | memoryview) -> Message:
-    """Return the message that `pack` wrote.
-
-    Raises:
-        RemoteProtocolError: `pack` would not have written these bytes.
-    """
+    """Return the message that `pack` wrote, or raise RemoteProtocolError."""
     size_bytes = len(head) if isinstance(head, (bytes, bytearray)) else head.nbytes
     if size_bytes > LIMITS.head_bytes_max:
         raise RemoteProtocolError(f"a message of {size_bytes} bytes, the limit is {LIMITS.head_bytes_max}")
@@ -104,25 +91,13 @@ def unpack(head: bytes | bytearray | memoryview) -> Message:
 
 
 def seal(head: bytes, header: bytes | memoryview = b"", references: Sequence[Reference] = ()) -> bytes:
-    """Return a message's first frame.
-
-    Args:
-        head: the packed message.
-        header: of the payload; empty if there is none.
-        references: to the frames in shared memory, in order of their places.
-    """
+    """Return a message's first frame; references are in order of their places."""
     start = START.pack(len(head), len(references))
-    if references:
-        return b"".join([start, *[ENTRY.pack(*reference) for reference in references], head, header])
-    return b"".join((start, head, header))
+    return b"".join([start, *[ENTRY.pack(*reference) for reference in references], head, header])
 
 
 def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memoryview, list[Reference]]:
-    """Return the head, payload header and references of a first frame.
-
-    Raises:
-        RemoteProtocolError: it is cut off, a part is too long, or the references are not in order.
-    """
+    """Return the head, payload header and references of a first frame, or raise RemoteProtocolError."""
     size_bytes = first.nbytes
     if size_bytes < START.size:
         raise RemoteProtocolError(f"malformed message: a first frame of {size_bytes} bytes")
@@ -144,11 +119,7 @@ def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memory
 
 
 def parse_references(table: memoryview) -> list[Reference]:
-    """Return the references in a table of whole entries.
-
-    Raises:
-        RemoteProtocolError: they are not in order, or one has the header's place.
-    """
+    """Return the references in a table of whole entries; raise RemoteProtocolError if not in order."""
     references = list(map(Reference._make, ENTRY.iter_unpack(table)))
     if references[0].place == 0 or any(a.place >= b.place for a, b in pairwise(references)):
         raise RemoteProtocolError("references that are not in order")
@@ -161,11 +132,7 @@ def weave(
     shared: Sequence[memoryview],
     limits: MessageLimits,
 ) -> None:
-    """Insert shared frames at their places among the others.
-
-    Raises:
-        RemoteProtocolError: a place is beyond the end of the payload, or the message exceeds a limit.
-    """
+    """Insert shared frames at their places among the others, or raise RemoteProtocolError."""
     for reference, frame in zip(references, shared, strict=True):
         if reference.place > len(frames):
             raise RemoteProtocolError(f"a shared frame {reference.place} in a payload of {len(frames)}")
@@ -178,7 +145,6 @@ def weave(
 
 
 def first_frame_bytes_max(limits: MessageLimits) -> int:
-    """Return the maximum size of a first frame."""
     return START.size + limits.frames_max * ENTRY.size + limits.head_bytes_max + limits.header_bytes_max
 
 
@@ -193,7 +159,7 @@ def _plain(value: Any) -> Any:
     return value.encode("utf-8", "backslashreplace").decode() if type(value) is str else value
 
 
-def _located(cls: type[WireMessage], reason: str) -> str:
+def _located(cls: type[Message], reason: str) -> str:
     """Replace a field's index in msgspec's text by its name."""
     names = ("tag", *cls.__struct_fields__)
     return re.sub(r"\$\[(\d+)\]", lambda place: f"{cls.__name__}.{names[int(place[1])]}", reason, count=1)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from pipedist.scheduler import commands as cmd
+from pipedist.scheduler.bisection import Probe, Span
 from pipedist.scheduler.gang_scheduling import form, parts
 from pipedist.scheduler.leases import Lease, Worker
 from pipedist.scheduler.membership import Membership
 from pipedist.scheduler.passes import Pass
-from pipedist.scheduler.queues import RangeSet
+from pipedist.scheduler.queues import RangeSet, Todo
 from pipedist.scheduler.settings import SchedulerLimits
 
 
+@dataclass(eq=False)
 class Assigner:
     """Decides which calls go to which worker next.
 
@@ -23,23 +26,14 @@ class Assigner:
     A call that needs GPUs is assigned only to a worker that owns them; while none of these has capacity,
     passes that other workers can serve go first. A worker executes one call at a time, so two calls never
     use one GPU, unless workers share it.
-
-    Args:
-        limits, members: the scheduler's.
-        waiting: passes with waiting calls, by id; may contain others.
-        out: receives the commands.
     """
 
-    def __init__(
-        self, limits: SchedulerLimits, members: Membership, waiting: dict[int, Pass], out: list[cmd.Command]
-    ) -> None:
-        self._limits = limits
-        self._members = members
-        self._waiting = waiting
-        self._out = out
-        self._last_gang = 0
-        self._turn = 0
-        """The pass whose calls were assigned last."""
+    _limits: SchedulerLimits
+    _members: Membership
+    _waiting: dict[int, Pass]  # passes with waiting calls; may contain others
+    _out: list[cmd.Command]
+    _last_gang: int = 0
+    _turn: int = 0  # the pass whose calls were assigned last
 
     def assign(self) -> None:
         """Assign all calls that workers have capacity for: first to idle workers, then in advance."""
@@ -65,21 +59,12 @@ class Assigner:
 
     @property
     def nothing_waits(self) -> bool:
-        """True if no call waits for a worker."""
         return not any(pass_.has_assignable_calls for pass_ in self._waiting.values())
 
     def assign_second_attempt(self, pass_: Pass, lease: Lease, worker: Worker) -> Lease:
-        """Assign the unreported calls of a lease to an idle worker too, and return that lease."""
-        lo, hi, attempt = lease.next, lease.hi, lease.attempt
-        self._bind(worker, pass_)
-        twin = self._members.grant(worker, pass_.id, lo, hi, attempt, 0.0)
+        twin = self._grant(worker, pass_, Todo(lease.next, lease.hi, lease.attempt), twin=lease.id)
         twin.twin, lease.twin = lease, twin
         twin.second_attempts = lease.second_attempts = lease.second_attempts + 1
-        pass_.leased += hi - lo
-        elements = pass_.searches.elements_of(lo) if attempt else ()
-        self._out.append(
-            cmd.SendAssign(worker.name, twin.id, pass_.id, lo, hi, attempt, elements, twin=lease.id)
-        )
         return twin
 
     def _recall_all(self) -> None:
@@ -101,7 +86,6 @@ class Assigner:
             self._out.append(cmd.SendRecall(worker.name, lease.id, pass_.id, lo, hi))
 
     def _with_room(self, pass_: Pass) -> Worker | None:
-        """Return a worker to which a call of a pass may be sent now, or None."""
         gpus = pass_.settings.gpus
         worker = self._members.idle_for(gpus) if self._members.idle else None
         if worker is None and pass_.is_short(self._limits) and not pass_.searches.waiting:
@@ -109,11 +93,7 @@ class Assigner:
         return worker
 
     def _next_pass(self, stuck: Collection[int]) -> Pass | None:
-        """Return the pass whose turn it is, or None.
-
-        Args:
-            stuck: passes to skip: no suitable worker has capacity.
-        """
+        """Return the pass whose turn it is, or None; `stuck` ones have no suitable worker with capacity."""
         waiting = self._waiting
         for idle in [p.id for p in waiting.values() if not p.has_assignable_calls]:
             del waiting[idle]
@@ -127,26 +107,35 @@ class Assigner:
 
     def _issue(self, worker: Worker, pass_: Pass) -> None:
         if pass_.searches.waiting:
-            self._issue_probe(worker, pass_)
+            probe = pass_.searches.waiting.pop(0)
+            self._grant(worker, pass_, Todo(probe.call, probe.call + 1, probe.tried), probe=probe)
             return
-        todo = pass_.todo.take(pass_.bundle_calls(self._limits, self._members.ready_for(pass_.settings.gpus)))
+        workers = self._members.ready_for(pass_.settings.gpus)
+        todo = pass_.todo.take(pass_.bundle_calls(self._limits, workers))
+        self._grant(worker, pass_, todo, expected_s=(pass_.call_s or 0.0) * (todo.hi - todo.lo))
+
+    def _grant(
+        self,
+        worker: Worker,
+        pass_: Pass,
+        todo: Todo,
+        *,
+        expected_s: float = 0.0,
+        probe: Probe | None = None,
+        twin: int = 0,
+    ) -> Lease:
         lo, hi, attempt = todo
         self._bind(worker, pass_)
-        expected_s = (pass_.call_s or 0.0) * (hi - lo)
         lease = self._members.grant(worker, pass_.id, lo, hi, attempt, expected_s)
-        pass_.leased += hi - lo
-        elements = pass_.searches.elements_of(lo) if attempt else ()
-        self._out.append(cmd.SendAssign(worker.name, lease.id, pass_.id, lo, hi, attempt, elements))
-
-    def _issue_probe(self, worker: Worker, pass_: Pass) -> None:
-        probe = pass_.searches.waiting.pop(0)
-        lo, hi = probe.call, probe.call + 1
-        self._bind(worker, pass_)
-        lease = self._members.grant(worker, pass_.id, lo, hi, probe.tried, 0.0)
         lease.probe = probe
-        pass_.leased += 1
-        command = cmd.SendAssign(worker.name, lease.id, pass_.id, lo, hi, probe.tried, (probe.span,))
-        self._out.append(command)
+        pass_.leased += hi - lo
+        elements: tuple[Span, ...] = ()
+        if probe is not None:
+            elements = (probe.span,)
+        elif attempt:
+            elements = pass_.searches.elements_of(lo)
+        self._out.append(cmd.SendAssign(worker.name, lease.id, pass_.id, lo, hi, attempt, elements, twin))
+        return lease
 
     def _issue_gang(self, pass_: Pass) -> bool:
         """Assign the next step of a gang pass; return False if too few workers have capacity."""

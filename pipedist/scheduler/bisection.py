@@ -14,6 +14,7 @@ Rules
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,27 +25,18 @@ from msgspec import Struct
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler.commands import Cause
 
-Span = tuple[int, int]
-"""Positions [lo, hi) of elements in a call's shard."""
+Span = tuple[int, int]  # positions [lo, hi) of elements in a call's shard
 
 
 class Bisection:
-    """The search in one call, which failed as a whole.
-
-    Args:
-        elements: number of elements that can be executed separately.
-        probes_max: maximum number of subsets.
-        cause: why the whole call failed.
-    """
+    """The search in one call of separable elements, which failed as a whole for `cause`."""
 
     __slots__ = ("_budget", "culprits", "elements", "trying")
 
     def __init__(self, elements: int, probes_max: int, cause: Cause) -> None:
         self.elements = elements
-        self.trying: set[Span] = set()
-        """Subsets that are pending."""
-        self.culprits: dict[int, Cause] = {}
-        """Elements that fail alone, by position."""
+        self.trying: set[Span] = set()  # pending
+        self.culprits: dict[int, Cause] = {}  # elements that fail alone, by position
         self._budget = probes_max
         if elements == 1:  # it failed alone
             self.culprits[0] = cause
@@ -54,15 +46,10 @@ class Bisection:
         return self._halves((0, self.elements)) if self.elements > 1 else ()
 
     def passed(self, span: Span) -> None:
-        """Record that a subset passed."""
         self._over(span)
 
     def failed(self, span: Span, cause: Cause | None) -> Sequence[Span]:
-        """Record that a subset failed, and return the next subsets.
-
-        Args:
-            cause: why a single element failed; None: this failure does not make it a culprit.
-        """
+        """Record that a subset failed, and return the next; with `cause`, a single element is a culprit."""
         self._over(span)
         lo, hi = span
         if hi - lo > 1:
@@ -73,17 +60,14 @@ class Bisection:
 
     @property
     def is_given_up(self) -> bool:
-        """True if the search needs more than `probes_max` probes."""
         return self._budget < 0
 
     @property
     def is_over(self) -> bool:
-        """True if no subset is pending."""
         return self.is_given_up or not self.trying
 
     @property
     def healthy(self) -> tuple[Span, ...]:
-        """The other elements, as ranges of positions."""
         ends = [-1, *sorted(self.culprits), self.elements]
         return tuple((a + 1, b) for a, b in pairwise(ends) if a + 1 < b)
 
@@ -104,12 +88,7 @@ class Bisection:
 
 
 class Death(Struct, frozen=True):
-    """The loss of a worker, and its meaning for the call that was running.
-
-    Args:
-        cause: a text for people.
-        stage, timed_out, retries, quarantine: see `events.WorkerLost`.
-    """
+    """The loss of a worker, and its meaning for the call that was running; see `events.WorkerLost`."""
 
     cause: str
     stage: str = ""
@@ -118,72 +97,64 @@ class Death(Struct, frozen=True):
     quarantine: bool = False
 
 
-def most_likely_death(named: list[Death], death: Death) -> Death:
-    """Return the most frequent death of a call, after one more.
+@dataclass(slots=True, eq=False, kw_only=True)
+class CallHistory:
+    """The failed attempts of a call, or of some of its elements; other calls have none."""
 
-    A worker may also be killed from outside while it runs a call that kills; if it died with its fork
-    server, the stage is unknown. The outcome must not depend on the order of deaths.
+    raised: Counter[str] = field(default_factory=Counter)  # attempts, by stage
+    deaths: int = 0  # of workers that executed it
+    before: int = 0  # number of attempts before its culprits were skipped
+    _named: list[Death] = field(default_factory=list)  # deaths with a known stage
 
-    Args:
-        named: earlier deaths with a known stage; this one is added if its stage is known.
-        death: the latest death.
-    """
-    if death.stage:
-        named.append(death)
-    return max(named, key=named.count, default=death)
+    @property
+    def tried(self) -> int:
+        return self.before + self.raised.total() + self.deaths
+
+    def charge(self, death: Death) -> Death:
+        """Add a death, and return the most frequent one with a known stage, else this one.
+
+        A worker may also be killed from outside while it runs a call that kills; if it died with its fork
+        server, the stage is unknown. The outcome must not depend on the order of deaths.
+        """
+        self.deaths += 1
+        if death.stage:
+            self._named.append(death)
+        return max(self._named, key=self._named.count, default=death)
+
+    def begin_again(self) -> None:
+        """Forget the failures, but not their number: the call is executed without its culprits."""
+        self.before, self.deaths = self.tried, 0
+        self.raised.clear()
+        self._named.clear()
 
 
 @dataclass(slots=True, eq=False)
-class Probe:
+class Probe(CallHistory):
     """A subset of a call's elements that is executed by itself; its result does not count."""
 
     call: int
     span: Span
-    raised: Counter[str] = field(default_factory=Counter)
-    """Number of attempts that raised, by stage."""
-    deaths: int = 0
-    """Number of workers that died while executing it."""
-    named: list[Death] = field(default_factory=list)
-    """Those deaths whose stage is known."""
-
-    @property
-    def tried(self) -> int:
-        """Number of finished attempts."""
-        return self.raised.total() + self.deaths
 
     @property
     def is_single(self) -> bool:
-        """True if it is a single element."""
         return self.span[1] - self.span[0] == 1
 
 
 @dataclass(slots=True, eq=False)
 class CulpritSearch:
-    """The search for the culprits of a call that failed permanently."""
-
     cause: Cause
-    """Why the whole call failed."""
-    bisection: Bisection | None = None
-    """None until the number of elements is known."""
+    bisection: Bisection | None = None  # None until the number of elements is known
 
 
 @dataclass(slots=True, eq=False)
 class CulpritSearches:
-    """The searches of one pass."""
-
     calls: dict[int, CulpritSearch] = field(default_factory=dict)
-    """Active searches, by call."""
-    waiting: list[Probe] = field(default_factory=list)
-    """Probes that wait for a worker, the lowest call first."""
+    waiting: list[Probe] = field(default_factory=list)  # for a worker, the lowest call first
     cleared: dict[int, CulpritSearch] = field(default_factory=dict)
     """Finished searches, by call: the call is executed once more without its culprits."""
 
     def wait(self, probe: Probe) -> None:
-        """Let a probe wait for a worker."""
-        at = len(self.waiting)
-        while at and (probe.call, probe.span) < (self.waiting[at - 1].call, self.waiting[at - 1].span):
-            at -= 1
-        self.waiting.insert(at, probe)
+        insort(self.waiting, probe, key=lambda x: (x.call, x.span))
 
     def elements_of(self, call: int) -> tuple[Span, ...]:
         """Return the elements of a call to execute; empty: all of them."""
@@ -197,6 +168,5 @@ class CulpritSearches:
             self.waiting = [probe for probe in self.waiting if probe.call != call]
 
     def forget_from(self, call: int) -> None:
-        """Drop the searches of all calls >= `call`."""
         for each in [c for c in (*self.calls, *self.cleared) if c >= call]:
             self.forget(each)

@@ -7,14 +7,18 @@ from typing import NamedTuple
 from msgspec import Struct
 
 
-class StartWorker(Struct, frozen=True):
+class Command(Struct, frozen=True):
+    """An output of the scheduler."""
+
+
+class StartWorker(Command, frozen=True):
     """Start a worker process."""
 
     worker: str
     incarnation: int
 
 
-class EvictWorker(Struct, frozen=True):
+class EvictWorker(Command, frozen=True):
     """End this incarnation: it is lost, stale or broke the protocol."""
 
     worker: str
@@ -22,28 +26,22 @@ class EvictWorker(Struct, frozen=True):
     reason: str
 
 
-class SendBind(Struct, frozen=True):
+class SendBind(Command, frozen=True):
     """Send the pass's program to a worker, before its first Assign of that pass."""
 
     worker: str
     pass_id: int
 
 
-class SendUnbind(Struct, frozen=True):
+class SendUnbind(Command, frozen=True):
     """Send a worker the end of a pass."""
 
     worker: str
     pass_id: int
 
 
-class SendAssign(Struct, frozen=True):
-    """Send calls [lo, hi) with their shards.
-
-    Args:
-        elements: of a single call, the elements to send: ranges [a, b) of their positions in its shard;
-            empty: all of them.
-        twin: the lease of a slow worker with the same calls; 0: there is none.
-    """
+class SendAssign(Command, frozen=True):
+    """Send calls [lo, hi) with their shards."""
 
     worker: str
     lease: int
@@ -51,8 +49,9 @@ class SendAssign(Struct, frozen=True):
     lo: int
     hi: int
     attempt: int
+    # The elements of a single call to send: ranges [a, b) of their positions in its shard; empty: all of them
     elements: tuple[tuple[int, int], ...] = ()
-    twin: int = 0
+    twin: int = 0  # the lease of a slow worker with the same calls; 0: there is none
 
 
 class GangAssignment(NamedTuple):
@@ -64,12 +63,10 @@ class GangAssignment(NamedTuple):
     hi: int
 
 
-class SendGang(Struct, frozen=True):
+class SendGang(Command, frozen=True):
     """Send each member of a gang its calls with their shards.
 
-    Args:
-        serial: number of this attempt; grows while the scheduler runs.
-        parts: one per member, in order; together the calls of one step.
+    `serial` grows while the scheduler runs; `parts` has one entry per member, in order.
     """
 
     serial: int
@@ -78,7 +75,7 @@ class SendGang(Struct, frozen=True):
     parts: tuple[GangAssignment, ...]
 
 
-class StashResults(Struct, frozen=True):
+class StashResults(Command, frozen=True):
     """Hold back results of a gang until its GangEnded."""
 
     serial: int
@@ -87,20 +84,15 @@ class StashResults(Struct, frozen=True):
     worker: str
 
 
-class GangEnded(Struct, frozen=True):
-    """End a gang.
-
-    Args:
-        counts: accept the stashed results; otherwise drop them.
-        aborted: calls of it may still run, and wait for contributions that will not come.
-    """
+class GangEnded(Command, frozen=True):
+    """End a gang."""
 
     serial: int
-    counts: bool
-    aborted: bool
+    counts: bool  # accept the stashed results; otherwise drop them
+    aborted: bool  # calls of it may still run, and wait for contributions that will not come
 
 
-class SendRecall(Struct, frozen=True):
+class SendRecall(Command, frozen=True):
     """Request calls [lo, hi), which a worker has cached for an earlier scheduler, under a lease."""
 
     worker: str
@@ -110,7 +102,7 @@ class SendRecall(Struct, frozen=True):
     hi: int
 
 
-class SendCommitted(Struct, frozen=True):
+class SendCommitted(Command, frozen=True):
     """Report to a worker that calls of a pass below `before` are durable."""
 
     worker: str
@@ -118,14 +110,14 @@ class SendCommitted(Struct, frozen=True):
     before: int
 
 
-class SendCancel(Struct, frozen=True):
+class SendCancel(Command, frozen=True):
     """Cancel the calls of a worker's lease that have not begun."""
 
     worker: str
     lease: int
 
 
-class AcceptResults(Struct, frozen=True):
+class AcceptResults(Command, frozen=True):
     """Accept the results of calls [lo, hi), and release their inputs."""
 
     pass_id: int
@@ -134,7 +126,7 @@ class AcceptResults(Struct, frozen=True):
     worker: str
 
 
-class SizeCall(Struct, frozen=True):
+class SizeCall(Command, frozen=True):
     """Report how many elements of a failed call can be tried apart (CallSized), for its bisection."""
 
     pass_id: int
@@ -142,12 +134,7 @@ class SizeCall(Struct, frozen=True):
 
 
 class Cause(Struct, frozen=True):
-    """Why a call or one of its elements failed.
-
-    Args:
-        stage: in which stage; "" if unknown.
-        text: the exception, or how the worker died, for people.
-    """
+    """Why a call or one of its elements failed: the stage, "" if unknown, and a text for people."""
 
     stage: str
     text: str
@@ -156,39 +143,35 @@ class Cause(Struct, frozen=True):
 UNKNOWN = Cause("", "")
 
 
-class CallsQuarantined(Struct, frozen=True):
-    """Quarantine elements of calls [lo, hi), one call's or a gang's.
-
-    Args:
-        culprits: position in the call's shard and cause of each element that fails alone.
-        whole: why all elements of the calls are quarantined, though none fails alone; None: the
-            culprits are.
-        remains: the result of the other elements counts, and follows; otherwise the calls have none.
-    """
+class CallsQuarantined(Command, frozen=True):
+    """Quarantine elements of calls [lo, hi), one call's or a gang's."""
 
     pass_id: int
     lo: int
     hi: int
+    # Position in the call's shard and cause of each element that fails alone
     culprits: tuple[tuple[int, Cause], ...]
+    # Why all elements of the calls are quarantined, though none fails alone; None: the culprits are
     whole: Cause | None = None
+    # The result of the other elements counts, and follows; otherwise the calls have none
     remains: bool = False
 
 
-class DropResults(Struct, frozen=True):
+class DropResults(Command, frozen=True):
     """Drop a result whose lease is not held any more."""
 
     worker: str
     lease: int
 
 
-class RequestSteps(Struct, frozen=True):
+class RequestSteps(Command, frozen=True):
     """Request `count` more steps, beyond all that were requested before."""
 
     pass_id: int
     count: int
 
 
-class StepsReady(Struct, frozen=True):
+class StepsReady(Command, frozen=True):
     """Publish steps [first, last): all of their calls are done."""
 
     pass_id: int
@@ -197,14 +180,7 @@ class StepsReady(Struct, frozen=True):
 
 
 class Failure(Struct, frozen=True):
-    """Why a call failed for good.
-
-    Args:
-        call: its number in the pass.
-        attempts: number of attempts.
-        worker: of the last one.
-        cause: how the worker died; None if the call raised.
-    """
+    """Why a call failed for good; `cause` is how its last worker died, None if the call raised."""
 
     call: int
     attempts: int
@@ -212,7 +188,7 @@ class Failure(Struct, frozen=True):
     cause: str | None = None
 
 
-class StepFailed(Struct, frozen=True):
+class StepFailed(Command, frozen=True):
     """Report a complete step with calls that failed for good; lowest call first."""
 
     pass_id: int
@@ -220,44 +196,19 @@ class StepFailed(Struct, frozen=True):
     failures: tuple[Failure, ...]
 
 
-class PassComplete(Struct, frozen=True):
+class PassComplete(Command, frozen=True):
     """Report that all steps of the pass were published."""
 
     pass_id: int
 
 
-class PassDrained(Struct, frozen=True):
+class PassDrained(Command, frozen=True):
     """Report that nothing of a draining pass is running any more."""
 
     pass_id: int
 
 
-class ClusterFailed(Struct, frozen=True):
+class ClusterFailed(Command, frozen=True):
     """Fail the cluster: workers die faster than they join."""
 
     reason: str
-
-
-Command = (
-    StartWorker
-    | EvictWorker
-    | SendBind
-    | SendUnbind
-    | SendAssign
-    | SendGang
-    | SendRecall
-    | SendCommitted
-    | SendCancel
-    | AcceptResults
-    | StashResults
-    | GangEnded
-    | SizeCall
-    | CallsQuarantined
-    | DropResults
-    | RequestSteps
-    | StepsReady
-    | StepFailed
-    | PassComplete
-    | PassDrained
-    | ClusterFailed
-)

@@ -19,90 +19,51 @@ from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.settings import SchedulerLimits
 from pipedist.scheduler.transitions import PassState, WorkerState
 
-WAITS_MAX = 20
-"""Waits listed per pass and reason; the longest, or the lowest calls, first."""
+WAITS_MAX = 20  # waits listed per pass and reason; the longest, or the lowest calls, first
 
 
 class Reason(enum.StrEnum):
-    """The reason why calls wait."""
-
     RUNNING = "running"
-    """The calls are executing."""
-    QUEUED = "queued"
-    """They wait behind other calls at their worker."""
-    FREE_WORKER = "free-worker"
-    """All suitable workers are busy."""
-    STARTING_WORKER = "starting-worker"
-    """There is no suitable worker, but some are starting."""
+    QUEUED = "queued"  # they wait behind other calls at their worker
+    FREE_WORKER = "free-worker"  # all suitable workers are busy
+    STARTING_WORKER = "starting-worker"  # there is no suitable worker, but some are starting
     JOINING_WORKER = "joining-worker"
     """There is no suitable worker, and none is started by the launcher."""
-    TURN = "turn"
-    """Another pass goes first, and waits for workers."""
-    BACKOFF = "back-off"
-    """They raised, and back off before their retry."""
-    SEARCH = "search"
-    """They failed, and their culprits are searched."""
-    GANG = "gang"
-    """The replicas of a step start together: too few workers are idle."""
-    HELD = "held"
-    """Their pass is draining: they do not start."""
-    EARLIER_STEP = "earlier-step"
-    """Too many earlier steps are incomplete."""
-    READER = "reader"
-    """Too many complete steps were not consumed."""
-    DATA = "data"
-    """Requested steps are not available yet."""
+    TURN = "turn"  # another pass goes first, and waits for workers
+    BACKOFF = "back-off"  # they raised, and back off before their retry
+    SEARCH = "search"  # they failed, and their culprits are searched
+    GANG = "gang"  # the replicas of a step start together: too few workers are idle
+    HELD = "held"  # their pass is draining: they do not start
+    EARLIER_STEP = "earlier-step"  # too many earlier steps are incomplete
+    READER = "reader"  # too many complete steps were not consumed
+    DATA = "data"  # requested steps are not available yet
 
 
 class Wait(Struct, frozen=True):
-    """Calls [lo, hi) of a pass wait.
-
-    Args:
-        attempt: number of earlier attempts.
-        worker: the worker that has them, or "".
-        for_s: seconds that they have waited, if known.
-        text: the reason, for people.
-        lease: the worker's first lease, if it contains them; else 0.
-    """
-
     pass_id: int
     reason: Reason
     lo: int
     hi: int
-    attempt: int = 0
-    worker: str = ""
-    for_s: float | None = None
-    text: str = ""
-    lease: int = 0
+    attempt: int = 0  # number of earlier attempts
+    worker: str = ""  # the worker that has them, or ""
+    for_s: float | None = None  # seconds that they have waited, if known
+    text: str = ""  # the reason, for people
+    lease: int = 0  # the worker's first lease, if it contains them; else 0
 
 
 class Explanation(Struct, frozen=True):
-    """What all calls wait for.
-
-    Args:
-        silent_s: seconds since the last progress.
-        waits: waits by pass, those of the best priority first.
-        ready, busy: number of workers that may get calls, and of those that have some.
-        suspended: workers that may be stuck in a cancelled call.
-        starting: workers that have not joined.
-    """
-
-    silent_s: float
-    waits: tuple[Wait, ...]
+    silent_s: float  # seconds since the last progress
+    waits: tuple[Wait, ...]  # waits by pass, those of the best priority first
+    # ready, busy: number of workers that may get calls, and of those that have some
     ready: int
     busy: int
-    suspended: tuple[str, ...]
-    starting: tuple[str, ...]
+    suspended: tuple[str, ...]  # workers that may be stuck in a cancelled call
+    starting: tuple[str, ...]  # workers that have not joined
 
 
 def explain(
     passes: Mapping[int, Pass], members: Membership, limits: SchedulerLimits, moved_at: float, now: float
 ) -> Explanation:
-    """Explain what all calls wait for.
-
-    Args:
-        moved_at: time of the last progress.
-    """
     held: dict[int, list[Lease]] = {id_: [] for id_ in passes}
     for lease in members.leases.values():
         held[lease.pass_id].append(lease)
@@ -124,7 +85,6 @@ def explain(
 
 
 def _few(waits: Iterable[Wait]) -> Iterator[Wait]:
-    """Yield the first waits, and one for all others."""
     every = list(waits)
     yield from every[:WAITS_MAX]
     if rest := every[WAITS_MAX:]:
@@ -142,19 +102,15 @@ def _of_leases(pass_: Pass, held: Sequence[Lease], members: Membership, now: flo
             if lease.twin is not None:
                 about = f"it is executed on {lease.twin.worker} too, because it takes long"
             if lease.gang is not None:
-                about = f"in a gang of {len(lease.gang.leases)} workers, {_due(lease)} of them not done"
-            lo = lease.next
-            for_s = now - lease.since
+                due = sum(x.next < x.hi for x in lease.gang.leases)
+                about = f"in a gang of {len(lease.gang.leases)} workers, {due} of them not done"
+            lo, for_s = lease.next, now - lease.since
             running.append(Wait(pass_.id, Reason.RUNNING, lo, lo + 1, *at, for_s, about, lease.id))
         behind = lease.next + is_first
         if behind < lease.hi:
             queued.append(Wait(pass_.id, Reason.QUEUED, behind, lease.hi, *at, text="behind another call"))
     yield from _few(running)
     yield from _few(queued)
-
-
-def _due(lease: Lease) -> int:
-    return sum(x.next < x.hi for x in lease.gang.leases) if lease.gang is not None else 0
 
 
 def _of_waiting(pass_: Pass, passes: Mapping[int, Pass], members: Membership) -> Iterator[Wait]:
@@ -171,7 +127,6 @@ def _of_waiting(pass_: Pass, passes: Mapping[int, Pass], members: Membership) ->
 
 
 def _lacking(pass_: Pass, passes: Mapping[int, Pass], members: Membership) -> tuple[Reason, str]:
-    """Return what waiting calls lack."""
     if pass_.draining:
         return Reason.HELD, "the run is stopping: no new calls start"
     gpus = pass_.settings.gpus
@@ -192,9 +147,8 @@ def _lacking(pass_: Pass, passes: Mapping[int, Pass], members: Membership) -> tu
             needed = f"it needs {size} idle workers{own} at once"
             return Reason.GANG, f"{needed}; {idle} of {ready} are idle{stuck}"
     if idle:
-        others = [
-            p.id for p in passes.values() if p is not pass_ and p.has_assignable_calls and p.settings.gang
-        ]
+        gangs = [p for p in passes.values() if p is not pass_ and p.settings.gang]
+        others = [p.id for p in gangs if p.has_assignable_calls]
         return Reason.TURN, f"pass {others[0]} goes first" if others else "it is the next to go"
     busy = f"the only worker{owns} is busy" if ready == 1 else f"all {ready} workers{own} are busy"
     return Reason.FREE_WORKER, busy + stuck
@@ -233,8 +187,6 @@ def _of_valve(pass_: Pass, limits: SchedulerLimits, workers: int) -> Iterator[Wa
         text = f"step {pass_.offered} is not available"
         yield Wait(pass_.id, Reason.DATA, end, max(pass_.requested, pass_.offered + 1) * replicas, text=text)
     elif pass_.offered > pass_.visible and pass_.steps_wanted(limits, workers) == 0:
-        text = (
-            f"{pass_.offered - pass_.visible} steps are in flight and {shown} not consumed: no more are requested "
-            f"before step {pass_.visible} is complete"
-        )
+        flow = f"{pass_.offered - pass_.visible} steps are in flight and {shown} not consumed"
+        text = f"{flow}: no more are requested before step {pass_.visible} is complete"
         yield Wait(pass_.id, Reason.EARLIER_STEP, end, end, text=text)

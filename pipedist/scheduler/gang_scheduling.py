@@ -18,8 +18,6 @@ from pipedist.scheduler.queues import Todo
 
 
 class GangGroups:
-    """The groups of workers that execute the gangs of one pass."""
-
     __slots__ = ("_busy", "_last")
 
     def __init__(self) -> None:
@@ -32,9 +30,9 @@ class GangGroups:
         return iter(self._busy.values())
 
     def idle(self, members: Membership, replicas: int, gpus: float = 0.0) -> GangGroup | None:
-        """Return a group of idle workers for `replicas` replicas, or None if too few are idle.
+        """Return a group of idle workers with at least `gpus` GPUs each, or None if too few are idle.
 
-        The workers of the latest group are preferred, then the longest idle ones; each owns at least `gpus` GPUs.
+        The workers of the latest group are preferred, then the longest idle ones.
         """
         size = gang_size(members, replicas, gpus)
         idle: Mapping[str, Worker] = members.idle
@@ -63,14 +61,12 @@ class GangGroups:
         return None
 
     def begin(self, group: GangGroup) -> None:
-        """Record that a group got a gang."""
         group.gangs += 1
         self._last = group
         self._busy[id(group)] = group
         self._busy.move_to_end(id(group))
 
     def end(self, group: GangGroup) -> None:
-        """Record that a gang of a group is over."""
         group.gangs -= 1
         if group.gangs == 0:
             del self._busy[id(group)]
@@ -99,5 +95,4 @@ def form(members: Membership, serial: int, pass_id: int, todo: Todo, group: Gang
 
 
 def parts(gang: GangAttempt) -> tuple[GangAssignment, ...]:
-    """Return the assignment of each member."""
     return tuple([GangAssignment(x.worker, x.id, x.lo, x.hi) for x in gang.leases])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler.bisection import Probe
@@ -19,71 +19,71 @@ from pipedist.scheduler.transitions import GangState, PassState, WorkerState
 
 
 def check(passes: Mapping[int, Pass], members: Membership, waiting: Mapping[int, Pass]) -> None:
-    """Check every invariant.
+    """Check every invariant; raise LocalProtocolError with the text of the first that does not hold."""
+    for violation in _check_all(passes, members, waiting):
+        raise LocalProtocolError(violation)
 
-    Raises:
-        LocalProtocolError: an invariant does not hold; its message names it.
-    """
-    _check_workers(members)
-    _check_watched(members)
+
+def _check_all(passes: Mapping[int, Pass], members: Membership, waiting: Mapping[int, Pass]) -> Iterator[str]:
+    yield from _check_workers(members)
+    yield from _check_watched(members)
     held: dict[int, list[Lease]] = {id_: [] for id_ in passes}
     for lease in members.leases.values():
         if not lease.lo <= lease.next < lease.hi:
-            raise LocalProtocolError(f"lease {lease.id} is over but still held")
+            yield f"lease {lease.id} is over but still held"
         if lease.pass_id not in passes:
-            raise LocalProtocolError(f"lease {lease.id} is of a closed pass")
+            yield f"lease {lease.id} is of a closed pass"
         if lease.twin is not None:
-            _check_twins(lease, lease.twin, members)
+            yield from _check_twins(lease, lease.twin, members)
         if lease.id not in members.workers[lease.worker].leases:
-            raise LocalProtocolError(f"lease {lease.id} is not known to its worker {lease.worker}")
+            yield f"lease {lease.id} is not known to its worker {lease.worker}"
         if members.workers[lease.worker].gpus < passes[lease.pass_id].settings.gpus:
-            raise LocalProtocolError(f"lease {lease.id} needs GPUs, and worker {lease.worker} owns too few")
+            yield f"lease {lease.id} needs GPUs, and worker {lease.worker} owns too few"
         held[lease.pass_id].append(lease)
     for id_, pass_ in passes.items():
-        _check_calls(pass_, held[id_])
+        yield from _check_calls(pass_, held[id_])
         if pass_.settings.gang:
-            _check_gangs(pass_, held[id_])
+            yield from _check_gangs(pass_, held[id_])
         elif pass_.gangs or any(lease.gang is not None for lease in held[id_]):
-            raise LocalProtocolError(f"pass {id_} has gangs, but is no gang pass")
-        _check_counts(pass_)
-        _check_kept(pass_, members)
+            yield f"pass {id_} has gangs, but is no gang pass"
+        yield from _check_counts(pass_)
+        yield from _check_kept(pass_, members)
         if pass_.has_assignable_calls and waiting.get(id_) is not pass_:
-            raise LocalProtocolError(f"pass {id_} has waiting calls, but is not registered")
+            yield f"pass {id_} has waiting calls, but is not registered"
 
 
-def _check_twins(lease: Lease, twin: Lease, members: Membership) -> None:
-    """Check that two attempts at a time are of the same calls, and on different workers."""
+def _check_twins(lease: Lease, twin: Lease, members: Membership) -> Iterator[str]:
     if twin.twin is not lease or members.leases.get(twin.id) is not twin or twin.worker == lease.worker:
-        raise LocalProtocolError(f"lease {lease.id} has a twin, {twin.id}, that is none")
+        yield f"lease {lease.id} has a twin, {twin.id}, that is none"
     calls = [(x.pass_id, x.next, x.hi, x.attempt) for x in (lease, twin)]
     if calls[0] != calls[1] or lease.gang is not None or lease.probe is not None:
-        raise LocalProtocolError(f"leases {lease.id} and {twin.id} are twins of different calls: {calls}")
+        yield f"leases {lease.id} and {twin.id} are twins of different calls: {calls}"
 
 
-def _check_watched(members: Membership) -> None:
+def _check_watched(members: Membership) -> Iterator[str]:
     """Check that what may get a second attempt runs alone, and that the longest silent is the first."""
     for running in members.watched.values():
         since = -math.inf
         for lease in running.leases:
             if members.leases.get(lease.id) is not lease or lease.twin is not None:
-                raise LocalProtocolError(f"lease {lease.id} is watched, and is over or has a twin")
+                yield f"lease {lease.id} is watched, and is over or has a twin"
             if lease.since < since:
-                raise LocalProtocolError(f"lease {lease.id} is watched behind one that is not silent so long")
+                yield f"lease {lease.id} is watched behind one that is not silent so long"
             since = lease.since
 
 
-def _check_kept(pass_: Pass, members: Membership) -> None:
+def _check_kept(pass_: Pass, members: Membership) -> Iterator[str]:
     if pass_.cached and pass_.settings.gang:
-        raise LocalProtocolError(f"pass {pass_.id} is of gangs, whose calls are never kept")
+        yield f"pass {pass_.id} is of gangs, whose calls are never kept"
     for (name, incarnation), kept in pass_.cached.items():
         if not pass_.has_assignable_calls or members.current(name, incarnation) is None:
             continue
         for lo, hi in kept:
             if any(t.attempt == 0 and t.lo < hi and lo < t.hi for t in pass_.todo):
-                raise LocalProtocolError(f"calls [{lo}, {hi}) of pass {pass_.id} wait, but {name} has them")
+                yield f"calls [{lo}, {hi}) of pass {pass_.id} wait, but {name} has them"
 
 
-def _check_workers(members: Membership) -> None:
+def _check_workers(members: Membership) -> Iterator[str]:
     ready = 0
     leases, idle, supervised = members.leases, members.idle, members.supervised
     capacity_classes = members.capacity_classes
@@ -92,117 +92,108 @@ def _check_workers(members: Membership) -> None:
         is_ready = worker.state is WorkerState.READY
         ready += is_ready and not worker.suspended
         if worker.suspended and held:
-            raise LocalProtocolError(f"worker {name} is suspended, and holds leases")
+            yield f"worker {name} is suspended, and holds leases"
         if not is_ready and (held or worker.bound or worker.unsure or worker.suspended):
-            raise LocalProtocolError(f"worker {name} holds leases or passes while {worker.state.value}")
+            yield f"worker {name} holds leases or passes while {worker.state.value}"
         for place, lease_id in enumerate(held):
             lease = leases.get(lease_id)
             if lease is None:
-                raise LocalProtocolError(f"worker {name} holds unknown lease {lease_id}")
+                yield f"worker {name} holds unknown lease {lease_id}"
+                return
             if lease.pass_id not in worker.bound:
-                raise LocalProtocolError(f"worker {name} lacks the program of lease {lease_id}")
+                yield f"worker {name} lacks the program of lease {lease_id}"
             if place and lease.next != lease.lo:
-                raise LocalProtocolError(f"worker {name} reported calls of a lease that is not its first")
+                yield f"worker {name} reported calls of a lease that is not its first"
         if (name in idle) != (is_ready and not held and not worker.suspended):
-            raise LocalProtocolError(
-                f"worker {name} has {len(held)} leases and is {worker.state.value}: idle or not?"
-            )
+            yield f"worker {name} has {len(held)} leases and is {worker.state.value}: idle or not?"
         room = capacity_classes.get(worker.gpus)
         if room is not None:
             if (name in idle) != (name in room.idle):
-                raise LocalProtocolError(f"worker {name} is indexed as idle in one place only")
+                yield f"worker {name} is indexed as idle in one place only"
             if name in room.under_prefetched and len(held) != 1:
-                raise LocalProtocolError(f"worker {name} has {len(held)} leases and wants one in advance")
+                yield f"worker {name} has {len(held)} leases and wants one in advance"
         if (name in supervised) != (is_ready and worker.supervised):
-            raise LocalProtocolError(f"worker {name} is {worker.state.value}: supervised or not?")
+            yield f"worker {name} is {worker.state.value}: supervised or not?"
     in_rooms = sum([room.ready for room in capacity_classes.values()])
     if in_rooms != ready or sum([len(room.idle) for room in capacity_classes.values()]) != len(idle):
-        raise LocalProtocolError(
-            f"{ready} workers are ready and {len(idle)} idle, but not in their capacity classes"
-        )
+        yield f"{ready} workers are ready and {len(idle)} idle, but not in their capacity classes"
     if ready != members.ready:
-        raise LocalProtocolError(f"{members.ready} workers are counted as ready, {ready} are")
+        yield f"{members.ready} workers are counted as ready, {ready} are"
     if supervised:
         heard = [w.heard_at for w in supervised.values()]
         if heard != sorted(heard):
-            raise LocalProtocolError("the supervised worker silent longest is not the first")
+            yield "the supervised worker silent longest is not the first"
 
 
-def _check_calls(pass_: Pass, held: list[Lease]) -> None:
+def _check_calls(pass_: Pass, held: list[Lease]) -> Iterator[str]:
     """Check that every call is in exactly one place, and that attempts are counted right."""
     replicas = pass_.settings.replicas
     waiting = list(pass_.todo)
     if pass_.settings.gang:
         leased = [(gang.lo, gang.hi, gang.attempt) for gang in pass_.gangs.values()]
     else:
-        leased = [(x.next, x.hi, x.attempt) for x in held if x.probe is None and not _is_second(x)]
+        firsts = [x for x in held if x.twin is None or x.id < x.twin.id]
+        leased = [(x.next, x.hi, x.attempt) for x in firsts if x.probe is None]
     spans = [x[:2] for x in waiting]
     spans += [x[:2] for x in leased]
     spans += pass_.done
     if pass_.backing_off or pass_.searches.calls or pass_.searches.cleared:
-        spans += _apart(pass_, held)
+        yield from _check_apart(pass_, held)
+        spans += [x[:2] for x in pass_.backing_off if isinstance(x, Todo)]
+        spans += [(call, call + 1) for call in pass_.searches.calls]
     spans.sort()
     if pass_.leased != sum([x.hi - x.next for x in held]):
-        raise LocalProtocolError(f"pass {pass_.id} counts {pass_.leased} leased calls")
+        yield f"pass {pass_.id} counts {pass_.leased} leased calls"
     if pass_.todo.calls != sum([hi - lo for lo, hi, _ in waiting]):
-        raise LocalProtocolError(f"pass {pass_.id} counts {pass_.todo.calls} waiting calls")
+        yield f"pass {pass_.id} counts {pass_.todo.calls} waiting calls"
     at = 0
     for lo, hi in spans:
         if lo < at:
-            raise LocalProtocolError(f"pass {pass_.id}: a call is in two places, or below 0: {spans}")
+            yield f"pass {pass_.id}: a call is in two places, or below 0: {spans}"
         at = hi
     if at > pass_.offered * replicas:
-        raise LocalProtocolError(f"pass {pass_.id}: a call that was not offered: {spans}")
+        yield f"pass {pass_.id}: a call that was not offered: {spans}"
     if pass_.settings.ordered and pass_.state is not PassState.FAILED:
         end = pass_.offered if pass_.last_step is None else pass_.last_step + 1
         first, last = pass_.visible * replicas, end * replicas
         total = sum([hi - lo for lo, hi in spans if first <= lo and hi <= last])
         total += sum([max(0, min(hi, last) - max(lo, first)) for lo, hi in spans if lo < first or hi > last])
         if total != last - first:
-            raise LocalProtocolError(
-                f"pass {pass_.id}: {last - first} calls are open, {total} are accounted for"
-            )
+            yield f"pass {pass_.id}: {last - first} calls are open, {total} are accounted for"
     if pass_.last_step is not None:
         limit = (pass_.last_step + 1) * replicas
         if any(hi > limit for _, hi, _ in waiting):
-            raise LocalProtocolError(f"pass {pass_.id}: a call waits that is of no use")
+            yield f"pass {pass_.id}: a call waits that is of no use"
     if pass_.state is PassState.FAILED and (waiting or leased):
-        raise LocalProtocolError(f"pass {pass_.id} has failed, but calls wait or run")
+        yield f"pass {pass_.id} has failed, but calls wait or run"
     if pass_.histories or any(x[2] for x in waiting) or any(x[2] for x in leased):
-        _check_attempts(pass_, [*waiting, *leased])
+        yield from _check_attempts(pass_, [*waiting, *leased])
 
 
-def _is_second(lease: Lease) -> bool:
-    return lease.twin is not None and lease.twin.id < lease.id
-
-
-def _apart(pass_: Pass, held: list[Lease]) -> list[tuple[int, int]]:
-    """Check the calls that rest or are search, and return them."""
+def _check_apart(pass_: Pass, held: list[Lease]) -> Iterator[str]:
     searches = pass_.searches
     backing_off = [x for x in pass_.backing_off if isinstance(x, Todo)]
     if pass_.histories or backing_off:
-        _check_attempts(pass_, backing_off)
+        yield from _check_attempts(pass_, backing_off)
     probes = [*searches.waiting, *(x for x in pass_.backing_off if isinstance(x, Probe))]
     probes += [x.probe for x in held if x.probe is not None]
     tried = sorted([(probe.call, probe.span) for probe in probes])
     due = [(c, s) for c, x in searches.calls.items() if x.bisection is not None for s in x.bisection.trying]
     if tried != sorted(due):
-        raise LocalProtocolError(f"pass {pass_.id}: probes {sorted(due)} are due, {tried} wait or run")
+        yield f"pass {pass_.id}: probes {sorted(due)} are due, {tried} wait or run"
     if searches.calls.keys() & searches.cleared.keys():
-        raise LocalProtocolError(f"pass {pass_.id}: a call is searched and cleared")
+        yield f"pass {pass_.id}: a call is searched and cleared"
     if any(x.bisection is None or not x.bisection.healthy for x in searches.cleared.values()):
-        raise LocalProtocolError(f"pass {pass_.id}: a call is cleared, but has no healthy elements")
+        yield f"pass {pass_.id}: a call is cleared, but has no healthy elements"
     if pass_.last_step is not None:
         end = (pass_.last_step + 1) * pass_.settings.replicas
-        of_no_use = [
-            c for c in (*searches.calls, *searches.cleared, *(x.lo for x in backing_off)) if c >= end
-        ]
+        kept = (*searches.calls, *searches.cleared, *(x.lo for x in backing_off))
+        of_no_use = [call for call in kept if call >= end]
         if of_no_use:
-            raise LocalProtocolError(f"pass {pass_.id}: calls {of_no_use} are obsolete, but kept")
-    return [*(x[:2] for x in backing_off), *((c, c + 1) for c in searches.calls)]
+            yield f"pass {pass_.id}: calls {of_no_use} are obsolete, but kept"
 
 
-def _check_attempts(pass_: Pass, open_: Sequence[tuple[int, int, int]]) -> None:
+def _check_attempts(pass_: Pass, open_: Sequence[tuple[int, int, int]]) -> Iterator[str]:
     """Check that calls that are not over, as (lo, hi, attempt), were tried as often as their history says."""
     tried = {call: t.tried for call, t in pass_.histories.items()}
     if tried and pass_.settings.gang:  # the first call of a step stands for all of it
@@ -211,54 +202,42 @@ def _check_attempts(pass_: Pass, open_: Sequence[tuple[int, int, int]]) -> None:
     for lo, hi, attempt in open_:
         calls = [c for c in tried if lo <= c < hi] if len(tried) < hi - lo else range(lo, hi)
         if any(tried.get(c, 0) != attempt for c in calls) or (attempt > 0 and len(calls) != hi - lo):
-            raise LocalProtocolError(
-                f"pass {pass_.id}: calls [{lo}, {hi}) are at attempt {attempt}, tried {tried}"
-            )
+            yield f"pass {pass_.id}: calls [{lo}, {hi}) are at attempt {attempt}, tried {tried}"
 
 
-def _check_gangs(pass_: Pass, held: list[Lease]) -> None:
+def _check_gangs(pass_: Pass, held: list[Lease]) -> Iterator[str]:
     """Check that gangs are whole: every call of theirs was reported, or is under a lease of theirs."""
     replicas = pass_.settings.replicas
     counted: Counter[GangGroup] = Counter()
     for serial, gang in pass_.gangs.items():
         counted[gang.group] += 1
         if gang.serial != serial or gang.state not in (GangState.RUNNING, GangState.ENDING):
-            raise LocalProtocolError(f"gang {serial} is {gang.state.value}, but not over")
+            yield f"gang {serial} is {gang.state.value}, but not over"
         if gang.hi - gang.lo != replicas or gang.lo % replicas:
-            raise LocalProtocolError(f"gang {serial} has the calls [{gang.lo}, {gang.hi}), which are no step")
+            yield f"gang {serial} has the calls [{gang.lo}, {gang.hi}), which are no step"
         if not 0 < gang.due == sum([x.hi - x.next for x in held if x.gang is gang]):
-            raise LocalProtocolError(
-                f"gang {serial} waits for {gang.due} calls, but not all of them are under a lease"
-            )
+            yield f"gang {serial} waits for {gang.due} calls, but not all of them are under a lease"
         if (gang.state is GangState.ENDING) != bool(gang.raised):
-            raise LocalProtocolError(f"gang {serial} is {gang.state.value}, {len(gang.raised)} calls raised")
+            yield f"gang {serial} is {gang.state.value}, {len(gang.raised)} calls raised"
     for lease in held:
         if lease.gang is None:
-            raise LocalProtocolError(f"lease {lease.id} is of a gang pass, but of no gang")
-        if lease.gang.serial not in pass_.gangs:
-            raise LocalProtocolError(f"lease {lease.id} is of a gang that is over")
+            yield f"lease {lease.id} is of a gang pass, but of no gang"
+        elif lease.gang.serial not in pass_.gangs:
+            yield f"lease {lease.id} is of a gang that is over"
     if set(counted) != set(pass_.groups) or any(group.gangs != n for group, n in counted.items()):
-        raise LocalProtocolError(f"pass {pass_.id}: its groups count other gangs than there are")
+        yield f"pass {pass_.id}: its groups count other gangs than there are"
 
 
-def _check_counts(pass_: Pass) -> None:
+def _check_counts(pass_: Pass) -> Iterator[str]:
     if pass_.settings.pulled and not pass_.visible <= pass_.offered <= pass_.requested:
-        raise LocalProtocolError(
-            f"pass {pass_.id}: visible {pass_.visible}, offered {pass_.offered}, requested {pass_.requested}"
-        )
+        yield f"pass {pass_.id}: visible {pass_.visible}, offered {pass_.offered}, requested {pass_.requested}"
     if pass_.settings.ordered and pass_.consumed > pass_.visible:
-        raise LocalProtocolError(
-            f"pass {pass_.id}: {pass_.consumed} steps are consumed, {pass_.visible} were visible"
-        )
+        yield f"pass {pass_.id}: {pass_.consumed} steps are consumed, {pass_.visible} were visible"
     if pass_.input_bytes < 0 or pass_.result_bytes < 0:
-        raise LocalProtocolError(
-            f"pass {pass_.id}: {pass_.input_bytes} input bytes, {pass_.result_bytes} result bytes"
-        )
+        yield f"pass {pass_.id}: {pass_.input_bytes} input bytes, {pass_.result_bytes} result bytes"
     if (pass_.last_step is not None) != (pass_.state in (PassState.FAILING, PassState.FAILED)):
-        raise LocalProtocolError(f"pass {pass_.id} is {pass_.state.value}, its last step {pass_.last_step}")
+        yield f"pass {pass_.id} is {pass_.state.value}, its last step {pass_.last_step}"
     if pass_.draining and not pass_.leased and not pass_.drain_reported:
-        raise LocalProtocolError(
-            f"pass {pass_.id} is draining and has no running calls, but that was not reported"
-        )
+        yield f"pass {pass_.id} is draining and has no running calls, but that was not reported"
     if pass_.drain_reported and pass_.leased:
-        raise LocalProtocolError(f"pass {pass_.id} was reported as drained, but has running calls")
+        yield f"pass {pass_.id} was reported as drained, but has running calls"

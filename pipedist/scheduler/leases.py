@@ -9,12 +9,13 @@ from msgspec import Struct
 from pipedist.scheduler.bisection import Probe
 from pipedist.scheduler.commands import UNKNOWN, Cause
 from pipedist.scheduler.transitions import (
+    GANG_TRANSITIONS,
+    WORKER_TRANSITIONS,
     GangEvent,
     GangState,
     WorkerEvent,
     WorkerState,
-    next_gang_state,
-    next_worker_state,
+    next_state,
 )
 
 
@@ -28,16 +29,11 @@ class Lease:
     lo: int
     hi: int
     attempt: int
-    next: int
-    """The lowest unreported call; the worker works in order, so it runs this one."""
-    expected_s: float
-    """Expected duration of the whole lease, in seconds; 0.0 if unknown."""
+    next: int  # the lowest unreported call; the worker works in order, so it runs this one
+    expected_s: float  # expected duration of the whole lease, in seconds; 0.0 if unknown
     gang: GangAttempt | None = None
-    """The gang to which the calls belong."""
     probe: Probe | None = None
-    """The probe that it executes; its result does not count."""
-    since: float = 0.0
-    """Time at which it became the first lease of its worker, or last reported."""
+    since: float = 0.0  # time at which it became the first lease of its worker, or last reported
     twin: Lease | None = None
     """The other lease of the same calls, if they are executed twice: the first report counts."""
     second_attempts: int = 0
@@ -46,13 +42,9 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker slot."""
-
     name: str
-    managed: bool
-    """True if started by the launcher, and replaced when it dies; False if it dialled in."""
-    incarnation: int = 0
-    """The current incarnation; messages from lower ones are stale."""
+    managed: bool  # True if started by the launcher, and replaced when it dies; False if it dialled in
+    incarnation: int = 0  # the current incarnation; messages from lower ones are stale
     state: WorkerState = WorkerState.STARTING
     leases: list[int] = field(default_factory=list)
     """Ids of its leases in the order of assignment; the first is running. READY only."""
@@ -60,10 +52,8 @@ class Worker:
     """Passes whose programs this incarnation has received. READY only."""
     heard_at: float = 0.0
     """Time of the join or the last heartbeat. Supervised only."""
-    supervised: bool = False
-    """True if it is lost when its heartbeats end."""
-    gpus: float = 0.0
-    """Number of GPUs that it owns; a fraction if it shares one."""
+    supervised: bool = False  # True if it is lost when its heartbeats end
+    gpus: float = 0.0  # number of GPUs that it owns; a fraction if it shares one
     unsure: bool = False
     """True if its running lease was cancelled and it has not reported since: it may still run that call,
     so its death is not charged to its first lease. READY only."""
@@ -72,7 +62,7 @@ class Worker:
     no lease then. 0: not suspended. READY only."""
 
     def become(self, what: WorkerEvent) -> None:
-        self.state = next_worker_state(self.name, self.state, what)
+        self.state = next_state(f"worker {self.name}", WORKER_TRANSITIONS, self.state, what)
 
 
 @dataclass(slots=True, eq=False)
@@ -80,18 +70,14 @@ class GangGroup:
     """Workers that execute gangs of one pass together, in order of member."""
 
     workers: tuple[Worker, ...]
-    gangs: int = 0
-    """Number of its unfinished gangs."""
+    gangs: int = 0  # unfinished
 
 
 class RaisedCall(Struct, frozen=True):
-    """A call that raised."""
-
     call: int
     worker: str
     retries: int = 0
-    aborted: bool = False
-    """True if it only waited for a replica that had ended."""
+    aborted: bool = False  # True if it only waited for a replica that had ended
     quarantine: bool = False
     """True if its culprits are quarantined after the last retry; otherwise the call fails."""
     cause: Cause = UNKNOWN
@@ -107,28 +93,24 @@ class GangAttempt:
     hi: int
     attempt: int
     group: GangGroup
-    due: int
-    """Number of unreported calls."""
+    due: int  # number of unreported calls
     leases: list[Lease] = field(default_factory=list)
     """Leases of all members, in order; including finished ones."""
     state: GangState = GangState.RUNNING
     raised: list[RaisedCall] = field(default_factory=list)
     busy_ns: dict[int, int] = field(default_factory=dict)
     """Execution time of the calls by lease, in nanoseconds."""
-    bytes: int = 0
-    """Bytes of the stashed results."""
+    bytes: int = 0  # of the stashed results
 
     def become(self, what: GangEvent) -> None:
-        self.state = next_gang_state(self.serial, self.state, what)
+        self.state = next_state(f"gang {self.serial}", GANG_TRANSITIONS, self.state, what)
 
     def came_back(self, lease: int, busy_ns: int, size: int) -> None:
-        """Record that calls of a lease are done: their time, and the bytes of their results."""
         self.busy_ns[lease] = self.busy_ns.get(lease, 0) + busy_ns
         self.bytes += size
 
     @property
     def took_s(self) -> float:
-        """Duration of the gang: that of its slowest member, in seconds."""
         return max(0, max(self.busy_ns.values(), default=0)) / 1e9
 
     @property

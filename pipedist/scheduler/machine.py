@@ -79,37 +79,26 @@ _MOVES = frozenset(
 
 
 class Scheduler:
-    """Assigns the calls of passes to workers; see the module docstring.
-
-    Args:
-        limits: limits of queues, waits and retries.
-    """
+    """Assigns the calls of passes to workers; see the module docstring."""
 
     def __init__(self, limits: SchedulerLimits | None = None) -> None:
         self._limits = limits or SchedulerLimits()
         self._members = Membership(self._limits.prefetch_below_s)
         self._passes: dict[int, Pass] = {}
         self._pulled: dict[int, Pass] = {}
-        """Passes whose steps are requested."""
-        self._waiting: dict[int, Pass] = {}
-        """Passes with waiting calls; may contain others."""
-        self._backing_off: dict[int, Pass] = {}
-        """Passes with calls that back off; may contain others."""
-        self._failed_starts = 0
-        """Number of workers in a row that died before they joined."""
-        self._out: list[cmd.Command] = []
-        """Commands of the event that is being handled."""
+        self._waiting: dict[int, Pass] = {}  # with waiting calls; may contain others
+        self._backing_off: dict[int, Pass] = {}  # may contain others
+        self._failed_starts = 0  # workers in a row that died before they joined
+        self._out: list[cmd.Command] = []  # of the event that is being handled
         self._assigner = Assigner(self._limits, self._members, self._waiting, self._out)
         self._outcomes = Outcomes(self._limits, self._members, self._passes, self._assigner, self._out)
         self._now = 0.0
-        self._moved_at: float | None = None
-        """Time of the last progress; None before the first pass."""
+        self._moved_at: float | None = None  # the last progress; None before the first pass
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
         """Handle one event, and return the commands to execute, in order.
 
         Args:
-            event: the event.
             now: time of a monotonic clock, in seconds.
 
         Raises:
@@ -138,26 +127,22 @@ class Scheduler:
 
     def deadline(self) -> float | None:
         """Return the time at which to send a Tick if no other event occurs, or None."""
-        first = next(iter(self._members.supervised.values()), None)
-        unheard_at = None if first is None else self._silent_at(first)
-        if not self._backing_off and not self._members.watched:
-            return unheard_at
         due = [pass_.backing_off.due for pass_ in self._backing_off.values()]
-        slow_at = self._outcomes.speculation.due
-        return min((at for at in (unheard_at, slow_at, *due) if at is not None), default=None)
+        if self._members.watched:
+            due.append(self._outcomes.speculation.due)
+        if (first := next(iter(self._members.supervised.values()), None)) is not None:
+            due.append(self._silent_at(first))
+        return min((at for at in due if at is not None), default=None)
 
     def why(self, now: float) -> Explanation:
-        """Explain what each call waits for."""
         from pipedist.scheduler.diagnostics import explain  # rarely needed
 
         return explain(self._passes, self._members, self._limits, now - self.silent_s(now), now)
 
     def silent_s(self, now: float) -> float:
-        """Return the seconds since the last progress."""
         return 0.0 if self._moved_at is None else now - self._moved_at
 
     def pass_of(self, worker: str, lease: int) -> int | None:
-        """Return the pass of a lease that a worker holds, or None."""
         held = self._members.leases.get(lease)
         return held.pass_id if held is not None and held.worker == worker else None
 
@@ -171,39 +156,32 @@ class Scheduler:
             raise LocalProtocolError(
                 f"worker {event.worker} is expected, but there is a worker of that name already"
             )
-        worker = Worker(event.worker, managed=True)
-        self._members.workers[event.worker] = worker
+        worker = self._members.workers[event.worker] = Worker(event.worker, managed=True)
         self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
 
     def _on_worker_joined(self, event: ev.WorkerJoined) -> None:
         worker = self._members.workers.get(event.worker)
         if worker is None:
-            worker = Worker(event.worker, managed=False, incarnation=event.incarnation)
-            worker.state = WorkerState.GONE
-            self._members.workers[event.worker] = worker
-        if event.incarnation < worker.incarnation:
-            self._out.append(
-                cmd.EvictWorker(event.worker, event.incarnation, "a later incarnation has joined")
+            worker = self._members.workers[event.worker] = Worker(
+                event.worker, managed=False, incarnation=event.incarnation, state=WorkerState.GONE
             )
+        later = "a later incarnation has joined"
+        if event.incarnation < worker.incarnation:
+            self._out.append(cmd.EvictWorker(event.worker, event.incarnation, later))
             return
         if worker.state is WorkerState.READY:
             if event.incarnation == worker.incarnation:
-                self._out.append(
-                    cmd.EvictWorker(event.worker, event.incarnation, "this incarnation has joined already")
-                )
+                cause = "this incarnation has joined already"
+                self._out.append(cmd.EvictWorker(event.worker, event.incarnation, cause))
                 return
-            cause = "a later incarnation has joined"
-            self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, cause))
-            self._lose(worker, cause, graceful=False, replace=False)
-        self._members.admit(
-            worker, event.incarnation, supervised=event.supervised, now=self._now, gpus=event.gpus
-        )
+            self._evict(worker, later, replace=False)
+        self._members.admit(worker, event.incarnation, supervised=event.supervised, gpus=event.gpus)
         self._failed_starts = 0
 
     def _on_heartbeat(self, event: ev.HeartbeatReceived) -> None:
         worker = self._members.current(event.worker, event.incarnation)
         if worker is not None:
-            self._members.record_heartbeat(worker, self._now)
+            self._members.record_heartbeat(worker)
 
     def _on_worker_lost(self, event: ev.WorkerLost) -> None:
         worker = self._members.workers.get(event.worker)
@@ -212,36 +190,30 @@ class Scheduler:
         if worker.state is WorkerState.STARTING:
             self._failed_starts += 1
             if self._failed_starts >= self._limits.failed_starts_max:
-                self._out.append(
-                    cmd.ClusterFailed(
-                        f"{self._failed_starts} workers in a row died before they joined, "
-                        f"the last one with {event.cause}"
-                    )
-                )
+                dead = f"{self._failed_starts} workers in a row died before they joined"
+                self._out.append(cmd.ClusterFailed(f"{dead}, the last one with {event.cause}"))
                 return
         death = Death(event.cause, event.stage, event.timed_out, event.retries, event.quarantine)
-        self._lose(
-            worker, event.cause, graceful=event.graceful, replace=True, running=event.running, death=death
-        )
+        self._lose(worker, death, graceful=event.graceful, running=event.running)
 
     def _on_tick(self, _event: ev.Tick) -> None:
         silent = takewhile(lambda w: self._silent_at(w) <= self._now, self._members.supervised.values())
         for worker in list(silent):
-            cause = f"no heartbeat for {self._limits.heartbeat_timeout_s:g} s"
-            self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, cause))
-            self._lose(worker, cause, graceful=False, replace=True)
+            self._evict(worker, f"no heartbeat for {self._limits.heartbeat_timeout_s:g} s")
+
+    def _evict(self, worker: Worker, cause: str, *, replace: bool = True) -> None:
+        self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, cause))
+        self._lose(worker, Death(cause), replace=replace)
 
     def _lose(
         self,
         worker: Worker,
-        cause: str,
+        death: Death,
         *,
-        graceful: bool,
-        replace: bool,
+        graceful: bool = False,
+        replace: bool = True,
         running: tuple[int, int] | None = None,
-        death: Death | None = None,
     ) -> None:
-        death = death or Death(cause)
         known = not graceful and not worker.unsure
         for place, lease in enumerate(self._members.dismiss(worker)):
             blamed = lease.next if known and place == 0 else None
@@ -340,13 +312,11 @@ class Scheduler:
             worker.unsure = False
             return lease
         due = self._members.leases[worker.leases[0]]
-        cause = (
-            f"it reported calls [{lo}, {hi}) of lease {lease_id}, "
-            f"expected [{due.next}, {due.hi}) of lease {due.id}"
-        )
+        expected = f"[{due.next}, {due.hi}) of lease {due.id}"
+        cause = f"it reported calls [{lo}, {hi}) of lease {lease_id}, expected {expected}"
         self._out.append(cmd.DropResults(name, lease_id))
         self._out.append(cmd.EvictWorker(name, incarnation, cause))
-        self._lose(worker, f"it broke the protocol: {cause}", graceful=False, replace=True)
+        self._lose(worker, Death(f"it broke the protocol: {cause}"))
         return None
 
     def _on_calls_done(self, event: ev.CallsDone) -> None:
@@ -378,16 +348,12 @@ class Scheduler:
         missing = [leases[m] for m in event.members if 0 <= m < len(leases)]  # may include the reporter's own
         hung = [self._members.workers[x.worker] for x in missing if x.id in self._members.leases]
         for worker in hung:
-            cause = f"it did not join a collective of its gang: {event.text}"
-            self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, cause))
-            self._lose(worker, cause, graceful=False, replace=True)
+            self._evict(worker, f"it did not join a collective of its gang: {event.text}")
 
     def _on_cancel_confirmed(self, event: ev.CancelConfirmed) -> None:
         worker = self._members.current(event.worker, event.incarnation)
         if worker is not None and worker.suspended == event.lease:
             self._members.resume(worker)
-
-    # -- the valve ---------------------------------------------------------------------
 
     def _pull(self) -> None:
         for pass_ in self._pulled.values():
@@ -397,14 +363,8 @@ class Scheduler:
                 pass_.requested += wanted
                 self._out.append(cmd.RequestSteps(pass_.id, wanted))
 
-    # -- checks ------------------------------------------------------------------------
-
     def validate(self) -> None:
-        """Check every invariant of the whole state; used after each event in tests.
-
-        Raises:
-            LocalProtocolError: an invariant does not hold; its message names it.
-        """
+        """Check every invariant of the whole state, or raise LocalProtocolError; used in tests."""
         from pipedist.scheduler.invariants import check  # used in tests only
 
         check(self._passes, self._members, self._waiting)

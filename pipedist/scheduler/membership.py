@@ -23,21 +23,14 @@ class CapacityClass:
 
 
 class Membership:
-    """All workers and all leases.
-
-    Workers with capacity are indexed, so that an assignment costs the same with ten workers or ten thousand.
-    """
+    """All workers and leases, indexed so that an assignment costs the same with any number of workers."""
 
     def __init__(self, prefetch_below_s: float) -> None:
         self.workers: dict[str, Worker] = {}
         self.leases: dict[int, Lease] = {}
-        self.now = 0.0
-        """The time of the event that is being handled."""
-        self.ready = 0
-        """Number of READY workers that are not suspended."""
-        self.watched: dict[int, Stragglers] = {}
-        """Leases that may get a second attempt, by pass."""
-        # OrderedDict: finding the first entry of a plain dict skips over all deleted ones.
+        self.now = 0.0  # of the event that is being handled
+        self.ready = 0  # number of READY workers that are not suspended
+        self.watched: dict[int, Stragglers] = {}  # leases that may get a second attempt, by pass
         self.idle: OrderedDict[str, Worker] = OrderedDict()
         """READY workers without a lease that are not suspended, the longest idle first."""
         self.capacity_classes: dict[float, CapacityClass] = {}
@@ -48,26 +41,21 @@ class Membership:
         self._last_lease = 0
 
     def current(self, worker: str, incarnation: int) -> Worker | None:
-        """Return the worker if it is READY in this incarnation."""
         found = self.workers.get(worker)
         if found is None or found.state is not WorkerState.READY or found.incarnation != incarnation:
             return None
         return found
 
     def is_over(self, worker: str, incarnation: int) -> bool:
-        """Return whether this incarnation of a worker is lost."""
         found = self.workers.get(worker)
         if found is None or found.incarnation < incarnation:
             return False
         return found.incarnation > incarnation or found.state is WorkerState.GONE
 
     def ready_for(self, gpus: float) -> int:
-        """Return the number of READY workers that own at least `gpus` GPUs."""
-        return (
-            sum(room.ready for owned, room in self.capacity_classes.items() if owned >= gpus)
-            if gpus
-            else self.ready
-        )
+        if not gpus:
+            return self.ready
+        return sum(room.ready for owned, room in self.capacity_classes.items() if owned >= gpus)
 
     def idle_for(self, gpus: float) -> Worker | None:
         """Return an idle worker with at least `gpus` GPUs: the fewest sufficient, then the longest idle."""
@@ -77,32 +65,26 @@ class Membership:
         return None
 
     def under_prefetched_for(self, gpus: float) -> Worker | None:
-        """Return a worker with at least `gpus` GPUs whose only lease is short."""
         for owned, room in self.capacity_classes.items():
             if room.under_prefetched and owned >= gpus:
                 return next(iter(room.under_prefetched.values()))
         return None
 
-    def admit(
-        self, worker: Worker, incarnation: int, *, supervised: bool, now: float, gpus: float = 0.0
-    ) -> None:
-        """Make a worker READY in this incarnation."""
+    def admit(self, worker: Worker, incarnation: int, *, supervised: bool, gpus: float) -> None:
         worker.become("joined")
         worker.incarnation = incarnation
         worker.supervised = supervised
         worker.gpus = gpus
         if gpus not in self.capacity_classes:
-            self.capacity_classes = dict(
-                sorted([*self.capacity_classes.items(), (gpus, CapacityClass())], key=lambda item: item[0])
-            )
+            self.capacity_classes[gpus] = CapacityClass()
+            self.capacity_classes = dict(sorted(self.capacity_classes.items()))
         self.capacity_classes[gpus].ready += 1
         self.ready += 1
         self._sort(worker)
-        self.record_heartbeat(worker, now)
+        self.record_heartbeat(worker)
 
-    def record_heartbeat(self, worker: Worker, now: float) -> None:
-        """Record a heartbeat."""
-        worker.heard_at = now
+    def record_heartbeat(self, worker: Worker) -> None:
+        worker.heard_at = self.now
         if worker.supervised:
             self.supervised[worker.name] = worker
             self.supervised.move_to_end(worker.name)
@@ -134,7 +116,6 @@ class Membership:
         expected_s: float,
         gang: GangAttempt | None = None,
     ) -> Lease:
-        """Create a lease, and record it with its worker."""
         self._last_lease += 1
         lease = Lease(self._last_lease, worker.name, pass_id, lo, hi, attempt, lo, expected_s, gang)
         self.leases[lease.id] = lease
@@ -154,7 +135,6 @@ class Membership:
             self._begun(lease)
 
     def revoke(self, lease: Lease) -> None:
-        """Remove a lease; results for it no longer count."""
         del self.leases[lease.id]
         self._over(lease)
         worker = self.workers[lease.worker]
@@ -165,13 +145,11 @@ class Membership:
         self._sort(worker)
 
     def cancel(self, lease: Lease) -> None:
-        """Cancel a lease that its worker may be running."""
         worker = self.workers[lease.worker]
         worker.unsure = worker.unsure or worker.leases[0] == lease.id
         self.revoke(lease)
 
     def send_nothing_behind(self, lease: Lease) -> None:
-        """Assign no lease in advance behind this one."""
         lease.expected_s = 0.0
         self._sort(self.workers[lease.worker])
 
@@ -183,7 +161,6 @@ class Membership:
         self._sort(worker)
 
     def resume(self, worker: Worker) -> None:
-        """Assign calls again to a suspended worker."""
         worker.suspended = 0
         worker.unsure = False
         self.ready += 1
@@ -191,14 +168,13 @@ class Membership:
         self._sort(worker)
 
     def _begun(self, lease: Lease) -> None:
-        """Record that a lease started or reported."""
         lease.since = self.now
         running = self.watched.get(lease.pass_id)
         if running is not None:
             running.begun(lease)
 
     def _over(self, lease: Lease) -> None:
-        """Record that a lease ended; its twin, if any, continues alone."""
+        """End a lease; its twin, if any, continues alone."""
         running = self.watched.get(lease.pass_id)
         if running is not None:
             running.over(lease)
@@ -206,7 +182,6 @@ class Membership:
             lease.twin.twin = None
 
     def _sort(self, worker: Worker) -> None:
-        """Update the indexes for a worker."""
         self.idle.pop(worker.name, None)
         room = self.capacity_classes.get(worker.gpus)
         if room is None:
@@ -217,7 +192,7 @@ class Membership:
             return
         if not worker.leases:
             self.idle[worker.name] = room.idle[worker.name] = worker
-        elif len(worker.leases) == 1 and (
-            0 < self.leases[worker.leases[0]].expected_s < self._prefetch_below_s
-        ):
-            room.under_prefetched[worker.name] = worker
+        elif len(worker.leases) == 1:
+            expected_s = self.leases[worker.leases[0]].expected_s
+            if 0 < expected_s < self._prefetch_below_s:
+                room.under_prefetched[worker.name] = worker

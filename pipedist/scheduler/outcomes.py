@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.assignment import Assigner
-from pipedist.scheduler.bisection import Death, Probe, most_likely_death
+from pipedist.scheduler.bisection import CallHistory, Death, Probe
 from pipedist.scheduler.leases import GangAttempt, Lease, RaisedCall
 from pipedist.scheduler.membership import Membership
-from pipedist.scheduler.passes import CallHistory, Pass
+from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.quarantine import Quarantine
 from pipedist.scheduler.queues import Todo, backoff_after_s
 from pipedist.scheduler.settings import SchedulerLimits
@@ -21,12 +21,7 @@ _ABORTED_WITHOUT_CAUSE = "its gang was aborted, but none of its calls raised"
 
 
 class Outcomes:
-    """Applies the reports and losses of leases to their passes.
-
-    Args:
-        limits, members, passes, assigner: those of the scheduler.
-        out: receives the commands.
-    """
+    """Applies the reports and losses of leases to their passes."""
 
     def __init__(
         self,
@@ -40,15 +35,13 @@ class Outcomes:
         self._members = members
         self._passes = passes
         self._out = out
-        self.now = 0.0
-        """The time of the event that is being handled."""
+        self.now = 0.0  # of the event that is being handled
         self.quarantine = Quarantine(limits, members, out, self._cancel, self._finish)
-        self.speculation = Speculation(limits, members, passes, assigner, out, self._cancel, self._take_back)
+        self.speculation = Speculation(limits, members, passes, assigner, self._cancel, self._take_back)
 
     # -- reports under a lease that is held ------------------------------------------
 
     def done(self, lease: Lease, event: ev.CallsDone) -> None:
-        """Handle the results of calls of a lease."""
         pass_, gang, lo, hi = self._passes[lease.pass_id], lease.gang, event.lo, event.hi
         if gang is not None:
             self._out.append(cmd.StashResults(gang.serial, lo, hi, event.worker))
@@ -71,7 +64,6 @@ class Outcomes:
         self.report_drained(pass_)
 
     def raised(self, lease: Lease, event: ev.CallFailed) -> None:
-        """Handle a call of a lease that raised."""
         pass_, gang, call = self._passes[lease.pass_id], lease.gang, event.call
         cause = cmd.Cause(event.stage, event.text)
         raised = RaisedCall(call, event.worker, event.retries, event.aborted, event.quarantine, cause)
@@ -112,7 +104,6 @@ class Outcomes:
         self.report_drained(pass_)
 
     def not_sent(self, lease: Lease) -> None:
-        """Fail the calls of a lease that could not be sent."""
         pass_, gang = self._passes[lease.pass_id], lease.gang
         calls = [RaisedCall(call, lease.worker) for call in range(lease.lo, lease.hi)]
         if gang is not None:
@@ -134,25 +125,26 @@ class Outcomes:
         """Requeue the calls of a lost lease; the running one is charged with the death."""
         pass_, gang, lo = self._passes[lease.pass_id], lease.gang, lease.next
         pass_.leased -= lease.hi - lo
-        culprits = blamed is not None and lo <= blamed < lease.hi and pass_.needs(blamed)
+        if blamed is not None and not (lo <= blamed < lease.hi and pass_.needs(blamed)):
+            blamed = None
         if lease.twin is not None:  # the other attempt continues
             self.speculation.goes_on(lease.twin)
             self.report_drained(pass_)
             return
         if lease.probe is not None:
-            if culprits:
+            if blamed is not None:
                 self._charge_probe(pass_, lease.probe, lease.worker, death)
             else:
                 pass_.wait_probe(lease.probe)
         elif gang is not None:
             if gang.state is not GangState.BROKEN:  # it starts again as a whole
                 self.break_up(pass_, gang)
-                if blamed is not None and culprits:
+                if blamed is not None:
                     self._charge(pass_, gang.lo, gang.hi, blamed, lease.worker, death)
                 else:
                     pass_.wait(gang.lo, gang.hi, gang.attempt)
         else:
-            if blamed is not None and culprits:
+            if blamed is not None:
                 pass_.wait(lo, blamed, lease.attempt)
                 self._charge(pass_, blamed, blamed + 1, blamed, lease.worker, death)
                 lo = blamed + 1
@@ -176,7 +168,6 @@ class Outcomes:
                 self._members.suspend(workers[lease.worker], lease.id)
 
     def break_up(self, pass_: Pass, gang: GangAttempt) -> None:
-        """End a gang before all of its calls were reported."""
         gang.become("broken up")
         pass_.dismiss(gang)
         for lease in gang.leases:
@@ -201,31 +192,29 @@ class Outcomes:
 
         The stage of the lowest call that raised decides; each stage counts its own retries.
         """
-        histories, stage = pass_.histories.setdefault(lo, CallHistory()), raised[0].cause.stage
-        histories.raised[stage] += 1
-        if histories.raised[stage] <= raised[0].retries:
-            self._back_off(pass_, histories.raised[stage], Todo(lo, hi, histories.tried))
+        history, stage = pass_.histories.setdefault(lo, CallHistory()), raised[0].cause.stage
+        history.raised[stage] += 1
+        if history.raised[stage] <= raised[0].retries:
+            self._back_off(pass_, history.raised[stage], Todo(lo, hi, history.tried))
         else:
-            failures = [cmd.Failure(x.call, histories.tried, x.worker) for x in raised]
-            self._give_up(pass_, lo, hi, failures, raised[0].cause, quarantine=raised[0].quarantine)
+            failures = [cmd.Failure(x.call, history.tried, x.worker) for x in raised]
+            self._give_up(pass_, lo, hi, failures, raised[0].cause, raised[0].quarantine)
 
     def _charge(self, pass_: Pass, lo: int, hi: int, call: int, worker: str, death: Death) -> None:
         """Charge calls [lo, hi), one call or a gang, with a death: retry them or fail them."""
         if death.timed_out:
             self._retry_or_fail(pass_, lo, hi, (_timed_out(call, worker, death),))
             return
-        histories = pass_.histories.setdefault(lo, CallHistory())
-        histories.deaths += 1
-        death = most_likely_death(histories.named, death)
-        if histories.deaths < self._limits.deaths_max:
-            pass_.wait(lo, hi, histories.tried)
+        history = pass_.histories.setdefault(lo, CallHistory())
+        death = history.charge(death)
+        if history.deaths < self._limits.deaths_max:
+            pass_.wait(lo, hi, history.tried)
         else:
-            failures = [cmd.Failure(call, histories.tried, worker, death.cause)]
+            failures = [cmd.Failure(call, history.tried, worker, death.cause)]
             cause = cmd.Cause(death.stage, death.cause)
-            self._give_up(pass_, lo, hi, failures, cause, quarantine=_quarantines(pass_, death))
+            self._give_up(pass_, lo, hi, failures, cause, _quarantines(pass_, death))
 
     def _retry_or_fail_probe(self, pass_: Pass, probe: Probe, raised: RaisedCall) -> None:
-        """Retry a probe that raised, or record it as failed."""
         stage = raised.cause.stage
         probe.raised[stage] += 1
         if probe.is_single and probe.raised[stage] <= raised.retries:
@@ -234,12 +223,10 @@ class Outcomes:
             self.quarantine.failed(pass_, probe, raised.cause if raised.quarantine else None)
 
     def _charge_probe(self, pass_: Pass, probe: Probe, worker: str, death: Death) -> None:
-        """Charge a probe with a death: retry it or record it as failed."""
         if death.timed_out:
             self._retry_or_fail_probe(pass_, probe, _timed_out(probe.call, worker, death))
             return
-        probe.deaths += 1
-        death = most_likely_death(probe.named, death)
+        death = probe.charge(death)
         if probe.is_single and probe.deaths < self._limits.deaths_max:
             pass_.wait_probe(probe)
         else:
@@ -257,14 +244,7 @@ class Outcomes:
             pass_.wait(*item)
 
     def _give_up(
-        self,
-        pass_: Pass,
-        lo: int,
-        hi: int,
-        failures: list[cmd.Failure],
-        cause: cmd.Cause,
-        *,
-        quarantine: bool,
+        self, pass_: Pass, lo: int, hi: int, failures: list[cmd.Failure], cause: cmd.Cause, quarantine: bool
     ) -> None:
         """Fail calls [lo, hi) permanently, one call or a gang, or quarantine elements."""
         if lo in pass_.searches.cleared:
@@ -277,7 +257,6 @@ class Outcomes:
             self.quarantine.begin(pass_, lo, cause)
 
     def _finish(self, pass_: Pass, lo: int, hi: int) -> None:
-        """Mark calls [lo, hi) as over, without a result."""
         pass_.histories.pop(lo, None)
         pass_.done.add(lo, hi)
         self.publish(pass_, lo, hi)
@@ -303,7 +282,6 @@ class Outcomes:
                 self._report(pass_, step, step + 1)
 
     def publish_in_order(self, pass_: Pass) -> None:
-        """Report the visible steps of an ordered pass, then its end."""
         first, end = pass_.visible, pass_.take_visible()
         pass_.visible = end
         self._report(pass_, first, end)
@@ -312,8 +290,6 @@ class Outcomes:
             self._out.append(cmd.PassComplete(pass_.id))
 
     def _report(self, pass_: Pass, first: int, end: int) -> None:
-        if first == end:
-            return
         if pass_.failures:
             first = self._report_failures(pass_, first, end)
         if first < end:
@@ -336,7 +312,6 @@ class Outcomes:
         return first
 
     def report_drained(self, pass_: Pass) -> None:
-        """Report once that a draining pass has no running calls."""
         if pass_.draining and not pass_.drain_reported and pass_.leased == 0:
             pass_.drain_reported = True
             self._out.append(cmd.PassDrained(pass_.id))
@@ -348,5 +323,4 @@ def _timed_out(call: int, worker: str, death: Death) -> RaisedCall:
 
 
 def _quarantines(pass_: Pass, death: Death) -> bool:
-    """Return whether the culprits of a call under which workers died are quarantined."""
     return death.quarantine if death.stage else pass_.settings.quarantine

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from pipedist.errors import LocalProtocolError
-from pipedist.scheduler.bisection import CulpritSearches, Death, Probe
+from pipedist.scheduler.bisection import CallHistory, CulpritSearches, Probe
 from pipedist.scheduler.commands import Failure
 from pipedist.scheduler.gang_scheduling import GangGroups
 from pipedist.scheduler.leases import GangAttempt
 from pipedist.scheduler.queues import BackoffQueue, RangeSet, Todo, TodoQueue
 from pipedist.scheduler.settings import PassSettings, SchedulerLimits
-from pipedist.scheduler.transitions import PassEvent, PassState, next_pass_state
-
-
-@dataclass(slots=True)
-class CallHistory:
-    """The history of a call that failed at least once; other calls have none."""
-
-    raised: Counter[str] = field(default_factory=Counter)
-    """Number of attempts that raised, by stage."""
-    deaths: int = 0
-    """Number of workers that died while executing it."""
-    named: list[Death] = field(default_factory=list)
-    """Those deaths whose stage is known."""
-    before: int = 0
-    """Number of attempts before its culprits were skipped."""
-
-    @property
-    def tried(self) -> int:
-        """Number of finished attempts."""
-        return self.before + self.raised.total() + self.deaths
+from pipedist.scheduler.transitions import PASS_TRANSITIONS, PassEvent, PassState, next_state
 
 
 @dataclass(slots=True)
@@ -46,71 +26,51 @@ class Pass:
     id: int
     settings: PassSettings
     assigner: dict[int, Pass] = field(repr=False)
-    """The scheduler's passes with waiting calls; it registers itself there."""
+    """The scheduler's passes with waiting calls; the pass registers itself there, and in the next one."""
     backing_off_passes: dict[int, Pass] = field(repr=False)
-    """The scheduler's passes with calls that back off; it registers itself there."""
     state: PassState = PassState.OPEN
     draining: bool = False
-    """True if its calls are no longer assigned."""
     drain_reported: bool = False
-    """True if PassDrained was sent. Implies draining."""
+    # Steps before these numbers are available, requested (pulled passes only), visible (ordered ones), consumed.
     offered: int = 0
-    """Steps before this one are available."""
     requested: int = 0
-    """Steps before this one were requested. Pulled passes only."""
     visible: int = 0
-    """Steps before this one were visible. Ordered passes only."""
     consumed: int = 0
-    """Steps before this one were consumed."""
     todo: TodoQueue = field(default_factory=TodoQueue)
-    """Calls that wait for a worker."""
     backing_off: BackoffQueue = field(default_factory=BackoffQueue)
-    """Calls that raised, and wait for their retry."""
     searches: CulpritSearches = field(default_factory=CulpritSearches)
-    """Calls whose culprits are searched."""
     done: RangeSet = field(default_factory=RangeSet)
     """Calls that are done or failed, and empty shards; only of steps that are not visible."""
     cached: dict[tuple[str, int], RangeSet] = field(default_factory=dict)
     """Results that a worker incarnation cached for the previous driver. Those of READY workers are recalled at
     once. Never for gangs."""
-    leased: int = 0
-    """Number of leased, unreported calls."""
-    gangs: dict[int, GangAttempt] = field(default_factory=dict)
-    """Unfinished gangs, by serial."""
+    leased: int = 0  # unreported calls
+    gangs: dict[int, GangAttempt] = field(default_factory=dict)  # unfinished gangs, by serial
     groups: GangGroups = field(default_factory=GangGroups)
-    """The groups of workers that execute them."""
     histories: dict[int, CallHistory] = field(default_factory=dict)
     """Calls that failed at least once and are not done; a gang is listed by its first call."""
     failures: dict[int, Failure] = field(default_factory=dict)
     """Calls that failed permanently, of steps that are not visible."""
-    last_step: int | None = None
-    """FAILING: later steps are obsolete."""
-    input_bytes: int = 0
-    """Input bytes of available steps that are not visible."""
-    step_bytes: float = 0.0
-    """Input bytes of a step, from the latest StepsAvailable."""
-    result_bytes: int = 0
-    """Bytes of results that are not consumed."""
-    result_call_bytes: float = 0.0
-    """Result bytes of a call, a moving mean."""
+    last_step: int | None = None  # FAILING: later steps are obsolete
+    input_bytes: int = 0  # of available steps that are not visible
+    step_bytes: float = 0.0  # inputs, from the latest StepsAvailable
+    result_bytes: int = 0  # not consumed
+    result_call_bytes: float = 0.0  # moving mean
     call_s: float | None = None
     """Moving mean of the duration of a call, or of a gang, in seconds; None before the first result."""
-    bundle_max: int = 1
-    """Maximum number of calls in the next lease; grows with completed leases."""
+    bundle_max: int = 1  # maximum number of calls in the next lease; grows with completed leases
 
     def __post_init__(self) -> None:
         self.offered = self.requested = self.visible = self.consumed = self.settings.first_step
 
     def become(self, what: PassEvent) -> None:
-        self.state = next_pass_state(self.id, self.state, what)
+        self.state = next_state(f"pass {self.id}", PASS_TRANSITIONS, self.state, what)
 
     @property
     def has_assignable_calls(self) -> bool:
-        """True if it has waiting calls that may be assigned."""
         return not self.draining and (self.todo.calls > 0 or bool(self.searches.waiting))
 
     def is_short(self, limits: SchedulerLimits) -> bool:
-        """Return whether its calls are short enough to be assigned in advance."""
         return self.call_s is not None and self.call_s < limits.prefetch_below_s
 
     def offer(self, first: int, last: int, parts: int, size: int, holes: Sequence[int] = ()) -> None:
@@ -120,10 +80,9 @@ class Pass:
             raise LocalProtocolError(f"pass {self.id}: steps arrived after its end")
         parts_min, least = (replicas, "") if self.settings.gang else (0, "at most ")
         if first != self.offered or last < first or not parts_min <= parts <= replicas:
-            raise LocalProtocolError(
-                f"pass {self.id}: steps [{first}, {last}) of {parts} calls arrived, "
-                f"expected them to begin at {self.offered} with {least}{replicas} calls"
-            )
+            expected = f"them to begin at {self.offered} with {least}{replicas} calls"
+            arrived = f"steps [{first}, {last}) of {parts} calls arrived"
+            raise LocalProtocolError(f"pass {self.id}: {arrived}, expected {expected}")
         self.offered = last
         self.requested = max(self.requested, last)
         if last == first or not self.needs(first * replicas):
@@ -136,8 +95,7 @@ class Pass:
             return
         for step in range(first, last):
             lo = step * replicas
-            ends = [-1, *holes, parts]
-            for hole, end in pairwise(ends):
+            for hole, end in pairwise([-1, *holes, parts]):
                 self.todo.put(lo + hole + 1, lo + end, 0)
             for hole in holes:
                 self.done.add(lo + hole, lo + hole + 1)
@@ -155,18 +113,15 @@ class Pass:
         self.assigner[self.id] = self
 
     def wait_probe(self, probe: Probe) -> None:
-        """Queue a probe, unless its call is obsolete."""
         if probe.call in self.searches.calls:
             self.searches.wait(probe)
             self.assigner[self.id] = self
 
     def rest(self, due: float, item: Todo | Probe) -> None:
-        """Requeue calls or a probe, but not before `due`."""
         self.backing_off.put(due, item)
         self.backing_off_passes[self.id] = self
 
     def wake_due(self, now: float) -> None:
-        """Requeue the calls whose backoff is over."""
         for item in self.backing_off.take(now):
             if isinstance(item, Probe):
                 self.wait_probe(item)
@@ -176,32 +131,27 @@ class Pass:
             del self.backing_off_passes[self.id]
 
     def add_gang(self, gang: GangAttempt) -> None:
-        """Record that a gang was assigned."""
         self.gangs[gang.serial] = gang
         self.groups.begin(gang.group)
         self.leased += gang.hi - gang.lo
 
     def dismiss(self, gang: GangAttempt) -> None:
-        """Record that a gang is over."""
         del self.gangs[gang.serial]
         self.groups.end(gang.group)
 
     def came_back(self, lo: int, hi: int, busy_s: float, size: int, limits: SchedulerLimits) -> None:
-        """Record that calls [lo, hi) are done, and update the estimates."""
         self.leased -= hi - lo
         self.bundle_max = min(limits.bundle_calls_max, max(self.bundle_max, (hi - lo) * limits.bundle_growth))
         self._done(lo, hi, max(0.0, busy_s) / (hi - lo), size)
 
     def gang_came_back(self, gang: GangAttempt) -> None:
-        """Record that all calls of a gang are done, and update the estimates."""
         self._done(gang.lo, gang.hi, gang.took_s, gang.bytes)
 
     def _done(self, lo: int, hi: int, took_s: float, size: int) -> None:
         self.done.add(lo, hi)
         self.result_bytes += size
         if self.histories:
-            few = range(lo, hi) if hi - lo < len(self.histories) else list(self.histories)
-            for call in few:
+            for call in range(lo, hi) if hi - lo < len(self.histories) else list(self.histories):
                 if lo <= call < hi:
                     self.histories.pop(call, None)
         mean_bytes = size / (hi - lo)
@@ -261,7 +211,6 @@ class Pass:
         return 4 * workers * max(1, min(self._bundle_by_time(limits), self.bundle_max))
 
     def steps_wanted(self, limits: SchedulerLimits, workers: int) -> int:
-        """Return the number of steps to request now."""
         if not self.settings.pulled or self.state is not PassState.OPEN or self.draining:
             return 0
         in_flight = self.requested - self.consumed

@@ -13,46 +13,29 @@ by one, to idle workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pipedist.scheduler import commands as cmd
-from pipedist.scheduler.bisection import Bisection, CulpritSearch, Probe, Span
+from pipedist.scheduler.bisection import Bisection, CallHistory, CulpritSearch, Probe, Span
 from pipedist.scheduler.leases import Lease
 from pipedist.scheduler.membership import Membership
-from pipedist.scheduler.passes import CallHistory, Pass
+from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.settings import SchedulerLimits
 
 
+@dataclass(eq=False)
 class Quarantine:
-    """Finds culprits, and quarantines them.
-
-    Args:
-        limits, members: those of the scheduler.
-        out: receives the commands.
-        cancel: cancels a lease.
-        finish: marks calls [lo, hi) as over, without a result.
-    """
-
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        members: Membership,
-        out: list[cmd.Command],
-        cancel: Callable[[Pass, Lease], None],
-        finish: Callable[[Pass, int, int], None],
-    ) -> None:
-        self._limits = limits
-        self._members = members
-        self._out = out
-        self._cancel = cancel
-        self._finish = finish
+    _limits: SchedulerLimits
+    _members: Membership
+    _out: list[cmd.Command]
+    _cancel: Callable[[Pass, Lease], None]
+    _finish: Callable[[Pass, int, int], None]  # marks calls [lo, hi) as over, without a result
 
     def begin(self, pass_: Pass, call: int, cause: cmd.Cause) -> None:
-        """Begin a search in a call that failed permanently."""
         pass_.searches.calls[call] = CulpritSearch(cause)
         self._out.append(cmd.SizeCall(pass_.id, call))
 
     def sized(self, pass_: Pass, call: int, elements: int) -> None:
-        """Begin the bisection of a call with this number of elements."""
         search = pass_.searches.calls.get(call)
         if search is None or search.bisection is not None:
             return  # the pass fails at an earlier step
@@ -61,18 +44,13 @@ class Quarantine:
         self._conclude(pass_, call, search, search.bisection)
 
     def passed(self, pass_: Pass, probe: Probe) -> None:
-        """Record that a probe returned."""
         search = pass_.searches.calls.get(probe.call)
         if search is not None and search.bisection is not None:
             search.bisection.passed(probe.span)
             self._conclude(pass_, probe.call, search, search.bisection)
 
     def failed(self, pass_: Pass, probe: Probe, cause: cmd.Cause | None) -> None:
-        """Record that a probe failed permanently.
-
-        Args:
-            cause: why; None if its stage does not quarantine: then it proves nothing.
-        """
+        """Record that a probe failed for good; without `cause` its stage does not quarantine: it proves nothing."""
         search = pass_.searches.calls.get(probe.call)
         if search is not None and search.bisection is not None:
             self._try(pass_, probe.call, search.bisection.failed(probe.span, cause))
@@ -89,11 +67,7 @@ class Quarantine:
             searches.forget(call)
 
     def quarantine_all(self, pass_: Pass, lo: int, hi: int, cause: cmd.Cause, why: str) -> None:
-        """Quarantine all elements of calls [lo, hi): one call, or the calls of a gang.
-
-        Args:
-            why: why the culprits among them are not known.
-        """
+        """Quarantine all elements of one call or a gang; `why` its culprits are not known."""
         pass_.searches.forget(lo)
         whole = cmd.Cause(cause.stage, f"{cause.text} ({why})")
         self._out.append(cmd.CallsQuarantined(pass_.id, lo, hi, (), whole))
@@ -104,7 +78,6 @@ class Quarantine:
             pass_.wait_probe(Probe(call, span))
 
     def _conclude(self, pass_: Pass, call: int, search: CulpritSearch, bisection: Bisection) -> None:
-        """Continue with a call whose bisection is over."""
         if not bisection.is_over:
             return
         if bisection.is_given_up:
@@ -112,24 +85,19 @@ class Quarantine:
             why = f"not separable: the search needs more than {self._limits.probes_max} probes"
             self.quarantine_all(pass_, call, call + 1, search.cause, why)
         elif not bisection.culprits:
-            why = (
-                "no element fails alone"
-                if bisection.elements
-                else "its elements can't be executed separately"
-            )
-            self.quarantine_all(pass_, call, call + 1, search.cause, f"not separable: {why}")
+            inseparable = "its elements can't be executed separately"
+            why = f"not separable: {'no element fails alone' if bisection.elements else inseparable}"
+            self.quarantine_all(pass_, call, call + 1, search.cause, why)
         elif not bisection.healthy:
             pass_.searches.forget(call)
             self._out.append(cmd.CallsQuarantined(pass_.id, call, call + 1, _culprits(bisection)))
             self._finish(pass_, call, call + 1)
         else:
-            histories = pass_.histories.setdefault(call, CallHistory())
-            histories.before, histories.deaths = histories.tried, 0
-            histories.raised.clear()
-            histories.named.clear()
+            history = pass_.histories.setdefault(call, CallHistory())
+            history.begin_again()
             pass_.searches.forget(call)
             pass_.searches.cleared[call] = search
-            pass_.wait(call, call + 1, histories.tried)
+            pass_.wait(call, call + 1, history.tried)
 
     def _stop_trying(self, pass_: Pass, call: int) -> None:
         pass_.backing_off.drop_probes(call)

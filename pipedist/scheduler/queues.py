@@ -29,7 +29,7 @@ class RangeSet:
         return len(self._los)
 
     def add(self, lo: int, hi: int) -> None:
-        """Add [lo, hi); members that it contains already are kept."""
+        """Add [lo, hi), parts of which may be contained."""
         if lo >= hi:
             return
         if self._his and self._his[-1] == lo:  # the common case: work comes back in order
@@ -44,18 +44,15 @@ class RangeSet:
         self._his[i:j] = [hi]
 
     def discard(self, lo: int, hi: int) -> None:
-        """Remove [lo, hi); missing members are ignored."""
         if lo >= hi:
             return
         i = bisect_right(self._his, lo)
         j = bisect_left(self._los, hi)
         if i >= j:
             return
-        left = (self._los[i], lo) if self._los[i] < lo else None
-        right = (hi, self._his[j - 1]) if self._his[j - 1] > hi else None
-        kept = [r for r in (left, right) if r is not None]
-        self._los[i:j] = [r[0] for r in kept]
-        self._his[i:j] = [r[1] for r in kept]
+        kept = [(a, b) for a, b in ((self._los[i], lo), (hi, self._his[j - 1])) if a < b]
+        self._los[i:j] = [a for a, _ in kept]
+        self._his[i:j] = [b for _, b in kept]
 
     def end_from(self, x: int) -> int:
         """Return the end of the range that holds `x`, or `x` itself if none does."""
@@ -63,7 +60,6 @@ class RangeSet:
         return self._his[i] if i >= 0 and self._his[i] > x else x
 
     def covers(self, lo: int, hi: int) -> bool:
-        """Return whether all of [lo, hi) is contained."""
         return lo >= hi or self.end_from(lo) >= hi
 
 
@@ -82,15 +78,13 @@ class TodoQueue:
 
     def __init__(self) -> None:
         self._items: list[Todo] = []
-        self.calls = 0
-        """Number of waiting calls."""
+        self.calls = 0  # waiting
 
     def __iter__(self) -> Iterator[Todo]:
         return iter(self._items)
 
     @property
     def first(self) -> Todo:
-        """The lowest range."""
         return self._items[0]
 
     def put(self, lo: int, hi: int, attempt: int) -> None:
@@ -106,7 +100,6 @@ class TodoQueue:
             insort(self._items, Todo(lo, hi, attempt))
 
     def take(self, calls_max: int) -> Todo:
-        """Remove and return the lowest range, at most `calls_max` calls of it."""
         first = self._items[0]
         if first.hi - first.lo <= calls_max:
             del self._items[0]
@@ -133,10 +126,8 @@ class TodoQueue:
         return found
 
     def drop_from(self, call: int) -> None:
-        """Remove every waiting call >= `call`."""
-        kept = [Todo(t.lo, min(t.hi, call), t.attempt) for t in self._items if t.lo < call]
-        self._items = kept
-        self.calls = sum(t.hi - t.lo for t in kept)
+        self._items = [Todo(t.lo, min(t.hi, call), t.attempt) for t in self._items if t.lo < call]
+        self.calls = sum(t.hi - t.lo for t in self._items)
 
 
 def backoff_after_s(raised: int, limits: SchedulerLimits) -> float:
@@ -147,8 +138,6 @@ def backoff_after_s(raised: int, limits: SchedulerLimits) -> float:
 
 
 class BackoffQueue:
-    """Calls of one pass that back off, each with the time at which it is due."""
-
     __slots__ = ("_heap", "_order")
 
     def __init__(self) -> None:
@@ -168,28 +157,19 @@ class BackoffQueue:
 
     @property
     def due(self) -> float | None:
-        """The time at which the first item is due, or None."""
         return self._heap[0][0] if self._heap else None
 
     def put(self, due: float, item: Todo | Probe) -> None:
-        """Add calls that are due at `due`."""
         heapq.heappush(self._heap, (due, next(self._order), item))
 
     def take(self, now: float) -> Iterator[Todo | Probe]:
-        """Remove and yield the items that are due."""
         while self._heap and self._heap[0][0] <= now:
             yield heapq.heappop(self._heap)[2]
 
     def drop_from(self, call: int) -> None:
-        """Remove all calls >= `call`."""
-        self._heap = [x for x in self._heap if _first(x[2]) < call]
+        self._heap = [x for x in self._heap if (x[2].call if isinstance(x[2], Probe) else x[2].lo) < call]
         heapq.heapify(self._heap)
 
     def drop_probes(self, call: int) -> None:
-        """Remove the probes of a call."""
         self._heap = [x for x in self._heap if not (isinstance(x[2], Probe) and x[2].call == call)]
         heapq.heapify(self._heap)
-
-
-def _first(item: Todo | Probe) -> int:
-    return item.call if isinstance(item, Probe) else item.lo

@@ -8,85 +8,55 @@ from pipedist.errors import LocalProtocolError
 
 
 class SchedulerLimits(Struct, frozen=True):
-    """The limits of a cluster's scheduler.
-
-    Args:
-        bundle_s: target amount of work in one lease, so that short calls cost little.
-        bundle_growth: maximum growth of a lease over the largest completed one.
-        bundle_calls_max: calls in one lease.
-        bundle_bytes_max: input bytes sent with one lease, unless a single call has more.
-        prefetch_below_s: a worker whose leases take less than this gets a second lease in advance; a
-            group of workers gets as many gangs in advance as take about this long.
-        gangs_queued_max: unfinished gangs of a group of workers; fewer than a segment
-            remembers (`pipedist.collectives.steps.ATTEMPTS_REMEMBERED`).
-        steps_in_flight_max: steps of one pass that were requested and not yet consumed.
-        bytes_in_flight_max: bytes of inputs and results of one pass held at one time.
-        deaths_max: workers that may die while executing the same call, before it fails.
-        backoff_s: wait before the retry of a call that raised twice; doubles each time. The first retry is
-            immediate.
-        backoff_s_max: maximum of this wait.
-        probes_max: subsets of one call's elements that are executed to find its culprits.
-        speculation_reports_min: reports of a pass before any of its calls gets a second attempt.
-        speculation_s_min: minimum duration of a call before it gets a second attempt.
-        speculation_attempts_max: second attempts of one attempt of a call, one after another: each was
-            lost or raised while the first attempt ran.
-        failed_starts_max: workers in a row that may die before they join.
-        heartbeat_timeout_s: a supervised worker without a heartbeat for this long is lost.
-    """
-
-    bundle_s: float = 0.01
-    bundle_growth: int = 8
-    bundle_calls_max: int = 8192
-    bundle_bytes_max: int = 4 * 2**20
+    bundle_s: float = 0.01  # target amount of work in one lease, so that short calls cost little
+    bundle_growth: int = 8  # maximum growth of a lease over the largest completed one
+    bundle_calls_max: int = 8192  # calls in one lease
+    bundle_bytes_max: int = 4 * 2**20  # input bytes sent with one lease, unless a single call has more
+    # A worker whose leases take less than this gets a second lease in advance; a group of workers gets as many
+    # gangs in advance as take about this long
     prefetch_below_s: float = 0.05
+    # Unfinished gangs of a group of workers; fewer than a segment remembers
+    # (`pipedist.collectives.steps.ATTEMPTS_REMEMBERED`)
     gangs_queued_max: int = 12
-    steps_in_flight_max: int = 65_536
-    bytes_in_flight_max: int = 256 * 2**20
-    deaths_max: int = 5
+    steps_in_flight_max: int = 65_536  # steps of one pass that were requested and not yet consumed
+    bytes_in_flight_max: int = 256 * 2**20  # bytes of inputs and results of one pass held at one time
+    deaths_max: int = 5  # workers that may die while executing the same call, before it fails
+    # Wait before the retry of a call that raised twice; doubles each time. The first retry is immediate
     backoff_s: float = 0.1
-    backoff_s_max: float = 10.0
-    probes_max: int = 4096
-    speculation_reports_min: int = 3
-    speculation_s_min: float = 1.0
+    backoff_s_max: float = 10.0  # maximum of this wait
+    probes_max: int = 4096  # subsets of one call's elements that are executed to find its culprits
+    speculation_reports_min: int = 3  # reports of a pass before any of its calls gets a second attempt
+    speculation_s_min: float = 1.0  # minimum duration of a call before it gets a second attempt
+    # Second attempts of one attempt of a call, one after another: each was lost or raised while the first
+    # attempt ran
     speculation_attempts_max: int = 3
-    failed_starts_max: int = 5
-    heartbeat_timeout_s: float = 16.0
+    failed_starts_max: int = 5  # workers in a row that may die before they join
+    heartbeat_timeout_s: float = 16.0  # a supervised worker without a heartbeat for this long is lost
 
 
 class PassSettings(Struct, frozen=True):
-    """Settings of one pass.
-
-    Args:
-        replicas: R; call number = step * R + replica.
-        ordered: steps become visible in step order; otherwise in order of completion.
-        fail_fast: the first step with a failed call ends the pass; otherwise only that step fails.
-        pulled: the scheduler requests steps (`RequestSteps`); otherwise they are pushed.
-        priority: passes with a lower number go first.
-        gang: the calls of a step are executed at once or not at all; each step has all R of them.
-        quarantine: if too many workers died under a call, in an unknown stage, its culprits are quarantined;
-            otherwise the call fails.
-        first_step: earlier steps were committed before; they are neither available nor reported.
-        speculation: a call that takes this many times as long as the 95th percentile gets a second attempt on
-            an idle worker; 0: never. Not for gangs.
-        gpus: GPUs that a worker needs to own for a call; a gang has one such worker per replica.
+    """Settings of one pass, or LocalProtocolError if they contradict each other.
 
     An unordered pass is neither `fail_fast` (the first step to fail would depend on the order
     of arrival) nor `pulled` (its steps are not consumed in order), and it ends by being closed.
-
-    Raises:
-        LocalProtocolError: the settings contradict each other.
     """
 
-    replicas: int
-    ordered: bool = True
+    replicas: int  # R; call number = step * R + replica
+    ordered: bool = True  # steps become visible in step order; otherwise in order of completion
+    # The first step with a failed call ends the pass; otherwise only that step fails
     fail_fast: bool = True
-    pulled: bool = True
-    priority: int = 1
+    pulled: bool = True  # the scheduler requests steps (`RequestSteps`); otherwise they are pushed
+    priority: int = 1  # passes with a lower number go first
+    # The calls of a step are executed at once or not at all; each step has all R of them
     gang: bool = False
+    # If too many workers died under a call, in an unknown stage, its culprits are quarantined; otherwise the
+    # call fails
     quarantine: bool = False
-    first_step: int = 0
+    first_step: int = 0  # earlier steps were committed before; they are neither available nor reported
+    # A call that takes this many times as long as the 95th percentile gets a second attempt on an idle worker;
+    # 0: never. Not for gangs
     speculation: float = 0.0
-    gpus: float = 0.0
+    gpus: float = 0.0  # GPUs that a worker needs to own for a call; a gang has one such worker per replica
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

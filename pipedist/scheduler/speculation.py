@@ -18,8 +18,8 @@ not charged: a call that kills its workers must end.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from pipedist.scheduler import commands as cmd
 from pipedist.scheduler.assignment import Assigner
 from pipedist.scheduler.leases import Lease, Worker
 from pipedist.scheduler.membership import Membership
@@ -28,39 +28,17 @@ from pipedist.scheduler.settings import SchedulerLimits
 from pipedist.scheduler.stragglers import Stragglers
 
 
+@dataclass(eq=False)
 class Speculation:
-    """Starts second attempts, and ends the obsolete one of two.
-
-    Args:
-        limits, members, passes: those of the scheduler.
-        assigner: assigns calls to workers.
-        out: receives the commands.
-        cancel: cancels a lease.
-        take_back: cancels a lease that only waits at its worker, and requeues its calls.
-    """
-
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        members: Membership,
-        passes: dict[int, Pass],
-        assigner: Assigner,
-        out: list[cmd.Command],
-        cancel: Callable[[Pass, Lease], None],
-        take_back: Callable[[Pass, Lease], None],
-    ) -> None:
-        self._limits = limits
-        self._members = members
-        self._passes = passes
-        self._assigner = assigner
-        self._out = out
-        self._cancel = cancel
-        self._take_back = take_back
-
-    # -- beginning ---------------------------------------------------------------------------
+    _limits: SchedulerLimits
+    _members: Membership
+    _passes: dict[int, Pass]
+    _assigner: Assigner
+    _cancel: Callable[[Pass, Lease], None]
+    _take_back: Callable[[Pass, Lease], None]
+    """Cancels a lease that only waits at its worker, and requeues its calls."""
 
     def begin(self, now: float) -> None:
-        """Start second attempts on idle workers, if no call waits."""
         while self._members.idle and self._assigner.nothing_waits and self._begin_one(now):
             self._assigner.assign()
 
@@ -114,10 +92,8 @@ class Speculation:
     def _limit_s(self, running: Stragglers) -> float | None:
         return running.limit_s(self._limits.speculation_reports_min, self._limits.speculation_s_min)
 
-    # -- ending ------------------------------------------------------------------------------
-
     def reported(self, pass_: Pass, lease: Lease, now: float) -> None:
-        """Record that a lease reported: its twin is obsolete."""
+        """Record the duration of a report, and end the lease's twin, which is obsolete."""
         running = self._members.watched.get(pass_.id)
         if running is not None:
             running.durations.add(now - lease.since)

@@ -12,31 +12,24 @@ from collections.abc import Iterable
 
 from pipedist.scheduler.leases import Lease
 
-_SHARE = 0.95
-"""Percentile of the durations with which a call is compared."""
+_SHARE = 0.95  # percentile of the durations with which a call is compared
 
-_PARTS = 8
-"""Buckets per doubling of a duration."""
+_PARTS = 8  # buckets per doubling of a duration
 
 _TIME_MIN_S = 1e-9
-_LOOK_AGAIN = 1.1
-"""The percentile is recomputed when the number of durations has grown by this factor."""
+_LOOK_AGAIN = 1.1  # the percentile is recomputed when the number of durations has grown by this factor
 
 
 class Durations:
-    """A histogram of durations, of bounded size."""
-
     __slots__ = ("_counts", "_look_at", "_upper_s", "count")
 
     def __init__(self) -> None:
         self.count = 0
-        """Number of durations."""
         self._counts: dict[int, int] = {}
         self._upper_s = 0.0
         self._look_at = 0.0
 
     def add(self, took_s: float) -> None:
-        """Add a duration."""
         mantissa, exponent = math.frexp(max(took_s, _TIME_MIN_S))
         place = exponent * _PARTS + int((mantissa - 0.5) * 2 * _PARTS)
         self._counts[place] = self._counts.get(place, 0) + 1
@@ -58,11 +51,7 @@ class Durations:
 
 
 class Stragglers:
-    """The running leases of one pass that may get a second attempt.
-
-    Args:
-        times: a straggler takes this many times the usual duration.
-    """
+    """The running leases of one pass that may get a second attempt: at `times` the usual duration."""
 
     __slots__ = ("_running", "_times", "durations")
 
@@ -74,16 +63,13 @@ class Stragglers:
 
     @property
     def first(self) -> Lease | None:
-        """The lease that has been silent for longest."""
         return next(iter(self._running.values()), None)
 
     @property
     def leases(self) -> Iterable[Lease]:
-        """All leases, the longest silent one first."""
         return self._running.values()
 
     def begun(self, lease: Lease) -> None:
-        """Record that a lease started or reported."""
         self._running[lease.id] = lease
         self._running.move_to_end(lease.id)
 
@@ -99,12 +85,7 @@ class Stragglers:
         self._running.pop(lease.id, None)
 
     def limit_s(self, reports_min: int, least_s: float) -> float | None:
-        """Return how long a lease may be silent, in seconds; None without enough durations.
-
-        Args:
-            reports_min: minimum number of durations.
-            least_s: lower bound of the limit.
-        """
+        """Return how long a lease may be silent, at least `least_s`; None before `reports_min` durations."""
         if self.durations.count < reports_min:
             return None
         return max(least_s, self._times * self.durations.upper_s)

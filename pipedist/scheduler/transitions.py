@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pipedist.errors import LocalProtocolError
 
+S = TypeVar("S", bound=enum.Enum)
+E = TypeVar("E", bound=str)
+
 
 class WorkerState(enum.Enum):
-    """State of a worker slot."""
-
-    STARTING = "starting"
-    """Requested, for the first time or after a death; has not sent Hello."""
-    READY = "ready"
-    """Joined; may hold leases."""
-    GONE = "gone"
-    """Lost, and not replaced by the scheduler."""
+    STARTING = "starting"  # requested, for the first time or after a death; has not sent Hello
+    READY = "ready"  # joined; may hold leases
+    GONE = "gone"  # lost, and not replaced by the scheduler
 
 
 WorkerEvent = Literal["joined", "lost", "lost unmanaged"]
@@ -36,18 +34,11 @@ WORKER_TRANSITIONS: Mapping[tuple[WorkerState, WorkerEvent], WorkerState] = {
 
 
 class PassState(enum.Enum):
-    """State of a pass."""
-
-    OPEN = "open"
-    """More steps may become available."""
-    ENDED = "ended"
-    """All steps are available."""
-    FAILING = "failing"
-    """A call failed permanently: earlier steps finish, later ones do not start."""
-    COMPLETE = "complete"
-    """Every step was visible."""
-    FAILED = "failed"
-    """The failure was reported."""
+    OPEN = "open"  # more steps may become available
+    ENDED = "ended"  # all steps are available
+    FAILING = "failing"  # a call failed permanently: earlier steps finish, later ones do not start
+    COMPLETE = "complete"  # every step was visible
+    FAILED = "failed"  # the failure was reported
 
 
 PassEvent = Literal["ended", "call failed", "all visible", "failure reported"]
@@ -65,16 +56,11 @@ PASS_TRANSITIONS: Mapping[tuple[PassState, PassEvent], PassState] = {
 
 
 class GangState(enum.Enum):
-    """State of one attempt of a gang."""
-
-    RUNNING = "running"
-    """Its calls are leased; none has raised."""
+    RUNNING = "running"  # its calls are leased; none has raised
     ENDING = "ending"
     """A call raised; the others finish first, so that the reported error does not depend on timing."""
-    COMPLETE = "complete"
-    """All calls are done; their results count."""
-    RAISED = "raised"
-    """All calls were reported, and some raised: no result counts."""
+    COMPLETE = "complete"  # all calls are done; their results count
+    RAISED = "raised"  # all calls were reported, and some raised: no result counts
     BROKEN = "broken"
     """A member was lost, or the step is of no use any more: no result counts, leases are cancelled."""
 
@@ -91,25 +77,9 @@ GANG_TRANSITIONS: Mapping[tuple[GangState, GangEvent], GangState] = {
 }
 
 
-def next_worker_state(worker: str, state: WorkerState, what: WorkerEvent) -> WorkerState:
+def next_state(subject: str, table: Mapping[tuple[S, E], S], state: S, what: E) -> S:
     """Return the next state, or raise LocalProtocolError."""
     try:
-        return WORKER_TRANSITIONS[state, what]
+        return table[state, what]
     except KeyError:
-        raise LocalProtocolError(f"worker {worker}: {what!r} can't happen while {state.value}") from None
-
-
-def next_pass_state(pass_id: int, state: PassState, what: PassEvent) -> PassState:
-    """Return the next state, or raise LocalProtocolError."""
-    try:
-        return PASS_TRANSITIONS[state, what]
-    except KeyError:
-        raise LocalProtocolError(f"pass {pass_id}: {what!r} can't happen while {state.value}") from None
-
-
-def next_gang_state(serial: int, state: GangState, what: GangEvent) -> GangState:
-    """Return the next state, or raise LocalProtocolError."""
-    try:
-        return GANG_TRANSITIONS[state, what]
-    except KeyError:
-        raise LocalProtocolError(f"gang {serial}: {what!r} can't happen while {state.value}") from None
+        raise LocalProtocolError(f"{subject}: {what!r} can't happen while {state.value}") from None

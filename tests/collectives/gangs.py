@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +18,12 @@ from tests.collectives.queues import Board, QueueChannel
 TRANSFERS = ("shared", "queue")
 
 
+def call_site() -> requests.CallSite:
+    """Return the place where a test's function called the caller of this function."""
+    frame = sys._getframe(2)
+    return requests.CallSite(frame.f_code, frame.f_lasti)
+
+
 class Replica:
     """What a test's replica function has of a gang."""
 
@@ -25,19 +32,19 @@ class Replica:
         self.number = number
 
     def all_reduce(self, op: Any, tree: Any, options: CommunicationOptions | None = None) -> Any:
-        return self.gang.call(self.number, requests.all_reduce(op, tree, options, requests.caller()))
+        return self.gang.call(self.number, requests.all_reduce(op, tree, options, call_site()))
 
     def all_gather(self, tree: Any, axis: Any = 0, options: CommunicationOptions | None = None) -> Any:
-        return self.gang.call(self.number, requests.all_gather(tree, axis, options, requests.caller()))
+        return self.gang.call(self.number, requests.all_gather(tree, axis, options, call_site()))
 
     def broadcast(self, tree: Any, source: Any = 0, options: CommunicationOptions | None = None) -> Any:
-        return self.gang.call(self.number, requests.broadcast(tree, source, options, requests.caller()))
+        return self.gang.call(self.number, requests.broadcast(tree, source, options, call_site()))
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
-        self.gang.call(self.number, requests.barrier(options, requests.caller()))
+        self.gang.call(self.number, requests.barrier(options, call_site()))
 
     def merge_call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        request = requests.merge_call(function, args, kwargs, None, requests.caller())
+        request = requests.merge_call(function, args, kwargs, None, call_site())
         return self.gang.call(self.number, request)
 
 

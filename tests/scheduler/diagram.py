@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 import inspect
 import sys
-from collections.abc import Mapping
-from typing import TypeVar, get_args
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -37,7 +37,7 @@ def diagram(transitions: Mapping[tuple[State, str], State], begins: State) -> st
     return "\n".join([*lines, "```"])
 
 
-def table(title: str, classes: tuple[type[Struct], ...]) -> str:
+def table(title: str, classes: Sequence[type[Struct]]) -> str:
     """Return classes as a markdown table: name, fields, and the first line of the docstring."""
     lines = [f"| {title} | carries | meaning |", "|---|---|---|"]
     for cls in classes:
@@ -58,9 +58,9 @@ def drawn() -> str:
             "### A gang",
             diagram(GANG_TRANSITIONS, GangState.RUNNING),
             "### Events",
-            table("event", get_args(events.Event)),
+            table("event", events.Event.__subclasses__()),
             "### Commands",
-            table("command", get_args(commands.Command)),
+            table("command", commands.Command.__subclasses__()),
         ]
     )
 

@@ -55,7 +55,7 @@ def exit_of_an_old_incarnation_counts(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def heartbeats_of_an_old_incarnation_count(patch: pytest.MonkeyPatch) -> None:
     def heard(self: Scheduler, event: ev.HeartbeatReceived) -> None:
-        self._members.record_heartbeat(self._members.workers[event.worker], self._now)
+        self._members.record_heartbeat(self._members.workers[event.worker])
 
     patch.setitem(_handlers(), ev.HeartbeatReceived, heard)
 
@@ -181,9 +181,9 @@ def lost_calls_wait_beyond_the_failed_step(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def replacement_has_the_old_incarnation(patch: pytest.MonkeyPatch) -> None:
     def lose(
-        original: Any, self: Scheduler, worker: Worker, cause: str, *, replace: bool, **how: Any
+        original: Any, self: Scheduler, worker: Worker, death: Death, *, replace: bool = True, **how: Any
     ) -> None:
-        original(self, worker, cause, replace=False, **how)
+        original(self, worker, death, replace=False, **how)
         if worker.managed and replace:
             self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
 
@@ -453,7 +453,7 @@ def any_worker_may_report_a_stalled_gang(patch: pytest.MonkeyPatch) -> None:
                 for member in event.members:
                     worker = self._members.workers[lease.gang.leases[member].worker]
                     self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, ""))
-                    self._lose(worker, "", graceful=False, replace=True)
+                    self._lose(worker, Death(""))
 
     patch.setitem(_handlers(), ev.GangStalled, stalled)
 
@@ -545,19 +545,19 @@ def culprits_are_sent_again(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def failing_rest_fails_the_pass(patch: pytest.MonkeyPatch) -> None:
-    def give_up(original: Any, self: Outcomes, pass_: Pass, lo: int, *rest: Any, quarantine: bool) -> None:
+    def give_up(original: Any, self: Outcomes, pass_: Pass, lo: int, *rest: Any) -> None:
         if lo in pass_.searches.cleared:
             pass_.searches.cleared.pop(lo)
-            quarantine = False
-        original(self, pass_, lo, *rest, quarantine=quarantine)
+            rest = (*rest[:-1], False)
+        original(self, pass_, lo, *rest)
 
     wrapped(patch, Outcomes, "_give_up", give_up)
 
 
 @mutation
 def call_without_quarantine_is_bisected(patch: pytest.MonkeyPatch) -> None:
-    def give_up(original: Any, self: Outcomes, *rest: Any, quarantine: bool) -> None:
-        original(self, *rest, quarantine=True)
+    def give_up(original: Any, self: Outcomes, *rest: Any) -> None:
+        original(self, *rest[:-1], True)
 
     wrapped(patch, Outcomes, "_give_up", give_up)
 

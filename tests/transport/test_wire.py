@@ -27,7 +27,7 @@ FIELDS: dict[Any, st.SearchStrategy[Any]] = {
 MESSAGES = st.one_of(
     *[
         st.builds(cls, **{name: FIELDS[kind] for name, kind in typing.get_type_hints(cls).items()})
-        for cls in typing.get_args(Message)
+        for cls in Message.__subclasses__()
     ]
 )
 
