@@ -32,28 +32,18 @@ WORKERS_MAX = 4096
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def checked_count(workers: object) -> int:
-    """Return a number of workers, checked.
-
-    Raises:
-        UsageError: it is not an integer, or out of range.
-    """
+    """Return a number of workers, or raise UsageError if it is not an integer in the range."""
     if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= WORKERS_MAX:
         raise UsageError(f"`workers` must be an integer from 1 to {WORKERS_MAX}, got {workers!r}")
     return workers
 
 
 class Cluster(AsyncOnly, ABC):
-    """A coordinator with its workers, as long as `async with` lasts.
-
-    Args:
-        workers: the number of workers that are expected.
-        supply: the GPUs that they own.
-    """
+    """A coordinator with its workers, as long as `async with` lasts."""
 
     def __init__(self, workers: int, supply: Supply) -> None:
         self._workers = checked_count(workers)
@@ -85,10 +75,7 @@ class Cluster(AsyncOnly, ABC):
 
     @abstractmethod
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        """Return the coordinator, not entered.
-
-        Its other resources are entered into `stack`.
-        """
+        """Return the coordinator, not entered; its other resources are entered into `stack`."""
 
     async def gather(self) -> None:
         """Wait for workers that may have cached results of a resumed run."""
@@ -125,13 +112,10 @@ def dial_in(
     rejoin_s: float = 0.0,
     threads: int | None = None,
 ) -> Coordinator:
-    """Return a coordinator, not entered, whose workers all dial in.
+    """Return a coordinator, not entered, whose workers all dial in; see `ConnectCluster`.
 
     Args:
         listen: `tcp://ADDRESS:PORT`; port `*` is any free port.
-        keys: the cluster's; only workers with the client's part may join.
-        limits: the scheduler's bounds.
-        force, rejoin_s: as for `ConnectCluster`.
         threads: BLAS and OpenMP threads that workers must have; None: not checked.
     """
     from pipedist.coordinator import Coordinator
@@ -322,9 +306,7 @@ class LocalCluster(Cluster):
 
 
 def divide_gpus(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
-    """Return CUDA_VISIBLE_DEVICES of each worker, and the GPUs they own.
-
-    The first is () if `each` is 0.
+    """Return CUDA_VISIBLE_DEVICES of each worker (none if `each` is 0), and the GPUs they own.
 
     Raises:
         UsageError: `each` is not a number of GPUs, or there are too few for one worker.

@@ -29,9 +29,6 @@ class EngineCluster(Cluster):
         workers: the number of workers that the engine places, or that are expected.
         engine: not entered.
         listen: `tcp://ADDRESS:PORT`; None: the address that the engine's nodes reach, and any free port.
-        threads_per_replica: BLAS and OpenMP threads of each worker.
-        limits: the scheduler's bounds.
-        force: as for `ConnectCluster`.
     """
 
     def __init__(

@@ -9,9 +9,6 @@ from pipedist.plan import Plan
 def cluster_for(plan: Plan, *, force: bool = False) -> Cluster:
     """Return the cluster that a spec declares, not yet open.
 
-    Args:
-        force: accept workers that differ in versions or processor type.
-
     Raises:
         UsageError: a package that its launcher needs is not installed.
     """

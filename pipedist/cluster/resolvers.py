@@ -239,23 +239,13 @@ class ClusterResolver(ABC):
 
 
 def text_or_none(name: str, value: object) -> str | None:
-    """Return an argument that is a string or None.
-
-    Raises:
-        TypeError: it is neither.
-    """
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}; expected a string")
     return value
 
 
 def number_or_none(name: str, value: object, *, at_least: int = 0) -> int | None:
-    """Return an argument that is an int or None.
-
-    Raises:
-        TypeError: it is neither; a bool is not accepted.
-        ResolverError: it is smaller than `at_least`.
-    """
+    """Return an argument that is an int or None; see `number`."""
     return None if value is None else number(name, value, at_least=at_least)
 
 
@@ -274,12 +264,7 @@ def number(name: str, value: object, *, at_least: int = 0) -> int:
 
 
 def accelerators(value: Mapping[str, int] | None) -> dict[str, int]:
-    """Return an argument that maps kinds of accelerators to their numbers.
-
-    Raises:
-        TypeError: it is not a mapping, or a number is not an int.
-        ResolverError: a number is negative.
-    """
+    """Return an argument that maps kinds of accelerators to their numbers."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

@@ -36,9 +36,7 @@ _TASKS = re.compile(r"(?P<tasks>[0-9]+)(?:\(x(?P<times>[0-9]+)\))?")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Return the hosts of a Slurm host list, in order.
-
-    "n[1-2],m" gives n1, n2, m.
+    """Return the hosts of a Slurm host list, in order: "n[1-2],m" gives n1, n2, m.
 
     Leading zeros are kept: "n[08-10]" gives n08, n09, n10. A host has at most one pair of brackets, at its end.
 

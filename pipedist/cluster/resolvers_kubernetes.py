@@ -23,7 +23,6 @@ class Pod:
     """The properties of a pod that the resolver uses.
 
     Args:
-        name: name of the pod.
         ip: address of its host.
         phase: "Running", "Pending", ...
     """
@@ -103,11 +102,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
 
 def _api_server() -> ListPods:
-    """Return a function that queries the API server with `kubernetes`.
-
-    Raises:
-        ImportError: the package is not installed.
-    """
+    """Return a function that queries the API server with `kubernetes`."""
     try:
         from kubernetes import client, config  # type: ignore[import-not-found]  # optional, and slow
     except ImportError as error:

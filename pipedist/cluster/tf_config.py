@@ -273,10 +273,7 @@ class TaskCluster(Cluster):
                     await self._wait_until_ended()
 
     async def _wait_for_all_tasks(self) -> None:
-        """Return when every task has sent a heartbeat, or after `join_s`.
-
-        The missing ones are printed.
-        """
+        """Return when every task has sent a heartbeat, or after `join_s`; print the missing ones."""
         with anyio.move_on_after(self._join_s):
             with anyio.move_on_after(SILENT_S):
                 await self._none_missing()
@@ -290,7 +287,6 @@ class TaskCluster(Cluster):
             await self._changed.wait()
 
     async def _wait_until_ended(self) -> None:
-        """Return when all supervisors of this program have ended."""
         while self._ended < len(self._supervisors):
             await self._changed.wait()
 
@@ -319,10 +315,7 @@ class TaskCluster(Cluster):
         asyncio.get_running_loop().call_later(self._join_s, self._check)
 
     def _check(self) -> None:
-        """Fail if there is no worker.
-
-        It is called when this program's own have ended, and others had time to join.
-        """
+        """Fail if there is no worker: this program's own have ended, and others had time to join."""
         if self._coordinator is None:
             return
         if self._coordinator.workers_ready:
@@ -360,12 +353,10 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_key_file(port: int) -> str:
-    """Return the key file of the cluster at a port of this host.
+    """Return the key file of the cluster at a port of this host; the first program creates it.
 
-    The first program creates it.
-
-    Every user of a host can connect to its loopback addresses, so these clusters need keys too. The files are in
-    a folder that only this user can enter.
+    Every user of a host can connect to its loopback addresses, so these clusters need keys too. The files are in a
+    folder that only this user can enter.
 
     Raises:
         UsageError: the folder of the files belongs to another user, or can't be created.

@@ -31,13 +31,8 @@ class CommandExecutor:
     """Executes the scheduler's commands.
 
     Args:
-        post: posts an event to the scheduler.
         fail: ends every pass with an error.
         count_stale: called for results that arrive after their lease has ended.
-        pool: starts, evicts and contacts workers.
-        states: the versions of states that leases read.
-        gangs: the running gangs.
-        passes: the open passes.
     """
 
     def __init__(
@@ -61,14 +56,7 @@ class CommandExecutor:
         self._handles = passes.handles
 
     def execute(self, command: cmd.Command, chunk: Chunk | None) -> None:
-        """Execute one command.
-
-        Args:
-            chunk: the results that came with the event that caused it.
-
-        Raises:
-            LocalProtocolError: the command is unknown.
-        """
+        """Execute one command; `chunk`: the results that came with its event."""
         match command:
             case cmd.StashResults(serial):
                 if chunk is not None:
@@ -124,14 +112,7 @@ class CommandExecutor:
 
 
 class LeaseSender:
-    """Sends leases, after the states that they read.
-
-    Args:
-        post: posts an event to the scheduler.
-        pool: sends messages to workers.
-        states: the versions of states that leases read.
-        gangs: gets each gang before it is sent.
-    """
+    """Sends leases, after the states that they read."""
 
     def __init__(
         self, post: Callable[[Event], None], pool: WorkerPool, states: StateVersions, gangs: GangRelay
@@ -142,7 +123,6 @@ class LeaseSender:
         self._gangs = gangs
 
     def send(self, handle: PassHandle, command: cmd.SendAssign) -> None:
-        """Send a range of calls to its worker."""
         worker, lease, lo, hi = command.worker, command.lease, command.lo, command.hi
         payload = self._payload(handle, worker, lease, lo, hi, command.elements)
         if payload is not None:
@@ -151,10 +131,7 @@ class LeaseSender:
             self._pool.send(worker, head, payload)
 
     def send_gang(self, handle: PassHandle, command: cmd.SendGang) -> None:
-        """Send each member of a gang its calls.
-
-        If the calls of one can't be sent, none are sent.
-        """
+        """Send each member of a gang its calls; if those of one can't be sent, send none."""
         segment = self._gangs.begin(command)
         payloads: list[list[Frame]] = []
         for worker, lease, lo, hi in command.parts:
@@ -175,9 +152,6 @@ class LeaseSender:
         """Send the states that calls [lo, hi) read, and return their payload.
 
         If that fails, the pass fails if it has a feed; otherwise the steps of these calls fail.
-
-        Args:
-            elements: positions of the elements that are sent, for a single call; none: all elements.
         """
         try:
             shards = handle.shards(lo, hi, local=self._pool.reads(worker, handle.id), elements=elements)
@@ -198,11 +172,8 @@ class LeaseSender:
 class ProgramDistributor:
     """Sends programs to workers, and code folders to other hosts.
 
-    A snapshot of a folder is taken when the first worker on another host needs it, once per cluster: files
-    that are written to the folder later, such as outputs, are not part of it.
-
-    Args:
-        pool: sends messages to workers.
+    A snapshot of a folder is taken when the first worker on another host needs it, once per cluster: files that are
+    written to the folder later, such as outputs, are not part of it.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -247,14 +218,9 @@ def _snapshot_of(folder: str) -> tuple[CodeSnapshot | None, str, Sequence[Frame]
 
 
 class StateVersions:
-    """The latest versions of every state.
-
-    Each is sent to a worker at most once.
+    """The latest versions of every state; each is sent to a worker at most once.
 
     The versions that a worker holds are recorded in its `Peer`, and so forgotten when the worker is lost.
-
-    Args:
-        pool: sends messages to workers.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -264,7 +230,6 @@ class StateVersions:
         """The encoded versions of each space, the oldest first."""
 
     def open_space(self) -> int:
-        """Return the number of a new state, which has no version yet."""
         self._last_space += 1
         self._spaces[self._last_space] = {}
         return self._last_space
@@ -273,6 +238,7 @@ class StateVersions:
         """Add a version; only the latest VERSIONS_KEPT are kept.
 
         Args:
+            version: higher than any before.
             tree: its arrays must not change any more.
 
         Raises:
@@ -288,7 +254,7 @@ class StateVersions:
             del versions[next(iter(versions))]
 
     def drop(self, space: int) -> None:
-        """Drop a state, here and in the workers; does nothing if it is not open."""
+        """Drop a state, here and in the workers, if it is open."""
         if self._spaces.pop(space, None) is None:
             return
         for peer in self._pool.peers:
@@ -296,14 +262,7 @@ class StateVersions:
                 self._pool.send(peer.worker, msg.DropState(space))
 
     def send(self, worker: str, states: Mapping[str, Sequence[int]]) -> None:
-        """Send a worker the versions that a lease reads and it lacks.
-
-        Args:
-            states: name -> [space, version].
-
-        Raises:
-            LocalProtocolError: a version is not kept here.
-        """
+        """Send a worker the versions (name -> [space, version]) that a lease reads and it lacks."""
         for name, (space, version) in states.items():
             frames = self._spaces.get(space, {}).get(version)
             if frames is None:

@@ -35,23 +35,12 @@ OnDeath = Callable[[str, Running, bool], DeathOutcome | None]
 
 
 class WorkerPool:
-    """Starts and ends workers, and maps connections to workers.
+    """Starts and ends workers, and maps connections to workers; see `Coordinator`.
 
     Args:
-        post: posts an event to the scheduler.
-        cluster_id: sent in Welcome.
-        router: sends messages to workers.
-        names: the workers that the launcher starts; others dial in.
-        dial_in: whether other workers may join.
-        boot: this host's boot id: workers with the same one can read our files.
         heartbeat_timeout_s: how long a supervisor may be silent, seconds.
-        rejoin_s: how long dialled-in workers wait for another scheduler when this one is gone, seconds.
-        on_death: returns the consequence of a worker's death for the call that it ran; see `OnDeath`.
-        on_reject: called with the reason for each rejected worker or message, and with the part of it that
-            stays the same on a repetition.
-        force: accept workers that differ in ways that could change bits.
-        threads: BLAS and OpenMP threads that all workers must have, whatever `force` is; None: any.
-        notify: called with a line for the user about each accepted worker that differs.
+        on_reject: called with the reason for each rejected worker or message, and with the part of it that stays
+            the same on a repetition.
     """
 
     def __init__(
@@ -105,20 +94,16 @@ class WorkerPool:
     # -- members -----------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Return how many workers have joined and are alive."""
         return len(self._registry)
 
     def of_identity(self, identity: bytes) -> Peer | None:
-        """Return the peer with a socket identity."""
         return self._registry.of_identity(identity)
 
     @property
     def peers(self) -> Iterator[Peer]:
-        """All workers that have joined and are alive."""
         return iter(self._registry)
 
     def of(self, worker: str) -> Peer | None:
-        """Return the peer of a worker."""
         return self._registry.of(worker)
 
     def was_started_here(self, peer: Peer) -> bool:
@@ -126,10 +111,7 @@ class WorkerPool:
         return peer.worker in self._started and peer.local
 
     def reads(self, worker: str, pass_id: int) -> bool:
-        """Return whether a worker reads a pass's data itself.
-
-        It does so if it is on this host, or sees the same files.
-        """
+        """Return whether a worker reads a pass's data: it is on this host, or sees the same files."""
         peer = self._registry.of(worker)
         return peer is not None and (peer.local or pass_id in peer.sees)
 
@@ -139,22 +121,14 @@ class WorkerPool:
             peer.sees.discard(pass_id)
 
     async def wait_for(self, count: int) -> None:
-        """Return as soon as `count` workers have joined.
-
-        Raises:
-            PipedistError: the error that `fail` was called with.
-        """
+        """Return as soon as `count` workers have joined, or raise the error of `fail`."""
         while len(self._registry) < count:
             if self._error is not None:
                 raise self._error
             await self._changed.wait()
 
     async def wait_for_next(self, worker: str, incarnation: int) -> None:
-        """Return as soon as a later incarnation of a worker has joined.
-
-        Raises:
-            PipedistError: the error that `fail` was called with.
-        """
+        """Return as soon as a later incarnation of a worker has joined; see `wait_for`."""
         while (peer := self._registry.of(worker)) is None or peer.incarnation <= incarnation:
             if self._error is not None:
                 raise self._error
@@ -184,7 +158,6 @@ class WorkerPool:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the workers that were started here, by name."""
         return {} if self.launcher is None else dict(self.launcher.pids)
 
     def kill(self, worker: str) -> None:
@@ -238,13 +211,11 @@ class WorkerPool:
     # -- connections ---------------------------------------------------------------------------
 
     def send(self, worker: str, message: msg.Message, payload: Sequence[Frame] = ()) -> None:
-        """Send a message to a worker.
+        """Send a message to a worker; if it is unreachable, it is lost now or soon.
 
-        If it is unreachable, it is lost now or soon.
-
-        The launcher or supervisor of the process soon reports the cause of its death, and the call that it
-        ran; without that report, the culprit could only be guessed. If a supervisor is unreachable too, the
-        heartbeat timeout detects that.
+        The launcher or supervisor of the process soon reports the cause of its death, and the call that it ran;
+        without that report, the culprit could only be guessed. If a supervisor is unreachable too, the heartbeat
+        timeout detects that.
         """
         peer = self._registry.of(worker)
         if peer is None or self._router.send(peer.identity, message, payload):
@@ -283,23 +254,18 @@ class WorkerPool:
             self._router.send(identity, message, payload)
 
     def reject(self, identity: bytes, before: int = 0) -> None:
-        """Reject a message of a worker that is not a member.
-
-        Its next incarnation may join.
+        """Reject a message of a worker that is not a member; its next incarnation may join.
 
         Args:
-            before: see `messages.Refuse`. When a network recovers, it delivers all heartbeats of the outage;
-                each one is rejected, and by then the next incarnation may have joined.
+            before: see `messages.Refuse`. When a network recovers, it delivers all heartbeats of the outage; each
+                one is rejected, and by then the next incarnation may have joined.
         """
         self._router.send(identity, msg.Refuse("this incarnation is not a member", before))
         text = f"a message from connection {repr(identity)[1:]}, which is not a member"
         self._on_reject(text, "a message of no member")
 
     def on_heartbeat(self, identity: bytes, worker: str, incarnation: int) -> None:
-        """Handle a supervisor's heartbeat.
-
-        If its worker process was evicted, the supervisor ends it.
-        """
+        """Handle a supervisor's heartbeat; if its worker process was evicted, have it ended."""
         if self._supervisors.get(worker) != identity:
             self._supervisors[worker] = identity
             if self._dial_in:
@@ -318,10 +284,7 @@ class WorkerPool:
         self._post(ev.WorkerLost(peer.worker, peer.incarnation, cause))
 
     def evict(self, worker: str, incarnation: int, reason: str) -> None:
-        """Remove an incarnation of a worker, if it is a member.
-
-        The next one may join.
-        """
+        """Remove an incarnation of a worker, if it is a member; the next one may join."""
         peer = self._registry.remove(worker, incarnation)
         if peer is None:
             return
@@ -348,9 +311,7 @@ class WorkerPool:
         self._wake()
 
     def check_name(self, message: msg.Hello | msg.Heartbeat | msg.Goodbye) -> None:
-        """Check that a dialled-in peer uses a name of its own.
-
-        All workers may share one key.
+        """Check that a dialled-in peer uses a name of its own: all may share one key.
 
         Raises:
             RemoteProtocolError: the proof is wrong.
@@ -363,11 +324,7 @@ class WorkerPool:
             raise RemoteProtocolError(f"it uses the name {message.worker!r} without proof")
 
     def on_hello(self, identity: bytes, hello: msg.Hello) -> None:
-        """Let a worker join, or reject it with the reason.
-
-        Raises:
-            RemoteProtocolError: this connection's worker has joined already.
-        """
+        """Let a worker join, or reject it with the reason."""
         known = self._registry.of_identity(identity)
         if known is not None:
             raise RemoteProtocolError(f"{known.worker} sent Hello twice")

@@ -29,11 +29,12 @@ __all__ = ["ConnectionLost", "Dealer"]
 class Dealer:
     """Sends to and receives from one Router; for one thread.
 
+    All methods raise ConnectionLost once the connection is lost, and RemoteProtocolError if the scheduler refuses this
+    worker.
+
     Args:
-        endpoint: the Router's.
         identity: 1 to 255 bytes, not beginning with a zero byte; random, new for each Dealer.
         keys: of a CURVE client; required for tcp.
-        limits, settings: sizes and times.
 
     Raises:
         UsageError: the endpoint or the identity is not allowed.
@@ -87,13 +88,11 @@ class Dealer:
 
         Args:
             payload: frames.
-            copy: False: frames above 64 KiB are sent from their own memory, later, so it must
-                not change any more. The result of a replica function may still change.
-            timeout_s: how long to wait at most; may be infinite.
+            copy: False: frames above 64 KiB are sent from their own memory, later, so it must not change any more.
+                The result of a replica function may still change.
+            timeout_s: how long to wait for room at most, before ConnectionLost; may be infinite.
 
         Raises:
-            ConnectionLost: the connection was lost, or there was no room in time.
-            RemoteProtocolError: the scheduler refuses this worker.
             LocalProtocolError: the message is not allowed.
         """
         head = pack(message)
@@ -109,25 +108,11 @@ class Dealer:
         self._socket.send(parts, copy=copy, timeout_s=timeout_s)
 
     def poll(self, timeout_s: float) -> bool:
-        """Wait for a message.
-
-        Args:
-            timeout_s: how long at most; 0: only look.
-
-        Returns:
-            True where `recv` will return one at once.
-
-        Raises:
-            ConnectionLost: the connection was lost.
-            RemoteProtocolError: the scheduler refuses this worker.
-        """
+        """Wait for a message (0 s: only look); return whether `recv` will return one at once."""
         return self._socket.poll(timeout_s)
 
     def recv(self, timeout_s: float = 60.0) -> tuple[Message, list[memoryview]]:
-        """Receive the next message.
-
-        Returns:
-            The message and its payload: read-only views of the received memory.
+        """Receive the next message and its payload: read-only views of the received memory.
 
         Raises:
             ConnectionLost: the connection was lost, or nothing came in time.
@@ -151,11 +136,7 @@ class Dealer:
         return message, frames
 
     def close(self, linger_s: float | None = None) -> None:
-        """Close; may be called twice.
-
-        Args:
-            linger_s: how long to wait for what is not sent yet; default: the settings'.
-        """
+        """Close, after waiting `linger_s` (None: the settings') for unsent messages; may be called twice."""
         self._socket.close(linger_s)
         if self._link is not None:
             self._link.close()  # after the last message that refers to its memory

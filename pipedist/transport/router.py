@@ -32,12 +32,6 @@ if TYPE_CHECKING:
 
 
 class _Peer:
-    """The state of one identity.
-
-    Args:
-        user: the key that it is bound to; "" without keys.
-    """
-
     __slots__ = ("is_dropped", "user")
 
     def __init__(self, user: str) -> None:
@@ -51,14 +45,13 @@ class Router:
     Args:
         endpoint: `tcp://host:port` (port 0: any free one) or `ipc://` in a private directory.
         keys: of a CURVE server; required for tcp.
-        on_message: called in the loop with (identity, message, payload frames), in the order of
-            arrival; frames are read-only views of the received memory. It must not block.
+        on_message: called in the loop with (identity, message, payload frames), in the order of arrival; frames
+            are read-only views of the received memory. It must not block.
         on_reject: called with a reason, each time a peer is rejected or dropped for an error.
-        on_lost: called with (identity, reason) when the Router drops a peer that had delivered
-            messages: it broke the protocol, or its outbox is full.
-        limits, settings: sizes and times.
-        shared_memory: how much memory is shared with Dealers on this host, over an ipc endpoint
-            without keys. None: all arrays travel in the messages.
+        on_lost: called with (identity, reason) when the Router drops a peer that had delivered messages: it broke
+            the protocol, or its outbox is full.
+        shared_memory: how much memory is shared with Dealers on this host, over an ipc endpoint without keys.
+            None: all arrays travel in the messages.
 
     Raises:
         UsageError: on construction: the endpoint is not allowed; on entering: it can't be bound.
@@ -128,9 +121,7 @@ class Router:
         """Send a message to a peer, now or as soon as its queue has room; never blocks.
 
         Args:
-            identity: as `on_message` gave it.
-            payload: frames; those above 64 KiB may be sent from their own memory, which must not
-                change any more.
+            payload: frames; those above 64 KiB may be sent from their own memory, which must not change any more.
 
         Returns:
             False where the peer is gone, unknown or dropped.
@@ -176,7 +167,6 @@ class Router:
     # --- receiving ------------------------------------------------------------------------
 
     def _hear(self, identity: bytes, user: str, parts: list[memoryview], fault: str) -> None:
-        """Handle a message from ServerSocket."""
         peer = self._peers.get(identity)
         if peer is None:
             peer = self._admit(identity, user)
@@ -193,7 +183,6 @@ class Router:
             self._take(identity, parts)
 
     def _take(self, identity: bytes, parts: list[memoryview]) -> None:
-        """Handle a message of a peer that is not dropped."""
         try:
             message, frames = self._open_message(identity, parts)
         except RemoteProtocolError as error:

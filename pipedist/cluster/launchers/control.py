@@ -35,14 +35,11 @@ _LENGTH = struct.Struct(">I")
 
 
 def pack_frame(*items: object) -> bytes:
-    """Return a frame with these items."""
     body: bytes = msgpack.packb(items)
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameBuffer:
-    """Splits received bytes into frames."""
-
     def __init__(self) -> None:
         self._bytes = bytearray()
 

@@ -43,19 +43,13 @@ class Engine(Protocol):
 
     @property
     def host(self) -> str:
-        """The address of this host, as the engine's nodes reach it.
-
-        Known after entering.
-        """
+        """The address of this host, as the engine's nodes reach it; known after entering."""
         ...
 
     async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
-        """Place the workers.
-
-        Returns as soon as the engine has the resources for them.
+        """Place the workers; return as soon as the engine has the resources for them.
 
         Args:
-            join: how the workers join.
             on_failed: called on the event loop.
 
         Raises:
@@ -84,10 +78,7 @@ class Watchers:
         self._is_over = False
 
     def start(self, function: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
-        """Start a task, which must not raise.
-
-        Does nothing once the tasks are ending.
-        """
+        """Start a task, which must not raise; does nothing once the tasks are ending."""
         if not self._is_over:
             self._group.start_soon(function, *args)
 
@@ -110,7 +101,6 @@ class ConnectedEngine(ABC):
 
     def __init__(self) -> None:
         self.host = ""
-        """See `Engine`."""
         self._stack = AsyncExitStack()
         self._watchers: Watchers | None = None
 
@@ -136,11 +126,6 @@ class ConnectedEngine(ABC):
 
     @property
     def watchers(self) -> Watchers:
-        """Tasks that end with the engine.
-
-        Raises:
-            UsageError: the engine is not entered.
-        """
         if self._watchers is None:
             raise UsageError("an engine is used inside `async with`")
         return self._watchers
@@ -170,15 +155,7 @@ class ConnectedEngine(ABC):
 
 
 def require(module: str, extra: str) -> None:
-    """Check that an extra is installed, without importing it.
-
-    Args:
-        module: the module that is imported.
-        extra: the name of the extra, and of the launcher.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """Check that the module of an extra, named like its launcher, is installed, without importing it."""
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:  # a folder of that name is not a package
         raise UsageError(
@@ -188,10 +165,7 @@ def require(module: str, extra: str) -> None:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this host on the route to another one.
-
-    Nothing is sent.
-    """
+    """Return the address of this host on the route to another one; nothing is sent."""
     import socket
 
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -201,10 +175,7 @@ def address_towards(host: str) -> str:
 
 
 def not_installed(text: str) -> str:
-    """Return the error text if a node lacks pipedist.
-
-    "": the text of the engine reports another error.
-    """
+    """Return the error text if a node lacks pipedist, or "" if the engine reports another error."""
     if "No module named 'pipedist" not in text:
         return ""
     return (

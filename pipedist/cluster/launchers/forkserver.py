@@ -82,12 +82,7 @@ class _Child:
 
 
 class ForkServer:
-    """Forks workers on request of its launcher, and reports their ends.
-
-    Args:
-        control: the launcher's socket.
-        launcher_pid: the launcher's process.
-    """
+    """Forks workers on request of its launcher, and reports their ends."""
 
     def __init__(self, control: socket.socket, launcher_pid: int) -> None:
         self.pid = os.getpid()
@@ -109,10 +104,7 @@ class ForkServer:
         self._memory_kills = OutOfMemoryKills()
 
     def serve(self) -> None:
-        """Serve until the launcher has ended or dismissed the server.
-
-        Then all workers are killed.
-        """
+        """Serve until the launcher has ended or dismissed the server; then kill all workers."""
         for end in (self._wake_up, self._wake_up_end):
             end.setblocking(False)
         signal.set_wakeup_fd(self._wake_up_end.fileno(), warn_on_full_buffer=False)
@@ -129,10 +121,7 @@ class ForkServer:
                 remove_private_directory(self._directory)
 
     def _launcher_is_gone(self) -> bool:
-        """Return whether the launcher's process has ended.
-
-        Its socket ends milliseconds before.
-        """
+        """Return whether the launcher's process has ended; its socket ends milliseconds before."""
         if self._lifeline < 0:
             return os.getppid() != self._launcher_pid
         ready, _, _ = select.select([self._lifeline], [], [], _LAUNCHER_END_S)
@@ -225,10 +214,7 @@ class ForkServer:
         os.close(opens)
 
     def close_in_child(self) -> None:
-        """Close what belongs to the server.
-
-        Called in a worker right after the fork.
-        """
+        """Close what belongs to the server, in a worker right after the fork."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
@@ -311,12 +297,8 @@ class ForkServer:
 class OutOfMemoryKills:
     """Counts kills for lack of memory in this process's control group.
 
-    SIGKILL has no sender. The kernel counts, for each control group, the processes that it has killed for
-    lack of memory: a worker that was killed while the count grew was one of them.
-
-    Args:
-        groups: the file that names the group.
-        mount: the folder of the groups' files.
+    SIGKILL has no sender. The kernel counts, for each control group, the processes that it has killed for lack of
+    memory: a worker that was killed while the count grew was one of them.
     """
 
     def __init__(self, groups: Path = _CGROUPS, mount: Path = _CGROUP_MOUNT) -> None:
@@ -340,10 +322,7 @@ class OutOfMemoryKills:
 
 
 def _find_counter(groups: Path, mount: Path) -> Path | None:
-    """Return the file with the count.
-
-    None: this is not Linux, or there are no control groups.
-    """
+    """Return the file with the count; None: this is not Linux, or there are no control groups."""
     try:
         lines = groups.read_text().splitlines()
     except OSError:
@@ -362,11 +341,7 @@ def _find_counter(groups: Path, mount: Path) -> Path | None:
 
 
 def _make_progress() -> tuple[CallProgress, int]:
-    """Return memory to share with a worker, and its descriptor.
-
-    Raises:
-        OSError: no memory or descriptor is left.
-    """
+    """Return memory to share with a worker, and its descriptor."""
     if not hasattr(os, "memfd_create"):
         return CallProgress(), -1  # not Linux: not shared
     memory = os.memfd_create("pipedist-progress")
@@ -420,11 +395,7 @@ def _do_nothing(_signum: int, _frame: object) -> None:
 
 
 def main(arguments: Mapping[str, Any]) -> None:
-    """Run the fork server, then exit.
-
-    Args:
-        arguments: `control`, the descriptor of the control socket; `launcher`, the launcher's process id.
-    """
+    """Run the fork server, with the descriptor `control` and the process id `launcher`, then exit."""
     set_process_name(FORK_SERVER_NAME)
     # A terminal, `timeout` or `systemctl stop` signal all processes of a run. The scheduler handles that, and
     # its workers, which inherit this, finish their calls.

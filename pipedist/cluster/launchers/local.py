@@ -39,14 +39,11 @@ class LocalLauncher:
     """Starts workers on this host.
 
     Args:
-        endpoint: the scheduler's.
-        threads: BLAS and OpenMP threads of each worker.
-        key_file: path of the cluster's keys; "" for an ipc endpoint.
         grace_s: how long leaving `async with` waits for workers that were sent a Stop, seconds.
         join_s: how long the scheduler may take to reply to a worker, seconds.
         stopped_s_max: how long a worker may be stopped (SIGSTOP) before it is killed, seconds.
-        gpus: by worker, its CUDA_VISIBLE_DEVICES and the number of GPUs that it owns; other workers see what
-            this process sees.
+        gpus: by worker, its CUDA_VISIBLE_DEVICES and the number of GPUs that it owns; other workers see what this
+            process sees.
     """
 
     def __init__(
@@ -97,7 +94,6 @@ class LocalLauncher:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Process ids of the latest incarnations of living workers, by name."""
         return {worker: pid for (worker, _), pid in sorted(self._workers.items()) if pid}
 
     @property
@@ -106,7 +102,6 @@ class LocalLauncher:
         return self._server.pid if self._server is not None else 0
 
     def running(self, worker: str) -> Running | None:
-        """Return what a worker executes now; None: nothing, or unknown."""
         latest = max((number for name, number in self._memories if name == worker), default=None)
         memory = -1 if latest is None else self._memories[worker, latest]
         if memory < 0 or self._server is None:
@@ -117,13 +112,6 @@ class LocalLauncher:
             return None
 
     def start(self, worker: str, incarnation: int) -> None:
-        """Start a worker process, and return at once.
-
-        Earlier incarnations of it are killed.
-
-        Raises:
-            LocalProtocolError: the launcher is not open, or this incarnation was started before.
-        """
         if not self._open or self._closing:
             raise LocalProtocolError("a launcher that is not open can't start a worker")
         if (worker, incarnation) in self._workers:
@@ -148,11 +136,6 @@ class LocalLauncher:
         self._server.send("start", worker, incarnation, asdict(settings))
 
     def kill(self, worker: str, incarnation: int | None = None) -> None:
-        """Kill a worker with SIGKILL, and return at once.
-
-        Args:
-            incarnation: only this one; None: the latest.
-        """
         alive = [number for name, number in self._workers if name == worker]
         if incarnation is None:
             incarnation = max(alive, default=None)
@@ -160,17 +143,11 @@ class LocalLauncher:
             self._server.send("kill", worker, incarnation)
 
     def watch(self, every_s: float | None) -> None:
-        """Kill workers whose calls take longer than their limit; see `Launcher`."""
         self._check_s = every_s
         if self._server is not None:
             self._server.send("watch", every_s)
 
     async def close(self, grace_s: float) -> None:
-        """Wait until all workers have ended; kill them after `grace_s`.
-
-        Args:
-            grace_s: seconds; the workers were sent a Stop before.
-        """
         if not self._open:
             return
         self._closing = True
@@ -237,7 +214,6 @@ class _Connection:
     """The connection to a running fork server.
 
     Args:
-        process: the server's.
         on_frame: called with each message of the server.
         on_end: called when the server is gone.
     """
@@ -312,12 +288,10 @@ class _Connection:
         self._process.kill()
 
     async def reap(self) -> None:
-        """Wait until the process has ended."""
         if self._process.code() is None:  # its socket ends just before
             await anyio.to_thread.run_sync(self._process.wait)
 
     def describe_end(self) -> str:
-        """Return how the process ended, as text."""
         code = self._process.code(within_s=_GONE_S)
         if code is None:
             return "unknown"

@@ -62,11 +62,9 @@ T = TypeVar("T")
 
 
 class RayResources(Struct, frozen=True):
-    """Resources that Ray reserves.
+    """Resources that Ray reserves: bundles, each with the same resources by name.
 
     Args:
-        workers: the number of bundles.
-        bundle: resources of each, by name.
         placement: `pack`: on as few nodes as have the resources; `spread`: on as many.
     """
 
@@ -76,12 +74,9 @@ class RayResources(Struct, frozen=True):
 
 
 class RayActor:
-    """The supervisor of one worker, as long as the actor lives.
-
-    Methods run in threads of the actor.
+    """The supervisor of one worker, as long as the actor lives; methods run in threads of the actor.
 
     Args:
-        join: how the worker joins.
         has_code: the actor's working folder is a copy of the spec's modules.
     """
 
@@ -90,33 +85,14 @@ class RayActor:
         self._supervisor = SupervisorProcess(replace(join, code=code))
 
     def left(self) -> str | None:
-        """Return why the supervisor left, as soon as it has.
-
-        See `SupervisorProcess.wait`.
-        """
         return self._supervisor.wait()
 
     def close(self, grace_s: float) -> None:
-        """End the supervisor; see `SupervisorProcess.close`."""
         self._supervisor.close(grace_s)
 
 
 class RayEngine(ConnectedEngine):
-    """A connection to Ray, and the actors that have the workers.
-
-    Args:
-        address: `local`: a Ray of its own on this host; `auto`: the one that runs here or that RAY_ADDRESS
-            names; `HOST:PORT`, `ray://HOST:PORT`; None: like `auto`, and `local` if there is none. If
-            this process is connected to Ray already, that connection is used, and left open.
-        workers: the number of actors.
-        cpus, gpus: resources that Ray reserves for each.
-        placement: see `RayResources`.
-        place_s: how long Ray may take to reserve the resources, and a client server to reply, seconds.
-        code: the folder whose modules are sent to the nodes; None: nothing is sent.
-
-    Raises:
-        UsageError: Ray is not installed.
-    """
+    """A connection to Ray, and the actors that have the workers; for the arguments see `RayCluster`."""
 
     def __init__(
         self,
@@ -147,7 +123,6 @@ class RayEngine(ConnectedEngine):
         """Supervisors that have left for good."""
 
     async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
-        """Place the actors; see `Engine.start`."""
         await self._call(self._make_group)
         await self._wait_for_group()
         await self._call(self._make_actors, join)
@@ -289,11 +264,7 @@ class RayEngine(ConnectedEngine):
     # -- on the event loop -------------------------------------------------------------------------
 
     async def _wait_for_group(self) -> None:
-        """Return as soon as Ray has reserved the resources.
-
-        Raises:
-            UsageError: it has not in time.
-        """
+        """Return as soon as Ray has reserved the resources, or raise UsageError."""
         with anyio.move_on_after(self._place_s) as waiting:
             while not await self._call(self._group.wait, _POLL_S):
                 pass
@@ -306,10 +277,7 @@ class RayEngine(ConnectedEngine):
             )
 
     async def _watch(self, actor: Any, on_failed: OnFailed) -> None:
-        """Wait until a supervisor has left for good.
-
-        The end of the last one is reported.
-        """
+        """Wait until a supervisor has left for good; the end of the last one is reported."""
         from ray.exceptions import RayError
 
         while True:
@@ -349,12 +317,7 @@ class RayEngine(ConnectedEngine):
     async def _reply(self, call: Callable[[], Any]) -> Any:
         """Return the reply of an actor.
 
-        A cancellation does not cancel Ray's own future.
-
-        Ray Client closes its connection when a future of it is cancelled.
-
-        Args:
-            call: calls a method of an actor.
+        A cancellation does not cancel Ray's own future: Ray Client closes its connection when one of its is cancelled.
         """
         future: Future[Any] = await self._call(_connected, lambda: call().future())
         loop, is_done = asyncio.get_running_loop(), asyncio.Event()
@@ -369,7 +332,6 @@ class RayEngine(ConnectedEngine):
 
 
 def make_group(resources: RayResources) -> Any:
-    """Request resources of Ray; return the placement group."""
     from ray.util.placement_group import placement_group
 
     bundles = [dict(resources.bundle)] * resources.workers
@@ -409,10 +371,7 @@ def copy_modules(code: Path, to: Path) -> None:
 
 
 def _resolve(address: str | None) -> str:
-    """Return the address to connect to.
-
-    For `auto` and None, it is that of RAY_ADDRESS, if it is set.
-    """
+    """Return the address to connect to; for `auto` and None, it is that of RAY_ADDRESS, if it is set."""
     if address not in (None, AUTO):
         return str(address)
     return os.environ.get("RAY_ADDRESS") or AUTO
@@ -422,7 +381,6 @@ def _connect_to(address: str, environment: Mapping[str, object], place_s: float)
     """Connect this process to a Ray cluster.
 
     Args:
-        address: `auto`, `HOST:PORT` or `ray://HOST:PORT`.
         environment: the `runtime_env` of what is started over the connection.
         place_s: how long a client server may take to start its process for this one, seconds.
 
@@ -455,11 +413,7 @@ def _connect_to(address: str, environment: Mapping[str, object], place_s: float)
 
 
 def _connected(function: Callable[[], T]) -> T:
-    """Call a function of Ray, and detect a lost connection of Ray Client.
-
-    Raises:
-        ConnectionError: the connection is lost.
-    """
+    """Call a function of Ray; raise ConnectionError if the connection of Ray Client is lost."""
     import ray
 
     try:

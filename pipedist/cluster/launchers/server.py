@@ -30,9 +30,7 @@ _spares: list[ServerProcess] = []
 
 
 class ServerProcess:
-    """A fork server's process, and the launcher's end of its control socket.
-
-    It needs no event loop.
+    """A fork server's process, and the launcher's end of its control socket; it needs no event loop.
 
     Args:
         threads: BLAS and OpenMP threads of its workers.
@@ -51,7 +49,6 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     def fits(self, threads: int) -> bool:
@@ -73,10 +70,7 @@ class ServerProcess:
         self._process.kill()
 
     def wait(self) -> None:
-        """Wait until the process has ended.
-
-        Its socket has, so that takes milliseconds.
-        """
+        """Wait until the process has ended; its socket has, so that takes milliseconds."""
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -84,10 +78,7 @@ class ServerProcess:
             self._process.wait()
 
     def code(self, within_s: float = 0.0) -> int | None:
-        """Return the exit code, as `Popen.returncode`.
-
-        None: the process runs after `within_s`.
-        """
+        """Return the exit code, as `Popen.returncode`; None: the process runs after `within_s`."""
         try:
             return self._process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -98,19 +89,13 @@ class Spare:
     """Ends a spare server, unless a launcher takes it over.
 
     It does so at the end of `with`, in `end`, and when it is garbage collected or the interpreter ends.
-
-    Args:
-        server: None: there is none.
     """
 
     def __init__(self, server: ServerProcess | None = None) -> None:
         self._end = weakref.finalize(self, _end_spare, server)
 
     def end(self) -> None:
-        """End the server, unless a launcher has taken it over.
-
-        May be called twice.
-        """
+        """End the server, unless a launcher has taken it over; may be called twice."""
         self._end()
 
     def __enter__(self) -> Self:
@@ -125,12 +110,8 @@ class Spare:
 def prepare(threads: int = 1) -> Spare:
     """Start a spare fork server, unless there is one, and return at once.
 
-    Args:
-        threads: BLAS and OpenMP threads of its workers.
-
-    Returns:
-        The object that ends the spare. If several callers have prepared the same one, the first `end` ends
-        it; the others start a server of their own when they need one.
+    Returns the object that ends the spare. If several callers have prepared the same one, the first `end` ends it; the
+    others start a server of their own when they need one.
     """
     with _lock:
         for server in _spares:
@@ -145,11 +126,7 @@ def prepare(threads: int = 1) -> Spare:
 
 
 def take(threads: int) -> ServerProcess:
-    """Return a fork server that the caller owns: a spare one, or a new one.
-
-    Args:
-        threads: BLAS and OpenMP threads of its workers.
-    """
+    """Return a fork server that the caller owns: a spare one, or a new one."""
     with _lock:
         for server in _spares:
             if server.fits(threads):
@@ -192,7 +169,6 @@ def _exec(control: socket.socket, threads: int) -> subprocess.Popen[bytes]:
 
 
 def _stderr() -> int:
-    """Return the descriptor of this process's stderr; DEVNULL if it has none."""
     with contextlib.suppress(OSError, ValueError):
         if sys.__stderr__ is not None:
             return sys.__stderr__.fileno()

@@ -46,7 +46,6 @@ class JoinConfig(Struct, frozen=True):
     """How a worker joins a cluster.
 
     Args:
-        endpoint: where the run listens.
         keys: the text of a key file for workers.
         threads: BLAS and OpenMP threads of the worker.
         code: folders that are appended to the worker's `sys.path`.
@@ -67,9 +66,8 @@ class SupervisorProcess:
     """A supervisor process on this host, until `close` or until it leaves.
 
     Args:
-        join: how its worker joins.
-        on_left: called with the reason, in a thread of its own, if the supervisor leaves although neither
-            `close` nor its scheduler has ended it.
+        on_left: called with the reason, in a thread of its own, if the supervisor leaves although neither `close` nor
+            its scheduler has ended it.
     """
 
     def __init__(self, join: JoinConfig, on_left: Callable[[str], None] = lambda _reason: None) -> None:
@@ -91,18 +89,11 @@ class SupervisorProcess:
         return process.pid if process is not None and process.returncode is None else 0
 
     def wait(self, timeout_s: float | None = None) -> str | None:
-        """Return why the supervisor left, "" if it was stopped.
-
-        None: it is there after `timeout_s`.
-        """
+        """Return why the supervisor left, "" if it was stopped; None: it is there after `timeout_s`."""
         return self._reason if self._left.wait(timeout_s) else None
 
     def close(self, grace_s: float) -> None:
-        """End the supervisor, and return as soon as its processes are gone.
-
-        Args:
-            grace_s: how long they may take, seconds; then they are killed.
-        """
+        """Wait until the supervisor's processes have ended; kill them after `grace_s`."""
         with self._lock:
             self._closing = True
             process = self._process
@@ -137,10 +128,7 @@ class SupervisorProcess:
             self._on_left(reason)
 
     def _run_once(self, keys: int) -> int | None:
-        """Run a supervisor until it ends.
-
-        Returns its exit code, None if it was not started.
-        """
+        """Run a supervisor until it ends; return its exit code, None if it was not started."""
         join = self._join
         arguments = {
             "parent": os.getpid(),
@@ -185,10 +173,7 @@ class SupervisorProcess:
 
 
 def _environment(code: tuple[str, ...]) -> dict[str, str]:
-    """Return this process's environment, without `code` in PYTHONPATH.
-
-    `code` comes after installed packages.
-    """
+    """Return this process's environment, without `code` in PYTHONPATH: it comes after installed packages."""
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = os.pathsep.join(entry for entry in path if entry and entry not in code)
     rest = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

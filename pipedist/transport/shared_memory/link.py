@@ -42,7 +42,6 @@ class _Packet(NamedTuple):
 
     Args:
         kind: its first byte; "" when the peer has closed the link.
-        body: the rest.
         descriptors: the caller closes them.
     """
 
@@ -51,7 +50,6 @@ class _Packet(NamedTuple):
     descriptors: Sequence[int] = ()
 
     def close(self) -> None:
-        """Close the descriptors."""
         for descriptor in self.descriptors:
             os.close(descriptor)
 
@@ -161,11 +159,8 @@ class Link:
     def lend(self, payload: Sequence[bytes | memoryview]) -> tuple[list[Reference], list[bytes | memoryview]]:
         """Put a payload's large frames into slots, as far as there are any.
 
-        Args:
-            payload: frames; the first one, the header, is never shared.
-
-        Returns:
-            References to the frames in slots, and the frames that are to be sent.
+        The first frame, the header, is never shared. Returns references to the frames in slots, and the frames that are
+        to be sent.
         """
         references: list[Reference] = []
         frames = list(payload[:1])
@@ -182,11 +177,6 @@ class Link:
         return references, frames
 
     def frames(self, references: Sequence[Reference]) -> list[memoryview]:
-        """Return the frames that a message refers to.
-
-        Raises:
-            RemoteProtocolError: one of them is not there.
-        """
         if not all(self._borrowed.has(reference.segment) for reference in references):
             self.read()  # a segment's packet is here before the message that refers to it
         return [self._borrowed.frame(reference) for reference in references]
@@ -293,12 +283,7 @@ _BORROWED_BYTES_MAX: Final = 64 * GIB  # the Router decides, and is trusted
 
 
 def join(ipc_path: str, identity: bytes) -> Link | None:
-    """Open a link to a Router; None where it shares no memory.
-
-    Args:
-        ipc_path: path of the Router's ipc endpoint, in a private directory.
-        identity: of the Dealer.
-    """
+    """Open a link to the Router of an ipc endpoint; None where it shares no memory."""
     if not is_supported():
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -41,9 +41,8 @@ class Listener:
 
     Args:
         ipc_path: path of the Router's ipc endpoint.
-        settings: how much.
-        grace_s: for how long the frames of a process that has ended can still be referred to: its
-            last messages may be on their way.
+        grace_s: for how long the frames of a process that has ended can still be referred to: its last messages may
+            be on their way.
         on_link: called with the identity of a new link. It raises RemoteProtocolError to refuse it.
         on_end: called with the identity of a peer whose process has ended, after the grace.
         on_fault: called with (identity, reason) if a peer breaks a rule; identity b"": unknown.
@@ -93,12 +92,10 @@ class Listener:
     def lend(
         self, identity: bytes, payload: Sequence[bytes | memoryview]
     ) -> tuple[list[Reference], list[bytes | memoryview]]:
-        """Put large frames for a peer into slots; see `Link.lend`."""
         link = self._links.get(identity)
         return ([], list(payload)) if link is None else link.lend(payload)
 
     def frames(self, identity: bytes, references: Sequence[Reference]) -> list[memoryview]:
-        """Return the frames that a peer's message refers to; see `Link.frames`."""
         link = self._links.get(identity)
         if link is None:
             raise RemoteProtocolError("references to memory that it does not share")
@@ -113,7 +110,6 @@ class Listener:
             timer.cancel()
 
     def close(self) -> None:
-        """End all links."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()

@@ -34,11 +34,7 @@ _SEALS: Final = 0x1 | 0x2 | 0x4 | 0x10  # F_SEAL_SEAL, SHRINK, GROW, FUTURE_WRIT
 def create_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
     """Make memory that only this process can write to.
 
-    Args:
-        name: for people who read /proc.
-
-    Returns:
-        The writable mapping, and the descriptor to hand over.
+    Returns the writable mapping, and the descriptor to hand over. The name is for people who read /proc.
 
     Raises:
         OSError: no memory, no descriptor, or a kernel without these seals.
@@ -58,8 +54,7 @@ def create_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
 def map_received(descriptor: int, size_bytes: int) -> mmap.mmap:
     """Map a peer's memory, read-only, after checking that it can't shrink any more.
 
-    Args:
-        descriptor: as received; stays open.
+    The descriptor stays open.
 
     Raises:
         RemoteProtocolError: it is not what `create_memory` makes.
@@ -110,7 +105,6 @@ class LentSegment:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all slots."""
         return self.slot_bytes * self.slots
 
 
@@ -145,13 +139,10 @@ class Loan:
 
     @property
     def is_over(self) -> bool:
-        """Whether the borrower has given the slot back."""
         return self.ledger[self.slot.entry] == self.number
 
 
 class _Shelf:
-    """The slots of one size."""
-
     __slots__ = ("free", "lent", "slots")
 
     def __init__(self) -> None:
@@ -188,7 +179,6 @@ class Pool:
     """Memory that a process lends to others.
 
     Args:
-        bytes_max: of all segments.
         on_retire: called with the serial of a segment that is not used any more.
     """
 
@@ -205,7 +195,6 @@ class Pool:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all segments, lent or not."""
         return self._size_bytes
 
     @property
@@ -218,11 +207,8 @@ class Pool:
     def lend(self, frame: bytes | memoryview, ledger: memoryview) -> Loan | None:
         """Copy a frame into a slot and lend it to the owner of a ledger.
 
-        Args:
-            frame: at least SHARED_BYTES_MIN bytes, contiguous.
-
-        Returns:
-            The loan; None where no slot is to be had now, or the frame is too large.
+        The frame is contiguous, and has at least SHARED_BYTES_MIN bytes. None where no slot is to be had now, or the
+        frame is too large.
         """
         source = np.frombuffer(frame, np.uint8)
         if source.size > SLOT_BYTES_MAX:

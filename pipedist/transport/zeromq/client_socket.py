@@ -40,11 +40,7 @@ class ClientSocket:
     """A DEALER that is connected to one Router.
 
     Args:
-        parsed: the Router's endpoint.
-        identity: of this peer.
-        keys: of a CURVE client; None: without.
         link: over which memory is shared, read while waiting; None: without. It stays the caller's.
-        limits, settings: sizes and times.
 
     Raises:
         UsageError: nothing can be connected to there.
@@ -98,7 +94,6 @@ class ClientSocket:
         self._watch()
 
     def send(self, parts: list[bytes | memoryview], *, copy: bool, timeout_s: float) -> None:
-        """Queue a message; see `Dealer.send`."""
         if not self._wait(_POLLOUT, timeout_s):
             raise ConnectionLost(f"{self._endpoint} took no message for {timeout_s:g} s")
         last = len(parts) - 1
@@ -107,7 +102,6 @@ class ClientSocket:
             self._socket.send(part, flags, copy=copy or size_of(part) <= COPY_BYTES_MAX)
 
     def poll(self, timeout_s: float) -> bool:
-        """Wait for a message; see `Dealer.poll`."""
         return self._wait(_POLLIN, timeout_s)
 
     def recv(self) -> list[memoryview]:
@@ -136,11 +130,6 @@ class ClientSocket:
         return frames
 
     def close(self, linger_s: float | None = None) -> None:
-        """Close; may be called twice.
-
-        Args:
-            linger_s: how long to wait for what is not sent yet; default: the settings'.
-        """
         if self._context.closed:
             return
         if linger_s is None:

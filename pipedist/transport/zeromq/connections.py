@@ -20,11 +20,7 @@ from pipedist.transport.endpoints import Endpoint
 
 
 class Outbox:
-    """Messages for one peer, in order.
-
-    Args:
-        settings: how many messages and bytes may wait.
-    """
+    """Messages for one peer, in order, as many as the settings allow."""
 
     __slots__ = ("_settings", "messages", "size_bytes")
 
@@ -53,13 +49,11 @@ class Outbox:
         self.size_bytes -= bytes_of(self.messages.popleft())
 
     def clear(self) -> None:
-        """Remove all messages."""
         self.messages.clear()
         self.size_bytes = 0
 
 
 def bytes_of(parts: Sequence[bytes | memoryview]) -> int:
-    """Return the bytes of all parts."""
     return sum(size_of(part) for part in parts)
 
 
@@ -69,12 +63,10 @@ def size_of(part: bytes | memoryview) -> int:
 
 
 def user_of(frame: zmq.Frame) -> str:
-    """Return the key of a frame's sender, Z85."""
     return str(frame.get("User-Id"))
 
 
 def address_of(frame: zmq.Frame) -> str:
-    """Return the address of a frame's sender, for people."""
     try:
         return plain_address(str(frame.get("Peer-Address")))
     except zmq.ZMQError:
@@ -89,9 +81,9 @@ def plain_address(text: str) -> str:
 def hang_up(frame: zmq.Frame, endpoint: Endpoint) -> None:
     """Cut the connection on which a frame came; ZeroMQ has no call for it.
 
-    A descriptor may have been closed, and reused, since the frame arrived. So it is duplicated
-    first, and shut down only if it is a connection to our own endpoint; the worst case is that
-    another peer from the same address has to connect anew.
+    A descriptor may have been closed, and reused, since the frame arrived. So it is duplicated first, and shut down
+    only if it is a connection to our own endpoint; the worst case is that another peer from the same address has to
+    connect anew.
     """
     try:
         descriptor = os.dup(int(frame.get(zmq.SRCFD)))

@@ -49,12 +49,9 @@ class ServerSocket:
     """A bound ROUTER; sending never blocks and loses nothing.
 
     Args:
-        endpoint: where to bind.
-        keys: of a CURVE server; None: without.
-        on_message: called with (identity, key, frames, fault): the key under which it came, "" without
-            keys; frames are read-only; a fault names the broken rule, "" for none. It raises Unwelcome.
+        on_message: called with (identity, key, frames, fault): the key under which it came, "" without keys; frames
+            are read-only; a fault names the broken rule, "" for none. It raises Unwelcome.
         on_reject: called with a reason, each time a peer is refused.
-        limits, settings: sizes and times.
 
     Raises:
         UsageError: the endpoint can't be bound.
@@ -92,7 +89,6 @@ class ServerSocket:
             raise
 
     def start(self) -> None:
-        """Begin to listen, in the running loop."""
         if self._zap is not None:
             self._zap.start()
         self._pump.start()
@@ -117,11 +113,7 @@ class ServerSocket:
         return True
 
     def silence(self, identity: bytes, last_words: bytes = b"") -> None:
-        """Send nothing more to a peer.
-
-        Args:
-            last_words: a frame, sent if there is room.
-        """
+        """Send nothing more to a peer, but for a last frame if there is room."""
         if last_words:
             self._try_send([identity, last_words])
         self._waiting.pop(identity, None)

@@ -21,13 +21,7 @@ _FRAMES_MAX: Final = 16
 
 
 class ZapHandler:
-    """Lets in the keys of a fixed set, each under its own name (`User-Id`: the key in Z85).
-
-    Args:
-        context: the context whose servers it guards.
-        allowed: public keys, Z85.
-        on_refuse: called with a reason, each time one is kept out.
-    """
+    """Lets in the keys (Z85) of a fixed set, each under its own name (`User-Id`: the key)."""
 
     def __init__(
         self,
@@ -44,7 +38,6 @@ class ZapHandler:
         self._pump = Pump(self._socket, self._take, frames_per_wake_up=256)
 
     def start(self) -> None:
-        """Start to handle requests, in the running loop."""
         self._pump.start()
 
     def close(self) -> None:
