@@ -47,7 +47,6 @@ class SocketSettings(Struct, frozen=True):
 
 SETTINGS = SocketSettings()
 
-
 VARIABLE: Final = "PIPEDIST_SHARED_MEMORY"
 """Environment variable: 0 sends everything as frames."""
 
@@ -87,19 +86,14 @@ class SharedMemory(Struct, frozen=True):
 
         1 GiB in all, or an eighth of the machine's memory; half of it for what goes out.
         """
-        if not is_wanted() or not is_supported():
+        text = os.environ.get(VARIABLE, "")
+        if text not in ("", "0", "1"):
+            raise UsageError(f"{VARIABLE}={text!r}: expected 1, or 0 to send all data as frames")
+        if text == "0" or not is_supported():
             return None
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         half_bytes = min(_CLUSTER_BYTES_MAX, memory_bytes // _MEMORY_SHARE) // 2
         return cls(half_bytes, half_bytes // workers)
-
-
-def is_wanted() -> bool:
-    """Whether the environment allows shared memory."""
-    text = os.environ.get(VARIABLE, "")
-    if text not in ("", "0", "1"):
-        raise UsageError(f"{VARIABLE}={text!r}: expected 1, or 0 to send all data as frames")
-    return text != "0"
 
 
 def is_supported() -> bool:

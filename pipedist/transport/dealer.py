@@ -7,18 +7,16 @@ raises ConnectionLost. To join again, open a new Dealer with a new identity.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pipedist.errors import RemoteProtocolError, UsageError
 from pipedist.protocol.limits import LIMITS, MessageLimits
 from pipedist.protocol.messages import Message
 from pipedist.protocol.wire import Reference, pack, seal, unpack, unseal, weave
-from pipedist.transport.config import SETTINGS, SHARED_BYTES_MIN, SocketSettings
+from pipedist.transport.config import SETTINGS, SocketSettings
 from pipedist.transport.endpoints import parse_endpoint
 from pipedist.transport.shared_memory.link import join
 from pipedist.transport.zeromq.client_socket import ClientSocket, ConnectionLost
-from pipedist.transport.zeromq.connections import size_of
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys
@@ -68,12 +66,7 @@ class Dealer:
     def __enter__(self) -> Dealer:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def send(
@@ -97,12 +90,8 @@ class Dealer:
         """
         head = pack(message)
         references: Sequence[Reference] = ()
-        if len(payload) > 1:
-            link = self._link
-            if link is not None and any(size_of(frame) >= SHARED_BYTES_MIN for frame in payload[1:]):
-                if not link.is_greeted:
-                    link.read()  # a welcome, without which nothing is shared yet
-                references, payload = link.lend(payload)
+        if len(payload) > 1 and self._link is not None:
+            references, payload = self._link.lend(payload)
         header = payload[0] if payload else b""
         parts = [seal(head, header, references), *payload[1:]]
         self._socket.send(parts, copy=copy, timeout_s=timeout_s)
@@ -129,10 +118,9 @@ class Dealer:
             return message, []
         frames[0] = header
         if references:
-            link = self._link
-            if link is None:
+            if self._link is None:
                 raise RemoteProtocolError(f"{self._endpoint} refers to memory that it does not share")
-            weave(frames, references, link.frames(references), self._limits)
+            weave(frames, references, self._link.frames(references), self._limits)
         return message, frames
 
     def close(self, linger_s: float | None = None) -> None:

@@ -78,37 +78,23 @@ class Endpoint(Struct, frozen=True):
 def private_directory() -> Iterator[Path]:
     """Make a directory that only this user can enter, for ipc sockets; removed at the end.
 
+    It is in TMPDIR, or in /tmp if paths there were too long, or nothing can be written there.
     If all processes that could remove it are killed, the next call that makes such a directory removes it.
     """
-    with _base() as base:
-        directory = ScratchFolder("run", base)
-    try:
-        yield Path(directory.path)
-    finally:
-        directory.close()
-
-
-def make_private_directory() -> Path:
-    """Make a directory that only this user can enter, for ipc sockets; the caller removes it."""
-    with _base() as base:
-        directory = f"{base}/{_PREFIX}{os.urandom(4).hex()}"
-        os.mkdir(directory, 0o700)
-    return Path(directory)
-
-
-@contextmanager
-def _base() -> Iterator[str]:
-    """Have a directory made in TMPDIR, or in /tmp if paths there were too long, or nothing can be written."""
     base = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
     is_long = len(os.fsencode(base)) + len(_LONGEST) + _IPC_TAIL > SOCKET_PATH_BYTES_MAX
     if is_long or not os.access(base, os.W_OK | os.X_OK):
         base = "/tmp"
     try:
-        yield base
+        directory = ScratchFolder("run", base)
     except OSError as error:
         raise UsageError(
             f"can't make a directory for sockets in {base}: {error.strerror}; set TMPDIR"
         ) from None
+    try:
+        yield Path(directory.path)
+    finally:
+        directory.close()
 
 
 def private_directory_of(endpoint: str) -> str:

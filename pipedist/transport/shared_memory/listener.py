@@ -28,11 +28,10 @@ class _Member:
         pidfd: readable at its end, even if a child of it holds the link; -1: none.
     """
 
-    __slots__ = ("identity", "link", "pidfd")
+    link: Link
 
     def __init__(self, pidfd: int) -> None:
         self.identity = b""
-        self.link: Link | None = None
         self.pidfd = pidfd
 
 
@@ -121,8 +120,7 @@ class Listener:
 
     def _retire(self, serial: int) -> None:
         for member in self._members:
-            if member.link is not None:
-                member.link.retire(serial)
+            member.link.retire(serial)
 
     def _accept(self) -> None:
         while self._socket.fileno() >= 0:
@@ -178,7 +176,6 @@ class Listener:
     def _greeted(self, member: _Member, body: bytes) -> Pool:
         if not 1 <= len(body) <= 255 or body in self._links:
             raise RemoteProtocolError("the identity of another process, or none")
-        assert member.link is not None  # greeted by it
         self._on_link(body)
         member.identity = body
         self._ungreeted.discard(member)
@@ -188,7 +185,6 @@ class Listener:
         return self.pool
 
     def _read(self, member: _Member) -> None:
-        assert member.link is not None  # the reader was added with it
         try:
             member.link.read()
         except RemoteProtocolError as error:
@@ -219,7 +215,6 @@ class Listener:
             return
         self._members.discard(member)
         self._ungreeted.discard(member)
-        assert member.link is not None  # it is a member only with it
         if member.pidfd >= 0:
             self._loop.remove_reader(member.pidfd)
             _close_descriptor(member.pidfd)

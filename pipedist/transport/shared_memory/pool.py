@@ -92,14 +92,11 @@ class LentSegment:
         number: place of its slots in ledgers: from `number * SLOTS_MAX` on.
     """
 
-    __slots__ = ("__weakref__", "descriptor", "memory", "number", "serial", "slot_bytes", "slots")
-
     def __init__(self, serial: int, number: int, slot_bytes: int, slots: int) -> None:
         self.serial = serial
         self.number = number
         self.slot_bytes = slot_bytes
         self.slots = slots
-        self.memory: mmap.mmap
         self.memory, self.descriptor = create_memory("pipedist-data", slot_bytes * slots)
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
@@ -143,8 +140,6 @@ class Loan:
 
 
 class _Shelf:
-    __slots__ = ("free", "lent", "slots")
-
     def __init__(self) -> None:
         self.slots = 0
         self.free: list[_Slot] = []
@@ -188,21 +183,11 @@ class Pool:
         self._shelves: dict[int, _Shelf] = {}
         self._segments: dict[int, LentSegment] = {}
         """By number."""
-        self._size_bytes = 0
+        self.size_bytes = 0
+        """Bytes of all segments, lent or not."""
         self._serials = itertools.count()
         self._loans = itertools.count(1)
         self._misses_left = 0
-
-    @property
-    def size_bytes(self) -> int:
-        return self._size_bytes
-
-    @property
-    def lent_bytes(self) -> int:
-        """Bytes of the slots that are out now."""
-        for shelf in self._shelves.values():
-            shelf.settle()
-        return sum(size * len(shelf.lent) for size, shelf in self._shelves.items())
 
     def lend(self, frame: bytes | memoryview, ledger: memoryview) -> Loan | None:
         """Copy a frame into a slot and lend it to the owner of a ledger.
@@ -214,9 +199,7 @@ class Pool:
         if source.size > SLOT_BYTES_MAX:
             return None
         slot_bytes = slot_bytes_for(source.size)
-        shelf = self._shelves.get(slot_bytes)
-        if shelf is None:
-            shelf = self._shelves[slot_bytes] = _Shelf()
+        shelf = self._shelves.setdefault(slot_bytes, _Shelf())
         slot = shelf.find() or self._grow(shelf, slot_bytes)
         if slot is None:
             return None
@@ -240,7 +223,7 @@ class Pool:
         """Free all memory; lent slots stay readable for their borrowers."""
         self._shelves.clear()
         self._segments.clear()
-        self._size_bytes = self._bytes_max = 0
+        self.size_bytes = self._bytes_max = 0
 
     def _grow(self, shelf: _Shelf, slot_bytes: int) -> _Slot | None:
         if self._misses_left:
@@ -248,11 +231,11 @@ class Pool:
             return None
         slots = max(shelf.slots, _FIRST_SEGMENT_BYTES // slot_bytes)
         slots = max(1, min(slots, SEGMENT_BYTES_MAX // slot_bytes))
-        if self._size_bytes + slots * slot_bytes > self._bytes_max or len(self._segments) >= SEGMENTS_MAX:
+        if self.size_bytes + slots * slot_bytes > self._bytes_max or len(self._segments) >= SEGMENTS_MAX:
             self._retire_idle(slot_bytes, slots)
             if shelf.free:
                 return shelf.free.pop()
-        slots = min(slots, (self._bytes_max - self._size_bytes) // slot_bytes)
+        slots = min(slots, (self._bytes_max - self.size_bytes) // slot_bytes)
         if slots < 1 or len(self._segments) >= SEGMENTS_MAX:
             self._misses_left = _MISSES_MAX
             return None
@@ -263,7 +246,7 @@ class Pool:
             self._misses_left = _MISSES_MAX
             return None
         self._segments[number] = segment
-        self._size_bytes += segment.size_bytes
+        self.size_bytes += segment.size_bytes
         shelf.slots += slots
         memory = np.frombuffer(segment.memory, np.uint8)
         for index in range(slots):
@@ -277,7 +260,7 @@ class Pool:
             shelf.settle()
         lent = {loan.slot.segment.serial for shelf in self._shelves.values() for loan in shelf.lent}
         for segment in list(self._segments.values()):
-            has_room = self._size_bytes + slots * slot_bytes <= self._bytes_max
+            has_room = self.size_bytes + slots * slot_bytes <= self._bytes_max
             if has_room and len(self._segments) < SEGMENTS_MAX:
                 return
             if segment.serial not in lent and segment.slot_bytes != slot_bytes:
@@ -288,7 +271,7 @@ class Pool:
         shelf.free = [slot for slot in shelf.free if slot.segment is not segment]
         shelf.slots -= segment.slots
         del self._segments[segment.number]
-        self._size_bytes -= segment.size_bytes
+        self.size_bytes -= segment.size_bytes
         self._on_retire(segment.serial)
 
 

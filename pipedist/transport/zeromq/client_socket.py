@@ -10,11 +10,10 @@ import zmq
 
 from pipedist.errors import PipedistError, RemoteProtocolError, UsageError
 from pipedist.protocol.limits import KIB, MessageLimits
-from pipedist.protocol.wire import first_frame_bytes_max
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.endpoints import Endpoint
 from pipedist.transport.shared_memory.link import Link
-from pipedist.transport.zeromq.connections import FAILURE_EVENTS, event_of, size_of
+from pipedist.transport.zeromq.connections import FAILURE_EVENTS, configure, event_of, size_of
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys
@@ -69,16 +68,9 @@ class ClientSocket:
         # Not IMMEDIATE=1: when the connection is lost, that drops messages that have arrived, and
         # aborts the process (libzmq 4.3.5, fq.cpp: !_more) if it happens between two frames of one.
         socket.setsockopt(zmq.IMMEDIATE, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes_max, first_frame_bytes_max(limits)))
-        socket.setsockopt(zmq.HANDSHAKE_IVL, round(settings.handshake_s * 1000))
+        configure(socket, parsed, limits, settings)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
-        socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
-        socket.setsockopt(zmq.RCVHWM, settings.queue_messages_max)
-        if parsed.is_tcp:
-            socket.setsockopt(zmq.HEARTBEAT_IVL, round(settings.heartbeat_s * 1000))
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(settings.heartbeat_timeout_s * 1000))
-            socket.setsockopt(zmq.IPV6, int(parsed.is_ipv6))
         if keys is not None:
             socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
@@ -135,10 +127,9 @@ class ClientSocket:
         if linger_s is None:
             # Messages left by a lost connection must not reach the scheduler over another one.
             linger_s = self._settings.linger_s if self._failure is None else 0.0
-        linger_ms = round(linger_s * 1000)
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
-        self._socket.close(linger=linger_ms)
+        self._socket.close(linger=round(linger_s * 1000))
         self._context.term()
 
     def _wait(self, event: int, timeout_s: float) -> bool:

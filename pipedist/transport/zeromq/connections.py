@@ -9,20 +9,19 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
 from typing import Final
 
 import zmq
 
 from pipedist.errors import RemoteProtocolError
+from pipedist.protocol.limits import MessageLimits
+from pipedist.protocol.wire import first_frame_bytes_max
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.endpoints import Endpoint
 
 
 class Outbox:
     """Messages for one peer, in order, as many as the settings allow."""
-
-    __slots__ = ("_settings", "messages", "size_bytes")
 
     def __init__(self, settings: SocketSettings) -> None:
         self._settings = settings
@@ -35,7 +34,7 @@ class Outbox:
         Raises:
             RemoteProtocolError: the queue is full; the text continues the peer's name.
         """
-        size_bytes = bytes_of(parts)
+        size_bytes = sum(map(size_of, parts))
         count, settings = len(self.messages), self._settings
         if count >= settings.outbox_messages_max or self.size_bytes + size_bytes > settings.outbox_bytes_max:
             raise RemoteProtocolError(
@@ -46,24 +45,16 @@ class Outbox:
 
     def pop(self) -> None:
         """Remove the first message, which was sent."""
-        self.size_bytes -= bytes_of(self.messages.popleft())
+        self.size_bytes -= sum(map(size_of, self.messages.popleft()))
 
     def clear(self) -> None:
         self.messages.clear()
         self.size_bytes = 0
 
 
-def bytes_of(parts: Sequence[bytes | memoryview]) -> int:
-    return sum(size_of(part) for part in parts)
-
-
 def size_of(part: bytes | memoryview) -> int:
     """Return the bytes of a part, whatever its items are."""
     return part.nbytes if isinstance(part, memoryview) else len(part)
-
-
-def user_of(frame: zmq.Frame) -> str:
-    return str(frame.get("User-Id"))
 
 
 def address_of(frame: zmq.Frame) -> str:
@@ -76,6 +67,20 @@ def address_of(frame: zmq.Frame) -> str:
 def plain_address(text: str) -> str:
     """Return an address as people know it: an IPv4 one that came over an IPv6 socket, as IPv4."""
     return text.removeprefix("::ffff:") if "." in text else text
+
+
+def configure(
+    socket: zmq.Socket[bytes], at: Endpoint, limits: MessageLimits, settings: SocketSettings
+) -> None:
+    """Set the options that both ends of a connection have."""
+    socket.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes_max, first_frame_bytes_max(limits)))
+    socket.setsockopt(zmq.HANDSHAKE_IVL, round(settings.handshake_s * 1000))
+    socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
+    socket.setsockopt(zmq.RCVHWM, settings.queue_messages_max)
+    if at.is_tcp:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, round(settings.heartbeat_s * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(settings.heartbeat_timeout_s * 1000))
+        socket.setsockopt(zmq.IPV6, int(at.is_ipv6))
 
 
 def hang_up(frame: zmq.Frame, endpoint: Endpoint) -> None:
@@ -110,11 +115,7 @@ HANDSHAKE_FAILURES: Final[dict[int, str]] = {
 }
 """Why a handshake failed, as seen by the server."""
 
-FAILURE_EVENTS: Final = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+FAILURE_EVENTS: Final = sum(HANDSHAKE_FAILURES)  # one bit each
 _EVENT: Final = struct.Struct("=hi")  # event, value
 
 

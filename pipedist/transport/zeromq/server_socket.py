@@ -22,10 +22,10 @@ from pipedist.transport.zeromq.connections import (
     HANDSHAKE_FAILURES,
     Outbox,
     address_of,
+    configure,
     event_of,
     hang_up,
     size_of,
-    user_of,
 )
 from pipedist.transport.zeromq.pump import Pump
 from pipedist.transport.zeromq.zap import ZAP_DOMAIN, ZapHandler
@@ -126,20 +126,17 @@ class ServerSocket:
                 if self._waiting:
                     await self._drained.wait()
         finally:
-            self._close_sockets()
+            if self._retry is not None:
+                self._retry.cancel()
+            self._pump.stop()
+            self._monitor_pump.stop()
+            if self._zap is not None:
+                self._zap.close()
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close()
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._context.term)
-
-    def _close_sockets(self) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
-        self._pump.stop()
-        self._monitor_pump.stop()
-        if self._zap is not None:
-            self._zap.close()
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close()
 
     # --- opening --------------------------------------------------------------------------
 
@@ -148,32 +145,22 @@ class ServerSocket:
         self._zap = (
             None if self._keys is None else ZapHandler(self._context, self._keys.clients, self._on_reject)
         )
-        self._configure()
-        self._monitor = self._socket.get_monitor_socket(FAILURE_EVENTS)
-        pace = self._settings.frames_per_wake_up
-        self._pump = Pump(self._socket, self._take, wake=self._flush, frames_per_wake_up=pace)
-        self._monitor_pump = Pump(self._monitor, self._take_event, frames_per_wake_up=pace)
-        self._bind()
-
-    def _configure(self) -> None:
-        settings, socket = self._settings, self._socket
+        socket = self._socket
+        configure(socket, self.endpoint, self._limits, self._settings)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, max(self._limits.frame_bytes_max, self._first_bytes_max))
-        socket.setsockopt(zmq.HANDSHAKE_IVL, round(settings.handshake_s * 1000))
-        socket.setsockopt(zmq.LINGER, round(settings.linger_s * 1000))
-        socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
-        socket.setsockopt(zmq.RCVHWM, settings.queue_messages_max)
-        if self.endpoint.is_tcp:
-            socket.setsockopt(zmq.HEARTBEAT_IVL, round(settings.heartbeat_s * 1000))
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(settings.heartbeat_timeout_s * 1000))
-            socket.setsockopt(zmq.IPV6, int(self.endpoint.is_ipv6))
+        socket.setsockopt(zmq.LINGER, round(self._settings.linger_s * 1000))
         if self._keys is not None:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
             socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self._monitor = self._socket.get_monitor_socket(FAILURE_EVENTS)
+        pace = self._settings.frames_per_wake_up
+        self._pump = Pump(self._socket, self._take, wake=self._flush, frames_per_wake_up=pace)
+        self._monitor_pump = Pump(self._monitor, self._take_event, frames_per_wake_up=pace)
+        self._bind()
 
     def _bind(self) -> None:
         text = self.endpoint.text
@@ -228,7 +215,7 @@ class ServerSocket:
         return ""
 
     def _deliver(self, identity: bytes, parts: list[zmq.Frame], fault: str, last: zmq.Frame) -> None:
-        user = user_of(last) if self._keys is not None else ""
+        user = str(last.get("User-Id")) if self._keys is not None else ""
         try:
             self._on_message(identity, user, [part.buffer for part in parts], fault)
         except Unwelcome as error:

@@ -50,16 +50,13 @@ class ZapHandler:
             self._request.append(frame.bytes)
         if not more:
             request, self._request = self._request, []
-            self._socket.send_multipart(self._answer(request), zmq.DONTWAIT)
+            user, reason = self._decide(request)
+            if reason:
+                self._on_refuse(reason)
+            reply = (b"400", b"refused", b"", b"") if reason else (b"200", b"OK", user, b"")
+            request_id = request[1] if len(request) > 1 else b""
+            self._socket.send_multipart([b"1.0", request_id, *reply], zmq.DONTWAIT)
             self._pump.look_again()
-
-    def _answer(self, request: list[bytes]) -> list[bytes]:
-        request_id = request[1] if len(request) > 1 else b""
-        user, reason = self._decide(request)
-        if reason:
-            self._on_refuse(reason)
-            return [b"1.0", request_id, b"400", b"refused", b"", b""]
-        return [b"1.0", request_id, b"200", b"OK", user, b""]
 
     def _decide(self, request: list[bytes]) -> tuple[bytes, str]:
         if len(request) != 7 or request[0] != b"1.0":
