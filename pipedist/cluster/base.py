@@ -12,6 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -123,13 +124,7 @@ def dial_in(
     from pipedist.worker.process_setup import boot_id
 
     return Coordinator(
-        router_factory=lambda on_message, on_reject, on_lost: Router(
-            listen,
-            keys=keys,
-            on_message=on_message,
-            on_reject=on_reject,
-            on_lost=on_lost,
-        ),
+        router_factory=partial(Router, listen, keys=keys),
         launcher_factory=None,
         workers=(),
         limits=limits,
@@ -195,14 +190,7 @@ class LocalCluster(Cluster):
 
         endpoint = ipc_endpoint(stack.enter_context(private_directory()))
         return Coordinator(
-            router_factory=lambda on_message, on_reject, on_lost: Router(
-                endpoint,
-                keys=None,
-                on_message=on_message,
-                on_reject=on_reject,
-                on_lost=on_lost,
-                shared_memory=self._shared_memory,
-            ),
+            router_factory=partial(Router, endpoint, keys=None, shared_memory=self._shared_memory),
             launcher_factory=lambda at: LocalLauncher(at, threads=self._threads, gpus=self._gpus()),
             workers=self._names,
             limits=self._limits,
@@ -211,12 +199,9 @@ class LocalCluster(Cluster):
         )
 
     def _gpus(self) -> dict[str, tuple[str, float]]:
-        owned = self._supply.owned or ()
-        return (
-            dict(zip(self._names, zip(self._visible, owned, strict=True), strict=True))
-            if self._visible
-            else {}
-        )
+        if not self._visible:
+            return {}
+        return dict(zip(self._names, zip(self._visible, self._supply.owned or (), strict=True), strict=True))
 
     @property
     def names(self) -> Sequence[str]:

@@ -33,7 +33,7 @@ class EngineCluster(Cluster):
 
     def __init__(
         self,
-        workers: int | None,
+        workers: int,
         engine: Engine,
         *,
         listen: str | None,
@@ -41,8 +41,7 @@ class EngineCluster(Cluster):
         limits: SchedulerLimits | None,
         force: bool = False,
     ) -> None:
-        count = usable_cores() if workers is None else workers
-        super().__init__(count, Supply(None, (), "workers that are placed bring them"))
+        super().__init__(workers, Supply(None, (), "workers that are placed bring them"))
         self._force = force
         self._engine = engine
         self._listen = listen

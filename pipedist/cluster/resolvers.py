@@ -41,7 +41,7 @@ class ClusterSpec:
                 f"a cluster is {cluster!r} of type {type(cluster).__name__}; expected a mapping from job "
                 "names to lists of addresses"
             )
-        self._jobs = {_name(job): _tasks(job, tasks) for job, tasks in cluster.items()}
+        self._jobs = {job: _tasks(job, tasks) for job, tasks in cluster.items()}
 
     @property
     def jobs(self) -> list[str]:
@@ -116,13 +116,9 @@ class ClusterSpec:
         return f"ClusterSpec({self.as_dict()!r})"
 
 
-def _name(job: object) -> str:
+def _tasks(job: object, tasks: object) -> dict[int, str]:
     if not isinstance(job, str):
         raise TypeError(f"a job's name is {job!r}; expected a string")
-    return job
-
-
-def _tasks(job: object, tasks: object) -> dict[int, str]:
     if isinstance(tasks, Mapping):
         numbered = {_job_index(job, index): address for index, address in tasks.items()}
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):
@@ -139,10 +135,17 @@ def _tasks(job: object, tasks: object) -> dict[int, str]:
 
 
 def _job_index(job: object, index: object) -> int:
-    text = index if isinstance(index, str) else "" if isinstance(index, bool) else str(index)
-    if not isinstance(index, int | str) or not text.isdecimal():
+    number = index_or_none(index)
+    if number is None:
         raise ValueError(f"a task index of job {job!r} is {index!r}; expected an int >= 0")
-    return int(text)
+    return number
+
+
+def index_or_none(value: object) -> int | None:
+    """Return a task index, which may be a string of digits, or None if it is malformed."""
+    if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).isdecimal():
+        return None
+    return int(value)
 
 
 def _listed(items: Sequence[object]) -> str:

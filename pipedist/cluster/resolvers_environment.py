@@ -13,6 +13,7 @@ from pipedist.cluster.resolvers import (
     ClusterSpec,
     ResolverError,
     ResolverStateError,
+    index_or_none,
     number,
     number_or_none,
     text_or_none,
@@ -202,8 +203,7 @@ class SlurmClusterResolver(ClusterResolver):
             }
         hosts = self._expanded_hosts()
         if given is not None:
-            each = number("tasks_per_node", given, at_least=1)
-            return dict.fromkeys(hosts, each)
+            return dict.fromkeys(hosts, number("tasks_per_node", given, at_least=1))
         text = self._text("STEP_TASKS_PER_NODE")
         try:
             counts = expand_tasks_per_node(text)
@@ -299,7 +299,10 @@ class TFConfigClusterResolver(ClusterResolver):
             self._task_type = _text(task.get("type"), "task.type")
         self._task_id = number_or_none("task_id", task_id)
         if self._task_id is None:
-            self._task_id = _index(task.get("index"))
+            index = task.get("index")
+            self._task_id = index_or_none(index)
+            if self._task_id is None and index is not None:
+                raise ResolverError(f"{VARIABLE}: task.index is {index!r}; expected an int >= 0")
         if self._cluster_spec:
             self._check_task()
 
@@ -383,12 +386,3 @@ def _text(value: object, key: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ResolverError(f"{VARIABLE}: {key} is {value!r}; expected a string")
     return value
-
-
-def _index(value: object) -> int | None:
-    if value is None:
-        return None
-    text = value if isinstance(value, str) else "" if isinstance(value, bool) else str(value)
-    if not isinstance(value, int | str) or not text.isdecimal():
-        raise ResolverError(f"{VARIABLE}: task.index is {value!r}; expected an int >= 0")
-    return int(text)

@@ -52,16 +52,6 @@ from pipedist.transport.router import Router
 if TYPE_CHECKING:
     from pipedist.coordinator.diagnostics import Stall
 
-RouterFactory = Callable[
-    [
-        Callable[[bytes, msg.Message, list[memoryview]], None],
-        Callable[[str], None],
-        Callable[[bytes, str], None],
-    ],
-    Router,
-]
-"""Returns a router, given (on_message, on_reject, on_lost)."""
-
 LEAVING_S = 2.0
 """How long dialled-in workers may take to say Goodbye when the cluster is closed."""
 
@@ -70,6 +60,7 @@ class Coordinator:
     """Drives the scheduler over one router and one launcher.
 
     Args:
+        router_factory: returns the router, given its callbacks.
         launcher_factory: returns the launcher, given the router's endpoint; None: all workers dial in.
         workers: names of the workers that the launcher starts.
         dial_in: whether workers that were not started here may join.
@@ -84,7 +75,7 @@ class Coordinator:
     def __init__(
         self,
         *,
-        router_factory: RouterFactory,
+        router_factory: Callable[..., Router],
         launcher_factory: Callable[[str], Launcher] | None,
         workers: Sequence[str],
         limits: SchedulerLimits | None = None,
@@ -97,7 +88,9 @@ class Coordinator:
         notify: Callable[[str], None] = lambda _text: None,
     ) -> None:
         limits = limits or SchedulerLimits()
-        self._router = router_factory(self._on_message, self._on_reject, self._on_lost)
+        self._router = router_factory(
+            on_message=self._on_message, on_reject=self._on_reject, on_lost=self._on_lost
+        )
         self._launcher_factory = launcher_factory
         self._pool = WorkerPool(
             self.post,

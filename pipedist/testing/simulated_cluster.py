@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from random import Random
 from types import TracebackType
 from typing import Any, Final, Self, cast
@@ -331,9 +332,8 @@ class SimulatedCluster(Cluster):
             raise UsageError("SimulatedCluster needs a VirtualLoop. Use pipedist.testing.simulate")
         simulated = SimulatedHost(loop, Random(self._seed), self._faults, self._threads)
         self.simulated = simulated
-        router_factory: Any = lambda *callbacks: SimulatedRouter(simulated, *callbacks)  # noqa: E731
         coordinator = CheckedCoordinator(
-            router_factory=router_factory,
+            router_factory=cast(Any, partial(SimulatedRouter, simulated)),
             launcher_factory=lambda _endpoint: cast(Any, SimulatedLauncher(simulated)),
             workers=[f"w{i}" for i in range(self._workers)],
             limits=SchedulerLimits(deaths_max=1_000_000, failed_starts_max=1_000_000),

@@ -29,7 +29,7 @@ named = functools.cache(new_name)
 class Wire:
     """A router that records the messages which it sends."""
 
-    def __init__(self, on_message: Any, _on_reject: Any, _on_lost: Any) -> None:
+    def __init__(self, on_message: Any, **_: Any) -> None:
         self.endpoint = "nowhere"
         self.sent: list[tuple[str, msg.Message, Sequence[Frame]]] = []
         self.dropped: list[str] = []
@@ -104,8 +104,8 @@ async def wired(limits: SchedulerLimits | None = None) -> AsyncIterator[Wire]:
     """Open a coordinator without workers; the test joins them."""
     wires: list[Wire] = []
 
-    def make(*callbacks: Any) -> Any:
-        wires.append(Wire(*callbacks))
+    def make(**callbacks: Any) -> Any:
+        wires.append(Wire(**callbacks))
         return wires[0]
 
     coordinator = Coordinator(

@@ -79,16 +79,15 @@ class DaskEngine(ConnectedEngine):
         """Addresses of Dask workers whose supervisor has left."""
 
     async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
-        watchers = self.watchers
         self._client.subscribe_topic(
-            self._name, lambda event: watchers.start(self._on_left, event[1], on_failed)
+            self._name, lambda event: self.watchers.start(self._on_left, event[1], on_failed)
         )
         try:
             with anyio.fail_after(self._place_s):
                 await self._client.wait_for_workers(1)
                 self._is_registered = True
                 await self._client.register_plugin(DaskPlugin(self._name, join))
-                watchers.start(self._watch, on_failed)
+                self.watchers.start(self._watch, on_failed)
         except TimeoutError:
             raise UsageError(
                 f"Dask has had no worker within {self._place_s:g} s. Start some with `dask worker ADDRESS`, "

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import anyio
+from anyio.abc import TaskGroup
 
 from pipedist.cluster.launchers.supervisor_process import JoinConfig
 from pipedist.errors import UsageError
@@ -60,10 +61,7 @@ class Engine(Protocol):
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
 
@@ -73,8 +71,9 @@ class Watchers:
     The errors of a run do not pass through their task group, which would wrap them.
     """
 
+    _group: TaskGroup
+
     def __init__(self) -> None:
-        self._group = anyio.create_task_group()
         self._is_over = False
 
     def start(self, function: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
@@ -83,7 +82,7 @@ class Watchers:
             self._group.start_soon(function, *args)
 
     async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
+        self._group = await anyio.create_task_group().__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -102,7 +101,7 @@ class ConnectedEngine(ABC):
     def __init__(self) -> None:
         self.host = ""
         self._stack = AsyncExitStack()
-        self._watchers: Watchers | None = None
+        self.watchers = Watchers()
 
     async def __aenter__(self) -> Self:
         await self._stack.__aenter__()
@@ -110,25 +109,16 @@ class ConnectedEngine(ABC):
             self._prepare(self._stack)
             self._stack.push_async_callback(self._end)
             self.host = await self._connect()
-            self._watchers = await self._stack.enter_async_context(Watchers())
+            await self._stack.enter_async_context(self.watchers)
         except BaseException:
             await self._stack.__aexit__(*sys.exc_info())
             raise
         return self
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.__aexit__(kind, error, trace)
-
-    @property
-    def watchers(self) -> Watchers:
-        if self._watchers is None:
-            raise UsageError("an engine is used inside `async with`")
-        return self._watchers
 
     def _prepare(self, stack: AsyncExitStack) -> None:  # noqa: B027 - not every engine needs it
         """Enter into `stack` what must outlast the connection."""

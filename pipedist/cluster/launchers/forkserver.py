@@ -14,6 +14,21 @@ A worker that hangs can't reply. So each worker notes what it executes, and how 
 shared with the server (`pipedist.worker.progress`), which checks it while the launcher requests that. Peers
 can't distinguish a stopped worker (SIGSTOP) from a dead one, but its parent can: the server kills it after
 `stopped_s_max`.
+
+The launcher and the server send each other msgpack lists, whose first item is the kind:
+
+| to the server | |
+|---|---|
+| serve, directory, stopped_s_max | the first one: the directory of the launcher's sockets; see `ForkServer` |
+| start, worker, incarnation, settings | fork a worker; settings: the fields of `WorkerSettings` |
+| kill, worker, incarnation | SIGKILL it |
+| watch, every_s or nil | kill workers whose call takes too long; nil: no longer |
+| end | the launcher closes in order: the end of the stream follows |
+
+| from the server | |
+|---|---|
+| started, worker, incarnation, pid, memory | memory: the server's descriptor of its `Progress`, or -1 |
+| exited, worker, incarnation, pid, code or nil, signal or nil, text, running or nil, timed out | |
 """
 
 from __future__ import annotations
@@ -33,8 +48,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 import pipedist.worker.process as worker_process
-from pipedist.cluster.launchers.control import FrameBuffer, pack_frame
 from pipedist.transport.endpoints import remove_private_directory
 from pipedist.worker.boot import describe_exit
 from pipedist.worker.process import ExitCode
@@ -96,7 +112,7 @@ class ForkServer:
         """The directory of the launcher's sockets, removed if its process dies; "": none."""
         self._is_dismissed = False
         """The launcher has sent "end"."""
-        self._buffer = FrameBuffer()
+        self._unpacker = msgpack.Unpacker()
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._wake_up, self._wake_up_end = socket.socketpair()
@@ -105,10 +121,10 @@ class ForkServer:
 
     def serve(self) -> None:
         """Serve until the launcher has ended or dismissed the server; then kill all workers."""
-        for end in (self._wake_up, self._wake_up_end):
-            end.setblocking(False)
+        self._wake_up.setblocking(False)
+        self._wake_up_end.setblocking(False)
         signal.set_wakeup_fd(self._wake_up_end.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _do_nothing)  # the signal is read from the wake-up descriptor
+        signal.signal(signal.SIGCHLD, do_nothing)  # the signal is read from the wake-up descriptor
         self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
         self._selector.register(self._wake_up, selectors.EVENT_READ, self._on_child)
         self._watch_launcher()
@@ -128,12 +144,11 @@ class ForkServer:
         return bool(ready)
 
     def _watch_launcher(self) -> None:
-        if not hasattr(os, "pidfd_open"):
-            return  # not Linux: the control socket is the only lifeline
         try:
             self._lifeline = os.pidfd_open(self._launcher_pid)
-        except OSError:
-            return  # a sandbox forbids it, or the launcher is gone and the control socket has ended
+        except (AttributeError, OSError):
+            # Not Linux, a sandbox forbids it, or the launcher is gone: the control socket is the only lifeline.
+            return
         self._selector.register(self._lifeline, selectors.EVENT_READ, lambda: False)
 
     def _step(self) -> bool:
@@ -159,7 +174,8 @@ class ForkServer:
             data = self._control.recv(_READ_BYTES)
         except ConnectionError:
             return False
-        for kind, *rest in self._buffer.feed(data):
+        self._unpacker.feed(data)
+        for kind, *rest in self._unpacker:
             if kind == "start":
                 self._fork(*rest)
             elif kind == "kill":
@@ -289,8 +305,8 @@ class ForkServer:
 
     def _send(self, *items: object) -> None:
         try:
-            self._control.sendall(pack_frame(*items))
-        except (BrokenPipeError, ConnectionError):
+            self._control.sendall(msgpack.packb(items))
+        except ConnectionError:
             return  # the launcher is gone; the next step notices it
 
 
@@ -388,10 +404,6 @@ def _run_worker(server: ForkServer, settings: Mapping[str, Any], progress: CallP
                 pass  # its reader is gone
         # No finalisation: exit handlers of the server's modules must not run here.
         os._exit(code)
-
-
-def _do_nothing(_signum: int, _frame: object) -> None:
-    return
 
 
 def main(arguments: Mapping[str, Any]) -> None:

@@ -13,14 +13,14 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 import anyio
 import anyio.to_thread
+import msgpack
 from msgspec.structs import asdict
 
-from pipedist.cluster.launchers.control import FrameBuffer, pack_frame
 from pipedist.cluster.launchers.server import END_S, ServerProcess, take
 from pipedist.coordinator.launcher import WorkerExit
 from pipedist.errors import LocalProtocolError, UsageError
@@ -51,7 +51,6 @@ class LocalLauncher:
         endpoint: str,
         *,
         threads: int = 1,
-        key_file: str = "",
         grace_s: float = 1.0,
         join_s: float = 30.0,
         stopped_s_max: float = 3.0,
@@ -59,10 +58,9 @@ class LocalLauncher:
     ) -> None:
         if isinstance(threads, bool) or threads < 1:
             raise UsageError(f"`threads` must be an integer of 1 or more, got {threads!r}")
-        self.on_exit: Callable[[WorkerExit], None] = _ignore
+        self.on_exit: Callable[[WorkerExit], None] = lambda _exit: None
         self._endpoint = endpoint
         self._threads = threads
-        self._key_file = key_file
         self._grace_s = grace_s
         self._join_s = join_s
         self._stopped_s_max = stopped_s_max
@@ -84,12 +82,7 @@ class LocalLauncher:
         self._server = self._start_server()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close(self._grace_s)
 
     @property
@@ -127,7 +120,7 @@ class LocalLauncher:
             endpoint=self._endpoint,
             worker=worker,
             incarnation=incarnation,
-            key_file=self._key_file,
+            key_file="",
             threads=self._threads,
             join_s=self._join_s,
             visible=visible,
@@ -226,7 +219,7 @@ class _Connection:
     ) -> None:
         self._on_frame = on_frame
         self._on_end = on_end
-        self._buffer = FrameBuffer()
+        self._unpacker = msgpack.Unpacker()
         self._loop = asyncio.get_running_loop()
         self.ended = anyio.Event()
         self._unsent = bytearray()
@@ -239,7 +232,7 @@ class _Connection:
     def send(self, *items: object) -> None:
         """Send a message; never wait."""
         was_empty = not self._unsent
-        self._unsent += pack_frame(*items)
+        self._unsent += msgpack.packb(items)
         if was_empty:
             self._flush()
 
@@ -248,7 +241,7 @@ class _Connection:
             sent = self._socket.send(self._unsent)
         except BlockingIOError:
             sent = 0
-        except (BrokenPipeError, ConnectionError):
+        except ConnectionError:
             return  # the server is gone: `_on_readable` handles that
         del self._unsent[:sent]
         if self._unsent:
@@ -264,7 +257,8 @@ class _Connection:
         except ConnectionError:
             data = b""
         if data:
-            for frame in self._buffer.feed(data):
+            self._unpacker.feed(data)
+            for frame in self._unpacker:
                 self._on_frame(frame)
         else:
             self._close()
@@ -293,10 +287,4 @@ class _Connection:
 
     def describe_end(self) -> str:
         code = self._process.code(within_s=_GONE_S)
-        if code is None:
-            return "unknown"
-        return describe_exit(code)
-
-
-def _ignore(_exit: WorkerExit) -> None:
-    return
+        return "unknown" if code is None else describe_exit(code)

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import shutil
 import socket
 import sys
 import time
@@ -39,6 +38,8 @@ from pipedist.cluster.launchers.engines import (
 from pipedist.cluster.launchers.supervisor_process import JoinConfig, SupervisorProcess
 from pipedist.core.temp_dirs import ScratchFolder
 from pipedist.errors import UsageError
+from pipedist.protocol.code_archive import CodeTooLarge, unpack
+from pipedist.protocol.code_archive import take as take_snapshot
 
 AUTO = "auto"
 """The address of the Ray that runs on this host, or that RAY_ADDRESS names."""
@@ -48,9 +49,6 @@ STORE_BYTES = 100 * 2**20
 
 RESTARTS_MAX = 1000
 """How often Ray starts an actor again."""
-
-MODULES_MAX = 10_000
-MODULES_MIB_MAX = 64
 
 _REPLY_S = 10.0
 """How long the address of a Ray cluster may take to accept a connection."""
@@ -160,13 +158,16 @@ class RayEngine(ConnectedEngine):
     def _join_or_start(self) -> str:
         import ray
 
+        address = self._address
+        if address is None or address == AUTO:
+            address = os.environ.get("RAY_ADDRESS") or AUTO
         if ray.is_initialized():
             if self._address not in (None, AUTO):
                 raise UsageError(
                     f"`address: {self._address}` can't be used: this process is connected to Ray already. "
                     "Leave `address` out, or call ray.shutdown() before."
                 )
-        elif (address := _resolve(self._address)) == LOCAL:
+        elif address == LOCAL:
             self._start_local()
         else:
             try:
@@ -201,8 +202,7 @@ class RayEngine(ConnectedEngine):
         environment = {}
         if self._code is not None:
             copy = self._scratch / "code"
-            copy.mkdir()
-            copy_modules(self._code, copy)
+            copy_code(self._code, copy)
             environment = {"working_dir": str(copy)}
         _connect_to(address, environment, self._place_s)
         self._is_ours = True
@@ -338,43 +338,17 @@ def make_group(resources: RayResources) -> Any:
     return placement_group(bundles, strategy=resources.placement.upper())
 
 
-def copy_modules(code: Path, to: Path) -> None:
-    """Copy the `.py` files below a folder.
-
-    Hidden folders and links are skipped.
-
-    Args:
-        code: the folder of the user's modules.
-        to: an empty folder.
+def copy_code(code: Path, to: Path) -> None:
+    """Write the files that workers on other hosts get of a code folder to a new folder.
 
     Raises:
-        UsageError: there are more than MODULES_MAX, or more than MODULES_MIB_MAX MiB.
+        UsageError: they are too many, too large, or can't be read.
     """
-    copied, bytes_left = 0, MODULES_MIB_MAX * 2**20
-    for folder, folders, files in os.walk(code):
-        folders[:] = sorted(name for name in folders if name[0] != "." and name != "__pycache__")
-        below = to / os.path.relpath(folder, code)
-        for name in sorted(files):
-            source = Path(folder, name)
-            if not name.endswith(".py") or source.is_symlink():
-                continue
-            copied += 1
-            bytes_left -= source.stat().st_size
-            if copied > MODULES_MAX or bytes_left < 0:
-                raise UsageError(
-                    f"the modules in {code} can't be sent to nodes: they are more than {MODULES_MAX} files "
-                    f"or {MODULES_MIB_MAX} MiB. Keep the spec's modules in a folder of their own "
-                    "(`code: FOLDER`)."
-                )
-            below.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, below / name)
-
-
-def _resolve(address: str | None) -> str:
-    """Return the address to connect to; for `auto` and None, it is that of RAY_ADDRESS, if it is set."""
-    if address not in (None, AUTO):
-        return str(address)
-    return os.environ.get("RAY_ADDRESS") or AUTO
+    try:
+        snapshot = take_snapshot(os.path.abspath(code))
+    except (CodeTooLarge, OSError) as error:
+        raise UsageError(f"the code can't be sent to Ray's nodes: {error}") from None
+    unpack(snapshot.to_tree(), snapshot.digest, str(to))
 
 
 def _connect_to(address: str, environment: Mapping[str, object], place_s: float) -> None:

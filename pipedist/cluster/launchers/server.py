@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from types import TracebackType
 from typing import Final, Self
 
 from pipedist.worker import boot
@@ -101,9 +100,7 @@ class Spare:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 
@@ -114,14 +111,13 @@ def prepare(threads: int = 1) -> Spare:
     others start a server of their own when they need one.
     """
     with _lock:
-        for server in _spares:
-            if server.fits(threads):
-                return Spare(server)
-        try:
-            server = ServerProcess(threads)
-        except OSError:
-            return Spare()  # the launcher will try again, and report the error
-        _spares.append(server)
+        server = next((spare for spare in _spares if spare.fits(threads)), None)
+        if server is None:
+            try:
+                server = ServerProcess(threads)
+            except OSError:
+                return Spare()  # the launcher will try again, and report the error
+            _spares.append(server)
         return Spare(server)
 
 
