@@ -37,7 +37,7 @@ def usable_cores() -> int:
 
 
 def checked_count(workers: object) -> int:
-    """Return a number of workers, or raise UsageError if it is not an integer in the range."""
+    """Return a number of workers, or raise UsageError."""
     if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= WORKERS_MAX:
         raise UsageError(f"`workers` must be an integer from 1 to {WORKERS_MAX}, got {workers!r}")
     return workers
@@ -76,7 +76,7 @@ class Cluster(AsyncOnly, ABC):
 
     @abstractmethod
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        """Return the coordinator, not entered; its other resources are entered into `stack`."""
+        """Return the coordinator, not entered; enter what it needs into `stack`."""
 
     async def gather(self) -> None:
         """Wait for workers that may have cached results of a resumed run."""
@@ -113,10 +113,11 @@ def dial_in(
     rejoin_s: float = 0.0,
     threads: int | None = None,
 ) -> Coordinator:
-    """Return a coordinator, not entered, whose workers all dial in; see `ConnectCluster`.
+    """Return a coordinator, not entered, whose workers all dial in.
 
     Args:
         listen: `tcp://ADDRESS:PORT`; port `*` is any free port.
+        force, rejoin_s: as for `ConnectCluster`.
         threads: BLAS and OpenMP threads that workers must have; None: not checked.
     """
     from pipedist.coordinator import Coordinator
@@ -291,10 +292,9 @@ class LocalCluster(Cluster):
 
 
 def divide_gpus(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
-    """Return CUDA_VISIBLE_DEVICES of each worker (none if `each` is 0), and the GPUs they own.
+    """Return CUDA_VISIBLE_DEVICES of each worker, and the GPUs they own.
 
-    Raises:
-        UsageError: `each` is not a number of GPUs, or there are too few for one worker.
+    The first is () if `each` is 0.
     """
     if each == 0:
         return (), Supply((0.0,) * workers, (), "the cluster was made without gpus_per_worker")

@@ -12,7 +12,6 @@ from pipedist.cluster.base import Cluster, dial_in, usable_cores
 from pipedist.cluster.launchers.engines import PLACE_S, Engine, require
 from pipedist.cluster.launchers.supervisor_process import JoinConfig
 from pipedist.core.gpus import Supply
-from pipedist.errors import UsageError
 from pipedist.transport.keys import ClusterKeys, key_text, new_keys
 
 if TYPE_CHECKING:
@@ -53,7 +52,11 @@ class EngineCluster(Cluster):
         await super().__aenter__()
         try:
             keys = key_text(ClusterKeys(self._keys.client, server=None))
-            join = JoinConfig(self._endpoint_for_nodes(), keys, self._threads)
+            endpoint = self.coordinator.endpoint
+            address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            if address in _ANY_ADDRESS:
+                endpoint = f"tcp://{self._engine.host}:{port}"
+            join = JoinConfig(endpoint, keys, self._threads)
             await self._engine.start(join, self.coordinator.fail)
         except BaseException:
             await self.__aexit__(*sys.exc_info())
@@ -64,17 +67,10 @@ class EngineCluster(Cluster):
         await stack.enter_async_context(self._engine)
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        if self._keys.server is None:
-            raise UsageError("a cluster listens with the server's keys")
+        assert self._keys.server is not None  # they are new
         host = self._engine.host
         listen = self._listen or f"tcp://{f'[{host}]' if ':' in host else host}:*"
         return dial_in(listen, self._keys.server, self._limits, force=self._force)
-
-    def _endpoint_for_nodes(self) -> str:
-        """Return the endpoint as a node dials it."""
-        endpoint = self.coordinator.endpoint
-        address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        return f"tcp://{self._engine.host}:{port}" if address in _ANY_ADDRESS else endpoint
 
     async def ready(self, count: int | None = None) -> None:
         """Return as soon as `count` workers have joined.

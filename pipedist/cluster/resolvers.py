@@ -142,7 +142,7 @@ def _job_index(job: object, index: object) -> int:
 
 
 def index_or_none(value: object) -> int | None:
-    """Return a task index, which may be a string of digits, or None if it is malformed."""
+    """Return a task index, also from digits; None: it is malformed."""
     if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).isdecimal():
         return None
     return int(value)

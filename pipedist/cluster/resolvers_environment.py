@@ -37,7 +37,7 @@ _TASKS = re.compile(r"(?P<tasks>[0-9]+)(?:\(x(?P<times>[0-9]+)\))?")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Return the hosts of a Slurm host list, in order: "n[1-2],m" gives n1, n2, m.
+    """Return the hosts of a Slurm host list: "n[1-2],m" gives n1, n2, m.
 
     Leading zeros are kept: "n[08-10]" gives n08, n09, n10. A host has at most one pair of brackets, at its end.
 
@@ -198,10 +198,13 @@ class SlurmClusterResolver(ClusterResolver):
     def _tasks(self, given: int | Mapping[str, int] | None) -> dict[str, int]:
         """Return host -> number of tasks."""
         if isinstance(given, Mapping):
-            return {
-                host: number(f"tasks_per_node[{host!r}]", count, at_least=1) for host, count in given.items()
-            }
-        hosts = self._expanded_hosts()
+            return {host: number(f"tasks_per_node[{host!r}]", n, at_least=1) for host, n in given.items()}
+        try:
+            hosts = expand_hostlist(self._text("STEP_NODELIST"))
+        except ResolverError as error:
+            raise ResolverError(f"SLURM_STEP_NODELIST: {error}") from None
+        if len(set(hosts)) != len(hosts):
+            raise ResolverError("SLURM_STEP_NODELIST names a host twice")
         if given is not None:
             return dict.fromkeys(hosts, number("tasks_per_node", given, at_least=1))
         text = self._text("STEP_TASKS_PER_NODE")
@@ -215,15 +218,6 @@ class SlurmClusterResolver(ClusterResolver):
                 f"SLURM_STEP_NODELIST has {len(hosts)}"
             )
         return dict(zip(hosts, counts, strict=True))
-
-    def _expanded_hosts(self) -> list[str]:
-        try:
-            hosts = expand_hostlist(self._text("STEP_NODELIST"))
-        except ResolverError as error:
-            raise ResolverError(f"SLURM_STEP_NODELIST: {error}") from None
-        if len(set(hosts)) != len(hosts):
-            raise ResolverError("SLURM_STEP_NODELIST names a host twice")
-        return hosts
 
     def _jobs(self, jobs: Mapping[str, int] | None, total: int) -> dict[str, int]:
         if jobs is not None:

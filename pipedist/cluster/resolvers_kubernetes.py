@@ -6,13 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pipedist.cluster.resolvers import (
-    ClusterResolver,
-    ClusterSpec,
-    ResolverStateError,
-    number,
-    text_or_none,
-)
+from pipedist.cluster.resolvers import ClusterResolver, ClusterSpec, ResolverStateError, number, text_or_none
 
 PORT: Final = 8470
 LABELS: Final[Mapping[str, Sequence[str]]] = {"worker": ("job-name=tensorflow",)}

@@ -60,13 +60,8 @@ class JobRequest(Struct, frozen=True):
                 "Set --workers-per-node."
             )
         name = _NO_NAME.sub("-", spec.name.lower()).strip("-")[:_NAME_CHARACTERS_MAX].strip("-") or "run"
-        return cls(
-            name if name[0].isalpha() else f"run-{name}",
-            nodes,
-            workers_per_node,
-            spec.threads_per_replica,
-            gpus,
-        )
+        name = name if name[0].isalpha() else f"run-{name}"
+        return cls(name, nodes, workers_per_node, spec.threads_per_replica, gpus)
 
     @property
     def workers(self) -> int:
@@ -204,7 +199,7 @@ def config_key(name: str) -> str:
 
 
 def _config_files(spec: str) -> tuple[list[str], str]:
-    """Return the ConfigMap's files (`PATH` or `KEY=PATH`), and the skipped files of the folder.
+    """Return the ConfigMap's files, `PATH` or `KEY=PATH`, and the skipped ones.
 
     Files are named one by one: the whole folder would include the cluster's keys, if they are there.
     """
@@ -234,13 +229,7 @@ def _config_files(spec: str) -> tuple[list[str], str]:
 
 
 def jobset(
-    request: JobRequest,
-    *,
-    image: str,
-    namespace: str,
-    spec: str,
-    in_image: bool,
-    claim: str | None = None,
+    request: JobRequest, *, image: str, namespace: str, spec: str, in_image: bool, claim: str | None = None
 ) -> dict[str, Any]:
     """Return the JobSet manifest.
 
@@ -345,6 +334,6 @@ def _mount(name: str, path: str) -> dict[str, Any]:
 
 
 def _secret(name: str, key: str) -> dict[str, Any]:
-    """Return a volume with one key file; pipedist rejects key files that others can read."""
+    """Return a volume with one key file that only its owner can read."""
     items = [{"key": key, "path": key, "mode": _ONLY_OWNER}]
     return {"name": "keys", "secret": {"secretName": f"{name}-keys", "items": items}}

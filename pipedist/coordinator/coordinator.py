@@ -168,10 +168,7 @@ class Coordinator:
         return self
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._fail_all(RunCancelled("the cluster was closed"))
         try:
@@ -207,7 +204,7 @@ class Coordinator:
         await self._pool.wait_for_next(worker, -1 if peer is None else peer.incarnation)
 
     def cut(self, worker: str) -> None:
-        """Cut the connection to a worker: its messages are dropped, and it is replaced."""
+        """Cut the connection to a worker: it is replaced."""
         peer = self._pool.of(worker)
         if peer is None:
             raise UsageError(f"no worker {worker!r} has joined, so it has no connection to cut")
@@ -222,11 +219,11 @@ class Coordinator:
         self._pool.share(encode(tree))
 
     def on_supervisor(self, callback: Callable[[str], None]) -> None:
-        """Have `callback` called with the worker's name on the first heartbeat of a supervisor."""
+        """Call `callback` with the worker on a supervisor's first heartbeat."""
         self._pool.on_supervisor = callback
 
     def fail(self, reason: str) -> None:
-        """End every pass with WorkersLost, now and later: there is no worker, and none will join."""
+        """End every pass, now and later: there is no worker, and none will join."""
         self._fail_all(WorkersLost(reason))
 
     # -- passes ----------------------------------------------------------------------------
@@ -275,7 +272,7 @@ class Coordinator:
         return handle
 
     def open_space(self) -> int:
-        """Return the number of a new state, a value that calls read, version by version."""
+        """Return the number of a new state: a value, version by version."""
         return self._states.open_space()
 
     def put_state(self, space: int, version: int, tree: Tree) -> None:

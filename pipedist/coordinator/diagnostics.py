@@ -46,7 +46,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """All waits of a run: the scheduler's explanation, and the same waits with names."""
+    """All waits of a run: as the scheduler explains them, and with names."""
 
     scheduler: Explanation
     waits: tuple[Waiting, ...]
@@ -78,7 +78,7 @@ def _named(wait: Wait, handle: PassHandle, seen: Seen) -> Waiting:
 
 
 def _stage(wait: Wait, handle: PassHandle, seen: tuple[int, ...] | None) -> tuple[str, str]:
-    """Return the stage that a call executes ("" if unknown), and its place for people.
+    """Return the stage that a call executes, and its place, for people.
 
     Args:
         seen: the lease, call and stage that its worker has noted.

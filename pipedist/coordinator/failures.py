@@ -17,7 +17,7 @@ from pipedist.worker.progress import Running
 
 
 class DeathOutcome(Struct, frozen=True):
-    """The consequence of a worker's death for the call that it ran; see `events.WorkerLost`.
+    """The consequence of a worker's death for its call; see `events.WorkerLost`.
 
     Args:
         stage: the stage that ran; "" if unknown.
@@ -31,7 +31,7 @@ class DeathOutcome(Struct, frozen=True):
 
 
 class FailurePolicy:
-    """Retries and quarantine of the calls of one pass; see `Coordinator.open_pass`."""
+    """Retries and quarantine of a pass's calls; see `Coordinator.open_pass`."""
 
     def __init__(self, program: Program, retries: Mapping[str, int], quarantine: frozenset[str]) -> None:
         self._stages = program.stages
@@ -54,16 +54,18 @@ class FailurePolicy:
 
     def apply(self, event: ev.CallFailed, failed: msg.Failed) -> ev.CallFailed:
         """Return a failure's event with the stage's retries and quarantine."""
+        cls = NonDeterministicError  # two executions of the call differ: its elements are not the cause
+        is_non_deterministic = (failed.module, failed.name) == (cls.__module__, cls.__name__)
         return replace(
             event,
             retries=self._retries.get(failed.stage, 0) if failed.retryable else 0,
-            quarantine=failed.stage in self._quarantine and not _is_non_deterministic(failed),
+            quarantine=failed.stage in self._quarantine and not is_non_deterministic,
             stage=failed.stage,
             text=f"{failed.name}: {failed.text}" if failed.text else failed.name,
         )
 
     def timed_out(self, running: Running) -> msg.Failed | None:
-        """Return a call's timeout as if its function had raised it; None: it has none."""
+        """Return a call's timeout as if its function had raised it, if it has one."""
         stage = self._stage(running)
         if stage is None or stage.timeout_s is None:
             return None
@@ -88,15 +90,9 @@ class FailurePolicy:
         )
 
     def _stage(self, running: Running) -> StageProgram | None:
-        """Return the stage that ran; None: the index, which a peer has sent, is out of range."""
+        """Return the stage that ran; None: a peer has sent a wrong index."""
         place = running.stage - 1
         return self._stages[place] if 0 <= place < len(self._stages) else None
-
-
-def _is_non_deterministic(failed: msg.Failed) -> bool:
-    """Return whether a call's two executions differ: its elements are not the cause."""
-    cls = NonDeterministicError
-    return (failed.module, failed.name) == (cls.__module__, cls.__name__)
 
 
 def call_error(failure: Failure, raised: Mapping[int, msg.Failed], *, name: str, replicas: int) -> CallError:

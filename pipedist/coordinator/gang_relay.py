@@ -46,10 +46,6 @@ class Segment:
     aborted: int = 0
     """The highest serial whose abort is pending; 0: none."""
 
-    @property
-    def where(self) -> str:
-        return self.owner.where if self.owner is not None else ""
-
     def end(self, serial: int, *, aborted: bool) -> None:
         """Record that a gang has ended.
 
@@ -134,7 +130,7 @@ class GangRelay:
     # -- from beginning to end -------------------------------------------------------------
 
     def begin(self, command: cmd.SendGang) -> str:
-        """Add a gang, and return the name of its members' segment; "": they have none."""
+        """Add a gang, and return the name of its segment; "": it has none."""
         serial, parts = command.serial, command.parts
         peers = [peer for part in parts if (peer := self._pool.of(part.worker)) is not None]
         segment = None
@@ -143,7 +139,7 @@ class GangRelay:
         gang = self._gangs[serial] = _Gang(serial, command.pass_id, parts, peers, segment)
         for member, part in enumerate(parts):
             self._by_lease[part.lease] = (gang, member)
-        return segment.where if segment is not None else ""
+        return "" if segment is None or segment.owner is None else segment.owner.where
 
     def stash(self, serial: int, chunk: Chunk) -> None:
         gang = self._gangs[serial]
@@ -168,7 +164,7 @@ class GangRelay:
     # -- exchanges between members -----------------------------------------------------------
 
     def exchange(self, peer: Peer, message: msg.Exchange, frames: Sequence[Frame]) -> bool:
-        """Forward a member's part of an exchange; return False if it holds no such lease.
+        """Forward a member's part of an exchange; return whether it holds the lease.
 
         Raises:
             RemoteProtocolError: it is not the member's next exchange, or others have not contributed to the previous

@@ -103,7 +103,7 @@ class Inbound:
                 raise RemoteProtocolError(f"a worker may not send {type(message).__name__}")
 
     def handle_unregistered(self, identity: bytes, message: msg.Message) -> None:
-        """Handle a message of a connection that has not joined: only a supervisor may send one."""
+        """Handle a message of no member: only a supervisor may send one."""
         match message:
             case msg.Heartbeat(worker, incarnation) if worker not in self._pool.names:
                 self._pool.check_name(message)
@@ -143,7 +143,7 @@ class Inbound:
 
 
 class Rejections:
-    """Counts rejections, and logs their reasons at a limited rate if `verbose`."""
+    """Counts rejections; if `verbose`, logs reasons at a limited rate."""
 
     def __init__(self, *, verbose: bool) -> None:
         self.count = 0
@@ -178,7 +178,7 @@ class Rejections:
 
 
 class LogSinks:
-    """Routes the output of replica functions to sinks; without any, to `sys.stderr`."""
+    """Routes the output of replica functions to sinks, else to `sys.stderr`."""
 
     def __init__(self) -> None:
         self._sinks: dict[int, LogSink] = {}
@@ -201,8 +201,9 @@ class LogSinks:
 
     def emit(self, worker: str, line: msg.LogLine) -> None:
         """Pass a line to every sink; remove a sink that raises."""
-        if not self._sinks:
-            _print_line(worker, line)
+        if not self._sinks and sys.stderr is not None:
+            with suppress(OSError, ValueError):  # stderr is closed
+                sys.stderr.write(f"[{line.stage} {line.step} {line.replica} {worker}] {line.text}\n")
         for number, sink in tuple(self._sinks.items()):
             try:
                 sink(worker, line)
@@ -211,9 +212,3 @@ class LogSinks:
                 asyncio.get_running_loop().call_exception_handler(
                     {"message": f"the log sink {sink!r} raised, and was removed", "exception": error}
                 )
-
-
-def _print_line(worker: str, line: msg.LogLine) -> None:
-    if sys.stderr is not None:
-        with suppress(OSError, ValueError):  # stderr is closed
-            sys.stderr.write(f"[{line.stage} {line.step} {line.replica} {worker}] {line.text}\n")

@@ -45,7 +45,7 @@ class Launcher(Protocol):
         ...
 
     def running(self, worker: str) -> tuple[int, ...] | None:
-        """Return what a worker executes now, as `WorkerExit.running`; only this call has a cost."""
+        """Return what a worker executes, as `WorkerExit.running`; it has a cost."""
         ...
 
     def start(self, worker: str, incarnation: int) -> None:
@@ -56,11 +56,11 @@ class Launcher(Protocol):
         ...
 
     def kill(self, worker: str, incarnation: int | None = None) -> None:
-        """Kill an incarnation of a worker (None: the latest) with SIGKILL, if it lives; return at once."""
+        """Kill a worker with SIGKILL, if it lives; None: the latest incarnation."""
         ...
 
     def watch(self, every_s: float | None) -> None:
-        """Kill workers whose calls exceed their timeout; check every `every_s` seconds, None: never."""
+        """Kill workers whose calls exceed their timeout; None: no longer."""
         ...
 
     async def close(self, grace_s: float) -> None:
@@ -70,8 +70,5 @@ class Launcher(Protocol):
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from pipedist.coordinator.failures import call_error
 from pipedist.coordinator.gang_relay import GangRelay
 from pipedist.coordinator.pass_handle import PassHandle
 from pipedist.coordinator.passes import OpenPasses
@@ -50,7 +49,7 @@ class CommandExecutor:
         self._fail = fail
         self._count_stale = count_stale
         self._pool = pool
-        self._leases = LeaseSender(post, pool, states, gangs)
+        self._states = states
         self._programs = ProgramDistributor(pool)
         self._gangs = gangs
         self._handles = passes.handles
@@ -71,9 +70,9 @@ class CommandExecutor:
             case cmd.StepsReady(pass_id, first, last):
                 self._handles[pass_id].ready(first, last)
             case cmd.SendGang(pass_id=pass_id):
-                self._leases.send_gang(self._handles[pass_id], command)
+                self._send_gang(self._handles[pass_id], command)
             case cmd.SendAssign(pass_id=pass_id):
-                self._leases.send(self._handles[pass_id], command)
+                self._send_calls(self._handles[pass_id], command)
             case cmd.RequestSteps(pass_id, count):
                 self._handles[pass_id].want(count)
             case cmd.SendBind(worker, pass_id):
@@ -87,10 +86,7 @@ class CommandExecutor:
             case cmd.SendCancel(worker, lease):
                 self._pool.send(worker, msg.Cancel(lease))
             case cmd.StepFailed(pass_id, step, failures):
-                handle = self._handles[pass_id]
-                replicas = handle.settings.replicas
-                error = call_error(failures[0], handle.raised, name=handle.name, replicas=replicas)
-                handle.step_failed(step, error)
+                self._handles[pass_id].step_failed(step, failures[0])
             case cmd.SizeCall(pass_id, call):
                 self._post(ev.CallSized(pass_id, call, self._handles[pass_id].separable(call)))
             case cmd.CallsQuarantined(pass_id):
@@ -110,19 +106,7 @@ class CommandExecutor:
             case _:
                 raise LocalProtocolError(f"the coordinator knows no command {command!r}")
 
-
-class LeaseSender:
-    """Sends leases, after the states that they read."""
-
-    def __init__(
-        self, post: Callable[[Event], None], pool: WorkerPool, states: StateVersions, gangs: GangRelay
-    ) -> None:
-        self._post = post
-        self._pool = pool
-        self._states = states
-        self._gangs = gangs
-
-    def send(self, handle: PassHandle, command: cmd.SendAssign) -> None:
+    def _send_calls(self, handle: PassHandle, command: cmd.SendAssign) -> None:
         worker, lease, lo, hi = command.worker, command.lease, command.lo, command.hi
         payload = self._payload(handle, worker, lease, lo, hi, command.elements)
         if payload is not None:
@@ -130,8 +114,8 @@ class LeaseSender:
             head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent)
             self._pool.send(worker, head, payload)
 
-    def send_gang(self, handle: PassHandle, command: cmd.SendGang) -> None:
-        """Send each member of a gang its calls; if those of one can't be sent, send none."""
+    def _send_gang(self, handle: PassHandle, command: cmd.SendGang) -> None:
+        """Send each member its calls; if those of one can't be sent, send none."""
         segment = self._gangs.begin(command)
         payloads: list[list[Frame]] = []
         for worker, lease, lo, hi in command.parts:
@@ -139,11 +123,9 @@ class LeaseSender:
             if payload is None:
                 return
             payloads.append(payload)
-        members = len(payloads)
+        pass_id, attempt, serial, members = command.pass_id, command.attempt, command.serial, len(payloads)
         for member, (worker, lease, lo, hi) in enumerate(command.parts):
-            head = msg.AssignGang(
-                lease, command.pass_id, lo, hi, command.attempt, command.serial, member, members, segment
-            )
+            head = msg.AssignGang(lease, pass_id, lo, hi, attempt, serial, member, members, segment)
             self._pool.send(worker, head, payloads[member])
 
     def _payload(
@@ -197,14 +179,12 @@ class ProgramDistributor:
         if folder not in self._snapshots:
             self._snapshots[folder] = _snapshot_of(folder)
         snapshot, text, payload = self._snapshots[folder]
-        if snapshot is None:
-            self._pool.send(peer.worker, msg.Code(os.fsencode(folder), "", text))
-            return
-        held = snapshot.digest in peer.codes
-        peer.codes.add(snapshot.digest)
-        self._pool.send(
-            peer.worker, msg.Code(os.fsencode(folder), snapshot.digest, text), () if held else payload
-        )
+        digest = "" if snapshot is None else snapshot.digest
+        if digest in peer.codes:
+            payload = ()
+        elif digest:
+            peer.codes.add(digest)
+        self._pool.send(peer.worker, msg.Code(os.fsencode(folder), digest, text), payload)
 
 
 def _snapshot_of(folder: str) -> tuple[CodeSnapshot | None, str, Sequence[Frame]]:
@@ -218,9 +198,9 @@ def _snapshot_of(folder: str) -> tuple[CodeSnapshot | None, str, Sequence[Frame]
 
 
 class StateVersions:
-    """The latest versions of every state; each is sent to a worker at most once.
+    """The latest versions of every state.
 
-    The versions that a worker holds are recorded in its `Peer`, and so forgotten when the worker is lost.
+    Each is sent to a worker at most once: its `Peer` has the versions that it holds.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -257,12 +237,12 @@ class StateVersions:
         """Drop a state, here and in the workers, if it is open."""
         if self._spaces.pop(space, None) is None:
             return
-        for peer in self._pool.peers:
+        for peer in self._pool:
             if peer.held.pop(space, None) is not None:
                 self._pool.send(peer.worker, msg.DropState(space))
 
     def send(self, worker: str, states: Mapping[str, Sequence[int]]) -> None:
-        """Send a worker the versions (name -> [space, version]) that a lease reads and it lacks."""
+        """Send a worker the versions that a lease reads and the worker lacks."""
         for name, (space, version) in states.items():
             frames = self._spaces.get(space, {}).get(version)
             if frames is None:

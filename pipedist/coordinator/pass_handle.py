@@ -10,24 +10,23 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import anyio
 import anyio.lowlevel
 from msgspec import Struct
 
-from pipedist.coordinator.failures import DeathOutcome, FailurePolicy
+from pipedist.coordinator.failures import DeathOutcome, FailurePolicy, call_error
 from pipedist.coordinator.results import Chunk, ResultStore, Slots, key_of
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import ElementRanges, Feed
-from pipedist.errors import CallError, LocalProtocolError, RunCancelled, RunDrained
+from pipedist.errors import LocalProtocolError, RunCancelled, RunDrained
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame
 from pipedist.protocol.program import Program, Shards, to_frames
 from pipedist.scheduler import Event, PassSettings
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.commands import CallsQuarantined
+from pipedist.scheduler.commands import CallsQuarantined, Failure
 from pipedist.worker.progress import Running
 
 BATCH_STEPS_MAX = 256
@@ -191,7 +190,12 @@ class PassHandle:
         """
         result: asyncio.Future[tuple[list[Slots], BaseException | None]]
         result = asyncio.get_running_loop().create_future()
-        step = self.begin_step(values, partial(_set_result, result), states)
+
+        def on_done(parts: list[Slots], error: BaseException | None) -> None:
+            if not result.done():  # the caller may have been cancelled
+                result.set_result((parts, error))
+
+        step = self.begin_step(values, on_done, states)
         if produced is not None:
             self._executed[step] = ()
         try:
@@ -209,7 +213,7 @@ class PassHandle:
         return parts
 
     def begin_step(self, values: Sequence[Tree], on_done: OnStepDone, states: States | None = None) -> int:
-        """Offer one step of given values, and return its number at once; see `call_step`.
+        """Offer one step of given values, and return its number; see `call_step`.
 
         Args:
             on_done: called once, on the event loop, with the value that `call_step` returns, or with the error that
@@ -231,7 +235,7 @@ class PassHandle:
         self._post(ev.PassDraining(self.id))
 
     def settle(self, before: int) -> None:
-        """Report that all steps before `before` are durable: workers may drop cached results."""
+        """Report that steps before `before` are durable: caches may be dropped."""
         if self.key:
             self._post(ev.StepsCommitted(self.id, before))
 
@@ -289,7 +293,7 @@ class PassHandle:
     # -- for the coordinator -------------------------------------------------------------
 
     def shards(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards:
-        """Return the payload for calls [lo, hi); reading the user's data may raise anything.
+        """Return the payload for calls [lo, hi); reading data may raise anything.
 
         Args:
             local: the worker shares this host's files.
@@ -321,7 +325,8 @@ class PassHandle:
     def _skip_replicas(self, first: int, last: int, skipped: Sequence[int]) -> None:
         """Store empty results for skipped replicas."""
         for step in range(first, last) if skipped else ():
-            for call in (step * self.settings.replicas + replica for replica in skipped):
+            for replica in skipped:
+                call = step * self.settings.replicas + replica
                 self._store.put(Chunk(call, call + 1, [{}], 0))
 
     def on_death(self, running: Running, *, timed_out: bool) -> DeathOutcome:
@@ -329,20 +334,18 @@ class PassHandle:
         failed = self.policy.timed_out(running) if timed_out else None
         if self._feed is None and running.call // self.settings.replicas not in self._waiting:
             # Its caller is gone, and the call may have hung: a retry would cost time without use.
-            reason, cls = "its caller was cancelled", RunCancelled
-            failed = msg.Failed(
-                running.lease, running.call, self.name, cls.__module__, cls.__name__, reason, "", False
-            )
+            failed = self._failed(running.lease, running.call, RunCancelled("its caller was cancelled"))
         if failed is not None:
             self.raised[running.call] = failed
         return self.policy.on_death(running, failed)
 
     def not_sent(self, lo: int, hi: int, lease: int, error: Exception) -> None:
-        cls = type(error)
         for call in range(lo, hi):
-            self.raised[call] = msg.Failed(
-                lease, call, self.name, cls.__module__, cls.__qualname__, str(error), "", False
-            )
+            self.raised[call] = self._failed(lease, call, error)
+
+    def _failed(self, lease: int, call: int, error: Exception) -> msg.Failed:
+        cls = type(error)
+        return msg.Failed(lease, call, self.name, cls.__module__, cls.__qualname__, str(error), "", False)
 
     def gang_arrived(self, chunks: Sequence[Chunk], peers: Sequence[Peer]) -> None:
         step = chunks[0].lo // self.settings.replicas
@@ -372,8 +375,9 @@ class PassHandle:
             self._visible.append((first, last))
         self._changed.set()
 
-    def step_failed(self, step: int, error: CallError) -> None:
+    def step_failed(self, step: int, failure: Failure) -> None:
         """End a step that failed for good; with a feed, end the pass."""
+        error = call_error(failure, self.raised, name=self.name, replicas=self.settings.replicas)
         if self._feed is not None:
             self.fail(error)
         else:
@@ -397,7 +401,7 @@ class PassHandle:
             del self.raised[call]
 
     def fail(self, error: BaseException) -> None:
-        """End the pass with an error, unless it has ended with another one; visible steps stay."""
+        """End the pass with its first error; visible steps stay."""
         if self._error is None:
             self._error = error
         waiting = list(self._waiting.values())
@@ -428,12 +432,3 @@ class PassHandle:
     def want(self, count: int) -> None:
         self._demand += count
         self._demanded.set()
-
-
-def _set_result(
-    future: asyncio.Future[tuple[list[Slots], BaseException | None]],
-    parts: list[Slots],
-    error: BaseException | None,
-) -> None:
-    if not future.done():  # the caller may have been cancelled
-        future.set_result((parts, error))

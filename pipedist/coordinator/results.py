@@ -86,7 +86,7 @@ class ResultStore:
         self._sizes[chunk.hi - 1] = chunk.size
 
     def take(self, first: int, last: int, replicas: int) -> tuple[list[list[Slots]], int]:
-        """Remove and return the results of steps [first, last), and the bytes that are released.
+        """Remove the results of steps [first, last); return them, and their bytes.
 
         A step's results are in replica order, without calls that were not made (empty shards) or failed.
         """
@@ -107,7 +107,7 @@ class ResultStore:
 
 
 def key_of(stamp: str, program: Sequence[Frame]) -> str:
-    """Return the key under which workers cache results: a digest of the stamp and the program."""
+    """Return the key of a pass's cached results: of its stamp and program."""
     digest = hashlib.sha256(stamp.encode())
     for frame in program:
         digest.update(memoryview(frame).nbytes.to_bytes(8, "little"))
@@ -122,7 +122,7 @@ class CachedResultIndex:
         self._workers: dict[str, tuple[int, Mapping[str, _Ranges]]] = {}
 
     def add(self, hello: msg.Hello, passes: Mapping[str, int]) -> list[ev.CallsCached]:
-        """Record a worker's cached results; return the events for passes that are open.
+        """Record a worker's cached results; return the events for open passes.
 
         Args:
             passes: numbers of the open passes, by key.

@@ -108,7 +108,7 @@ def rejection_reason(
 
 
 def differences(hello: msg.Hello, *, managed: bool) -> str:
-    """Return the differences of a worker's platform that could change bits, or "".
+    """Return the differences of a platform that could change bits, or "".
 
     Args:
         managed: it was started here, on the same processor.

@@ -27,7 +27,7 @@ _REQUIRED: Final = ("server_public", "client_public", "client_secret")
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """The scheduler's key pair, and the public keys of clients that may join; all Z85, 40 bytes."""
+    """The scheduler's key pair, and clients' public keys (Z85, 40 bytes)."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -36,7 +36,7 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """A worker's key pair, and the key by which it knows the scheduler; all Z85, 40 bytes."""
+    """A worker's key pair, and the scheduler's public key (Z85, 40 bytes)."""
 
     server_public: bytes
     public: bytes
@@ -79,7 +79,7 @@ def key_text(keys: ClusterKeys) -> str:
 
 
 def write_key_file(path: str | os.PathLike[str], keys: ClusterKeys | None = None) -> ClusterKeys:
-    """Write a cluster's keys (None: new ones) to a new file that only its owner can read, and return them.
+    """Write keys, new ones by default, to a new file of mode 0600; return them.
 
     Raises:
         UsageError: the file exists, or can't be made.
@@ -153,10 +153,10 @@ def _key(document: dict[str, object], key: str, name: str) -> bytes:
         raise UsageError(f"{name}: {key} must be a key of 40 characters")
     text = value.encode("ascii")
     try:
-        decoded = z85.decode(text)
-    except (KeyError, ValueError, struct.error) as error:
-        raise UsageError(f"{name}: {key} is not a key in Z85") from error
-    if z85.encode(decoded) != text:
+        is_key = z85.encode(z85.decode(text)) == text
+    except (KeyError, ValueError, struct.error):
+        is_key = False
+    if not is_key:
         raise UsageError(f"{name}: {key} is not a key in Z85")
     return text
 

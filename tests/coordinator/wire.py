@@ -114,7 +114,7 @@ async def wired(limits: SchedulerLimits | None = None) -> AsyncIterator[Wire]:
     async with coordinator:
         wires[0].coordinator = coordinator
         yield wires[0]
-        for worker in [peer.worker for peer in coordinator._pool.peers]:  # no process sends Goodbye
+        for worker in [peer.worker for peer in coordinator._pool]:  # no process sends Goodbye
             incarnation = coordinator._pool.of(worker).incarnation  # type: ignore[union-attr]
             coordinator._pool.on_goodbye(msg.Goodbye(worker, incarnation, "over"))
 

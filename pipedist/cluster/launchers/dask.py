@@ -23,7 +23,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from pipedist.cluster.launchers.engines import (
     GRACE_S,
     LOCAL,
-    ConnectedEngine,
+    Engine,
     OnFailed,
     address_towards,
     not_installed,
@@ -63,8 +63,8 @@ class DaskPlugin(WorkerPlugin):
             await asyncio.to_thread(self._supervisor.close, GRACE_S)
 
 
-class DaskEngine(ConnectedEngine):
-    """A connection to Dask, and the plugin that has the workers; for the arguments see `DaskCluster`."""
+class DaskEngine(Engine):
+    """A connection to Dask, and the plugin with the workers; see `DaskCluster`."""
 
     def __init__(self, *, address: str | None, workers: int, place_s: float) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import anyio
 from anyio.abc import TaskGroup
@@ -33,36 +33,7 @@ CLOSE_S = 30.0
 """How long an engine may take to end the workers, and then to close the connection."""
 
 OnFailed = Callable[[str], None]
-"""Called with the reason when an engine has no worker any more, and will not get one."""
-
-
-class Engine(Protocol):
-    """Places workers, inside `async with`: entering connects to it.
-
-    Leaving ends its workers, and whatever was started for the cluster.
-    """
-
-    @property
-    def host(self) -> str:
-        """The address of this host, as the engine's nodes reach it; known after entering."""
-        ...
-
-    async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
-        """Place the workers; return as soon as the engine has the resources for them.
-
-        Args:
-            on_failed: called on the event loop.
-
-        Raises:
-            UsageError: the engine lacks the resources, or its nodes lack pipedist.
-        """
-        ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+"""Called on the event loop with the reason when an engine has no worker any more, and will not get one."""
 
 
 class Watchers:
@@ -77,7 +48,7 @@ class Watchers:
         self._is_over = False
 
     def start(self, function: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
-        """Start a task, which must not raise; does nothing once the tasks are ending."""
+        """Start a task, which must not raise; not once the tasks are ending."""
         if not self._is_over:
             self._group.start_soon(function, *args)
 
@@ -91,8 +62,8 @@ class Watchers:
         await self._group.__aexit__(None, None, None)
 
 
-class ConnectedEngine(ABC):
-    """Base of engines that are reached over a connection.
+class Engine(ABC):
+    """Places workers, inside `async with`, over a connection.
 
     Entering prepares, then connects. If that fails, and at the end, the workers are withdrawn and the
     connection is closed, within CLOSE_S each.
@@ -100,6 +71,7 @@ class ConnectedEngine(ABC):
 
     def __init__(self) -> None:
         self.host = ""
+        """The address of this host, as the engine's nodes reach it; known after entering."""
         self._stack = AsyncExitStack()
         self.watchers = Watchers()
 
@@ -124,6 +96,14 @@ class ConnectedEngine(ABC):
         """Enter into `stack` what must outlast the connection."""
 
     @abstractmethod
+    async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
+        """Place the workers; return when the engine has the resources for them.
+
+        Raises:
+            UsageError: the engine lacks the resources, or its nodes lack pipedist.
+        """
+
+    @abstractmethod
     async def _connect(self) -> str:
         """Connect; return the address at which the nodes reach this host."""
 
@@ -145,7 +125,7 @@ class ConnectedEngine(ABC):
 
 
 def require(module: str, extra: str) -> None:
-    """Check that the module of an extra, named like its launcher, is installed, without importing it."""
+    """Check that an extra's module is installed, without importing it."""
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:  # a folder of that name is not a package
         raise UsageError(
@@ -155,7 +135,7 @@ def require(module: str, extra: str) -> None:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this host on the route to another one; nothing is sent."""
+    """Return this host's address on the route to another; send nothing."""
     import socket
 
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -165,7 +145,7 @@ def address_towards(host: str) -> str:
 
 
 def not_installed(text: str) -> str:
-    """Return the error text if a node lacks pipedist, or "" if the engine reports another error."""
+    """Return the error text if a node lacks pipedist, else ""."""
     if "No module named 'pipedist" not in text:
         return ""
     return (

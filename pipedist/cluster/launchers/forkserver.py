@@ -44,6 +44,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,9 +94,6 @@ class _Child:
     overdue: Overdue | None = None
     was_killed: bool = False
 
-    def close_memory(self) -> None:
-        _close_memory(self.progress, self.memory)
-
 
 class ForkServer:
     """Forks workers on request of its launcher, and reports their ends."""
@@ -120,14 +118,17 @@ class ForkServer:
         self._memory_kills = OutOfMemoryKills()
 
     def serve(self) -> None:
-        """Serve until the launcher has ended or dismissed the server; then kill all workers."""
+        """Serve until the launcher ends or dismisses the server; kill all workers."""
         self._wake_up.setblocking(False)
         self._wake_up_end.setblocking(False)
         signal.set_wakeup_fd(self._wake_up_end.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, do_nothing)  # the signal is read from the wake-up descriptor
         self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
         self._selector.register(self._wake_up, selectors.EVENT_READ, self._on_child)
-        self._watch_launcher()
+        # Not Linux, a sandbox forbids it, or the launcher is gone: the control socket is the only lifeline.
+        with suppress(AttributeError, OSError):
+            self._lifeline = os.pidfd_open(self._launcher_pid)
+            self._selector.register(self._lifeline, selectors.EVENT_READ, lambda: False)
         try:
             while self._step():
                 pass
@@ -137,19 +138,11 @@ class ForkServer:
                 remove_private_directory(self._directory)
 
     def _launcher_is_gone(self) -> bool:
-        """Return whether the launcher's process has ended; its socket ends milliseconds before."""
+        """Return whether the launcher's process has ended, soon after its socket."""
         if self._lifeline < 0:
             return os.getppid() != self._launcher_pid
         ready, _, _ = select.select([self._lifeline], [], [], _LAUNCHER_END_S)
         return bool(ready)
-
-    def _watch_launcher(self) -> None:
-        try:
-            self._lifeline = os.pidfd_open(self._launcher_pid)
-        except (AttributeError, OSError):
-            # Not Linux, a sandbox forbids it, or the launcher is gone: the control socket is the only lifeline.
-            return
-        self._selector.register(self._lifeline, selectors.EVENT_READ, lambda: False)
 
     def _step(self) -> bool:
         """Wait for events and handle them; return False when the launcher is gone."""
@@ -191,11 +184,9 @@ class ForkServer:
         return bool(data)
 
     def _on_child(self) -> bool:
-        try:
+        with suppress(BlockingIOError):  # it is drained
             while self._wake_up.recv(4096):
                 pass
-        except BlockingIOError:
-            pass  # it is drained
         self._reap()
         return True
 
@@ -239,7 +230,7 @@ class ForkServer:
         if self._lifeline >= 0:
             os.close(self._lifeline)
         for child in self._children.values():
-            child.close_memory()
+            _close_memory(child.progress, child.memory)
         self._children.clear()
 
     def _kill(self, worker: str, incarnation: int) -> None:
@@ -286,13 +277,13 @@ class ForkServer:
 
     def _report_exit(self, child: _Child, status: int) -> None:
         del self._children[child.pid]
-        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
-        signum = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        text = child.note + describe_exit(os.waitstatus_to_exitcode(status))
+        ended = os.waitstatus_to_exitcode(status)
+        code, signum = (ended, None) if ended >= 0 else (None, -ended)
+        text = child.note + describe_exit(ended)
         if self._memory_kills.grew() and signum == signal.SIGKILL and not child.was_killed:
             text += ": out of memory"
         running, timed_out = end_of(child.progress, child.overdue)
-        child.close_memory()
+        _close_memory(child.progress, child.memory)
         self._send(
             "exited", child.worker, child.incarnation, child.pid, code, signum, text, running, timed_out
         )
@@ -304,10 +295,8 @@ class ForkServer:
             self._report_exit(child, os.waitpid(child.pid, 0)[1])
 
     def _send(self, *items: object) -> None:
-        try:
+        with suppress(ConnectionError):  # the launcher is gone; the next step notices it
             self._control.sendall(msgpack.packb(items))
-        except ConnectionError:
-            return  # the launcher is gone; the next step notices it
 
 
 class OutOfMemoryKills:
@@ -338,7 +327,7 @@ class OutOfMemoryKills:
 
 
 def _find_counter(groups: Path, mount: Path) -> Path | None:
-    """Return the file with the count; None: this is not Linux, or there are no control groups."""
+    """Return the file with the count; None: there are no control groups."""
     try:
         lines = groups.read_text().splitlines()
     except OSError:
@@ -397,17 +386,15 @@ def _run_worker(server: ForkServer, settings: Mapping[str, Any], progress: CallP
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-            try:
+            with suppress(OSError, ValueError):  # its reader is gone
                 if stream is not None:
                     stream.flush()
-            except (OSError, ValueError):
-                pass  # its reader is gone
         # No finalisation: exit handlers of the server's modules must not run here.
         os._exit(code)
 
 
 def main(arguments: Mapping[str, Any]) -> None:
-    """Run the fork server, with the descriptor `control` and the process id `launcher`, then exit."""
+    """Run the fork server, then exit."""
     set_process_name(FORK_SERVER_NAME)
     # A terminal, `timeout` or `systemctl stop` signal all processes of a run. The scheduler handles that, and
     # its workers, which inherit this, finish their calls.

@@ -92,7 +92,7 @@ class LocalLauncher:
     @property
     def server_pid(self) -> int:
         """The fork server's process id; 0: there is none."""
-        return self._server.pid if self._server is not None else 0
+        return self._server.process.pid if self._server is not None else 0
 
     def running(self, worker: str) -> Running | None:
         latest = max((number for name, number in self._memories if name == worker), default=None)
@@ -100,7 +100,7 @@ class LocalLauncher:
         if memory < 0 or self._server is None:
             return None
         try:  # the worker may just have ended, and its descriptor belong to another file
-            return unpack_running(Path(f"/proc/{self._server.pid}/fd/{memory}").read_bytes())
+            return unpack_running(Path(f"/proc/{self._server.process.pid}/fd/{memory}").read_bytes())
         except OSError:
             return None
 
@@ -156,7 +156,8 @@ class LocalLauncher:
                         await self._server.ended.wait()
                 self._kill_server()
                 for server in self._old_servers:
-                    await server.reap()
+                    if server.process.code() is None:  # its socket ends just before
+                        await anyio.to_thread.run_sync(server.process.wait)
         finally:
             self._kill_server()  # asyncio's own cancellation gets through the shield
             self._old_servers.clear()
@@ -198,7 +199,9 @@ class LocalLauncher:
         """Report the workers of a server that has ended: the kernel kills them."""
         self._old_servers.append(server)
         self._server = None
-        text = f"its fork server, process {server.pid}, ended ({server.describe_end()})"
+        code = server.process.code(within_s=_GONE_S)
+        how = "unknown" if code is None else describe_exit(code)
+        text = f"its fork server, process {server.process.pid}, ended ({how})"
         for (worker, incarnation), pid in list(self._workers.items()):
             self._report_exit(WorkerExit(worker, incarnation, pid, None, signal.SIGKILL, text))
 
@@ -223,8 +226,7 @@ class _Connection:
         self._loop = asyncio.get_running_loop()
         self.ended = anyio.Event()
         self._unsent = bytearray()
-        self._process = process
-        self.pid = process.pid
+        self.process = process
         self._socket = process.socket
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._on_readable)
@@ -279,12 +281,4 @@ class _Connection:
     def kill(self) -> None:
         """Kill the server; the kernel kills its workers."""
         self._close()
-        self._process.kill()
-
-    async def reap(self) -> None:
-        if self._process.code() is None:  # its socket ends just before
-            await anyio.to_thread.run_sync(self._process.wait)
-
-    def describe_end(self) -> str:
-        code = self._process.code(within_s=_GONE_S)
-        return "unknown" if code is None else describe_exit(code)
+        self.process.kill()

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from pipedist.cluster.launchers.engines import (
     GRACE_S,
     LOCAL,
-    ConnectedEngine,
+    Engine,
     OnFailed,
     address_towards,
     not_installed,
@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 
 class RayResources(Struct, frozen=True):
-    """Resources that Ray reserves: bundles, each with the same resources by name.
+    """Resources that Ray reserves: equal bundles of resources by name.
 
     Args:
         placement: `pack`: on as few nodes as have the resources; `spread`: on as many.
@@ -72,7 +72,7 @@ class RayResources(Struct, frozen=True):
 
 
 class RayActor:
-    """The supervisor of one worker, as long as the actor lives; methods run in threads of the actor.
+    """The supervisor of one worker; methods run in threads of the actor.
 
     Args:
         has_code: the actor's working folder is a copy of the spec's modules.
@@ -89,8 +89,8 @@ class RayActor:
         self._supervisor.close(grace_s)
 
 
-class RayEngine(ConnectedEngine):
-    """A connection to Ray, and the actors that have the workers; for the arguments see `RayCluster`."""
+class RayEngine(Engine):
+    """A connection to Ray, and the actors with the workers; see `RayCluster`."""
 
     def __init__(
         self,
@@ -277,7 +277,7 @@ class RayEngine(ConnectedEngine):
             )
 
     async def _watch(self, actor: Any, on_failed: OnFailed) -> None:
-        """Wait until a supervisor has left for good; the end of the last one is reported."""
+        """Wait until a supervisor has left for good; report the last one's end."""
         from ray.exceptions import RayError
 
         while True:
@@ -339,7 +339,7 @@ def make_group(resources: RayResources) -> Any:
 
 
 def copy_code(code: Path, to: Path) -> None:
-    """Write the files that workers on other hosts get of a code folder to a new folder.
+    """Write the files of a code folder that may be sent to a new folder.
 
     Raises:
         UsageError: they are too many, too large, or can't be read.
@@ -387,7 +387,7 @@ def _connect_to(address: str, environment: Mapping[str, object], place_s: float)
 
 
 def _connected(function: Callable[[], T]) -> T:
-    """Call a function of Ray; raise ConnectionError if the connection of Ray Client is lost."""
+    """Call a function of Ray; raise ConnectionError if Ray Client lost it."""
     import ray
 
     try:

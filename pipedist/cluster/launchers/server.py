@@ -29,10 +29,9 @@ _spares: list[ServerProcess] = []
 
 
 class ServerProcess:
-    """A fork server's process, and the launcher's end of its control socket; it needs no event loop.
+    """A fork server's process, and the launcher's end of its control socket.
 
-    Args:
-        threads: BLAS and OpenMP threads of its workers.
+    It needs no event loop.
     """
 
     def __init__(self, threads: int) -> None:
@@ -42,13 +41,10 @@ class ServerProcess:
         try:
             with theirs:
                 self._process = _exec(theirs, threads)
+            self.pid = self._process.pid
         except BaseException:
             self.socket.close()
             raise
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def fits(self, threads: int) -> bool:
         """Return whether a server that is started now would be the same."""
@@ -69,7 +65,7 @@ class ServerProcess:
         self._process.kill()
 
     def wait(self) -> None:
-        """Wait until the process has ended; its socket has, so that takes milliseconds."""
+        """Wait, for milliseconds, until a process has ended whose socket has."""
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -77,7 +73,7 @@ class ServerProcess:
             self._process.wait()
 
     def code(self, within_s: float = 0.0) -> int | None:
-        """Return the exit code, as `Popen.returncode`; None: the process runs after `within_s`."""
+        """Return the exit code, as `Popen.returncode`; None: it still runs."""
         try:
             return self._process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -94,7 +90,7 @@ class Spare:
         self._end = weakref.finalize(self, _end_spare, server)
 
     def end(self) -> None:
-        """End the server, unless a launcher has taken it over; may be called twice."""
+        """End the server, unless a launcher has it; may be called twice."""
         self._end()
 
     def __enter__(self) -> Self:

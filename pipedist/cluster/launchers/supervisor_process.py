@@ -89,11 +89,11 @@ class SupervisorProcess:
         return process.pid if process is not None and process.returncode is None else 0
 
     def wait(self, timeout_s: float | None = None) -> str | None:
-        """Return why the supervisor left, "" if it was stopped; None: it is there after `timeout_s`."""
+        """Return why the supervisor left; "": it was stopped; None: it is there."""
         return self._reason if self._left.wait(timeout_s) else None
 
     def close(self, grace_s: float) -> None:
-        """Wait until the supervisor's processes have ended; kill them after `grace_s`."""
+        """Wait until the supervisor has ended; kill it after `grace_s`."""
         with self._lock:
             self._closing = True
             process = self._process
@@ -115,7 +115,8 @@ class SupervisorProcess:
                     code = self._run_once(keys)
                     if code is None:
                         break
-                    reason = self._describe(code)
+                    last_lines = " | ".join(tuple(self._last_lines))
+                    reason = ": ".join(filter(None, (boot.describe_exit(code), last_lines))) if code else ""
                     if code >= 0:
                         break
             finally:
@@ -128,7 +129,7 @@ class SupervisorProcess:
             self._on_left(reason)
 
     def _run_once(self, keys: int) -> int | None:
-        """Run a supervisor until it ends; return its exit code, None if it was not started."""
+        """Run a supervisor; return its exit code, None if it was not started."""
         join = self._join
         arguments = {
             "parent": os.getpid(),
@@ -166,14 +167,9 @@ class SupervisorProcess:
                 self._last_lines.append(text)
                 print(text, file=sys.stderr, flush=True)  # noqa: T201 - for the engine's logs
 
-    def _describe(self, code: int) -> str:
-        if code == 0:
-            return ""
-        return ": ".join(filter(None, (boot.describe_exit(code), " | ".join(tuple(self._last_lines)))))
-
 
 def _environment(code: tuple[str, ...]) -> dict[str, str]:
-    """Return this process's environment, without `code` in PYTHONPATH: it comes after installed packages."""
+    """Return the environment, with `code` after installed packages."""
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = os.pathsep.join(entry for entry in path if entry and entry not in code)
     rest = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

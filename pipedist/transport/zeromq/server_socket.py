@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import anyio
 import anyio.to_thread
 import zmq
+from zmq.utils import z85
 
 from pipedist.errors import UsageError
 from pipedist.protocol.limits import KIB, MessageLimits
@@ -25,10 +26,10 @@ from pipedist.transport.zeromq.connections import (
     configure,
     event_of,
     hang_up,
+    plain_address,
     size_of,
 )
 from pipedist.transport.zeromq.pump import Pump
-from pipedist.transport.zeromq.zap import ZAP_DOMAIN, ZapHandler
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
@@ -39,6 +40,11 @@ COPY_BYTES_MAX: Final = 64 * KIB
 # Plain ints: the enumerations of pyzmq cost more than the calls that get them.
 _LAST: Final = int(zmq.DONTWAIT)
 _MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
+
+
+_ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN: Final = b"pipedist"
+_ZAP_FRAMES_MAX: Final = 16
 
 
 class Unwelcome(Exception):
@@ -95,7 +101,7 @@ class ServerSocket:
         self._monitor_pump.start()
 
     def send(self, identity: bytes, parts: list[bytes | memoryview]) -> bool:
-        """Send a message, now or as soon as its queue has room; return False where the peer is gone.
+        """Send a message as soon as there is room; return False if the peer is gone.
 
         Raises:
             RemoteProtocolError: too much waits for it already.
@@ -154,7 +160,7 @@ class ServerSocket:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
-            socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._monitor = self._socket.get_monitor_socket(FAILURE_EVENTS)
         pace = self._settings.frames_per_wake_up
@@ -277,6 +283,61 @@ class ServerSocket:
         self._retry = None
         self._flush()
         self._pump.look_again()
+
+
+class ZapHandler:
+    """Lets in the keys (Z85) of a fixed set, each under its own name (`User-Id`: the key); see RFC 27, ZAP.
+
+    A server with ZAP_ENFORCE_DOMAIN and a domain rejects every client if the handler does not reply, or is
+    gone: it fails closed.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        allowed: frozenset[bytes],
+        on_refuse: Callable[[str], None],
+    ) -> None:
+        self._allowed = allowed
+        self._on_refuse = on_refuse
+        self._request: list[bytes] = []
+        self._socket = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind(_ZAP_ENDPOINT)
+        self._pump = Pump(self._socket, self._take, frames_per_wake_up=256)
+
+    def start(self) -> None:
+        self._pump.start()
+
+    def close(self) -> None:
+        """Stop; from now on every client is rejected."""
+        self._pump.stop()
+        self._socket.close()
+
+    def _take(self, frame: zmq.Frame, more: bool) -> None:
+        if len(self._request) < _ZAP_FRAMES_MAX:
+            self._request.append(frame.bytes)
+        if not more:
+            request, self._request = self._request, []
+            user, reason = self._decide(request)
+            if reason:
+                self._on_refuse(reason)
+            reply = (b"400", b"refused", b"", b"") if reason else (b"200", b"OK", user, b"")
+            request_id = request[1] if len(request) > 1 else b""
+            self._socket.send_multipart([b"1.0", request_id, *reply], zmq.DONTWAIT)
+            self._pump.look_again()
+
+    def _decide(self, request: list[bytes]) -> tuple[bytes, str]:
+        if len(request) != 7 or request[0] != b"1.0":
+            return b"", "a malformed request for authentication"
+        _, _, domain, address, _, mechanism, credential = request
+        where = plain_address(address.decode("ascii", "replace"))
+        if domain != _ZAP_DOMAIN or mechanism != b"CURVE" or len(credential) != 32:
+            return b"", f"a peer at {where} without a CURVE key"
+        key = z85.encode(credential)
+        if key not in self._allowed:
+            return b"", f"a peer at {where} with the unknown key {key.decode('ascii')}"
+        return key, ""
 
 
 def _why_not(endpoint: Endpoint, number: int) -> str:
