@@ -189,20 +189,17 @@ class LocalCluster(Cluster):
         from pipedist.transport.router import Router
         from pipedist.worker.process_setup import boot_id
 
+        owned = zip(self._visible, self._supply.owned or (), strict=True)
+        gpus = dict(zip(self._names, owned, strict=True)) if self._visible else {}
         endpoint = ipc_endpoint(stack.enter_context(private_directory()))
         return Coordinator(
             router_factory=partial(Router, endpoint, keys=None, shared_memory=self._shared_memory),
-            launcher_factory=lambda at: LocalLauncher(at, threads=self._threads, gpus=self._gpus()),
+            launcher_factory=lambda at: LocalLauncher(at, threads=self._threads, gpus=gpus),
             workers=self._names,
             limits=self._limits,
             boot=boot_id(),
             shared_memory=self._shared_memory is not None,
         )
-
-    def _gpus(self) -> dict[str, tuple[str, float]]:
-        if not self._visible:
-            return {}
-        return dict(zip(self._names, zip(self._visible, self._supply.owned or (), strict=True), strict=True))
 
     @property
     def names(self) -> Sequence[str]:

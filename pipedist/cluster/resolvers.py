@@ -153,17 +153,11 @@ def _listed(items: Sequence[object]) -> str:
 
 
 class ResolverError(UsageError, ValueError):
-    """An argument or environment variable of a resolver is malformed.
-
-    The text names it.
-    """
+    """The malformed argument or variable of a resolver, which the text names."""
 
 
 class ResolverStateError(UsageError, RuntimeError):
-    """A resource of a resolver is missing (yet).
-
-    It is a variable, a running pod, enough tasks or GPUs.
-    """
+    """A variable, running pod, task or GPU of a resolver is missing (yet)."""
 
 
 class ClusterResolver(ABC):
@@ -266,15 +260,6 @@ def number(name: str, value: object, *, at_least: int = 0) -> int:
     return value.__index__()
 
 
-def accelerators(value: Mapping[str, int] | None) -> dict[str, int]:
-    """Return an argument that maps kinds of accelerators to their numbers."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise TypeError(f"num_accelerators is {value!r}; expected a mapping such as {{'GPU': 2}}")
-    return {kind: number(f"num_accelerators[{kind!r}]", count) for kind, count in value.items()}
-
-
 class SimpleClusterResolver(ClusterResolver):
     """A resolver of given values (tf.distribute's SimpleClusterResolver).
 
@@ -310,7 +295,12 @@ class SimpleClusterResolver(ClusterResolver):
         self._task_type = text_or_none("task_type", task_type)
         self._task_id = number_or_none("task_id", task_id)
         self._environment = text_or_none("environment", environment)
-        self._num_accelerators = accelerators(num_accelerators)
+        if not isinstance(num_accelerators, Mapping | None):
+            raise TypeError(
+                f"num_accelerators is {num_accelerators!r}; expected a mapping such as {{'GPU': 2}}"
+            )
+        counts = (num_accelerators or {}).items()
+        self._num_accelerators = {kind: number(f"num_accelerators[{kind!r}]", n) for kind, n in counts}
         self._rpc_layer = text_or_none("rpc_layer", rpc_layer)
 
     def cluster_spec(self) -> ClusterSpec:

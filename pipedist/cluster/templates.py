@@ -199,7 +199,7 @@ def config_key(name: str) -> str:
 
 
 def _config_files(spec: str) -> tuple[list[str], str]:
-    """Return the ConfigMap's files, `PATH` or `KEY=PATH`, and the skipped ones.
+    """Return the ConfigMap's files, `PATH` or `KEY=PATH`, and skipped ones.
 
     Files are named one by one: the whole folder would include the cluster's keys, if they are there.
     """
@@ -257,10 +257,8 @@ def jobset(
         "resources": {"requests": {"cpu": "1"}},
         "volumeMounts": [_mount("keys", _KEYS), {"name": "out", "mountPath": _OUT}],
     }
-    out: dict[str, Any] = {"name": "out", "emptyDir": {}}
-    if claim:
-        out = {"name": "out", "persistentVolumeClaim": {"claimName": claim}}
-    volumes = [_secret(request.name, "cluster.key"), out]
+    out = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
+    volumes = [_secret(request.name, "cluster.key"), {"name": "out", **out}]
     if not in_image:
         driver["volumeMounts"].append(_mount("spec", _SPEC))
         volumes.append({"name": "spec", "configMap": {"name": f"{request.name}-spec"}})

@@ -105,14 +105,14 @@ class TaskCluster(Cluster):
         spec = resolver.cluster_spec()
         if not spec:
             raise UsageError("the cluster has no tasks. Set TF_CONFIG, or give a resolver.")
+        listed = ", ".join(f"{each}: {tasks}" for each, tasks in spec.as_dict().items())
         role, index = resolver.task_type, resolver.task_id
         if role is None and index is None:
             raise UsageError(
-                'TF_CONFIG has no `task`. Set `"task": {"type": ..., "index": ...}` to one of '
-                f"{_tasks_text(spec.as_dict())}."
+                f'TF_CONFIG has no `task`. Set `"task": {{"type": ..., "index": ...}}` to one of {listed}.'
             )
         if role is None or index is None or role not in spec.jobs or index not in spec.task_indices(role):
-            raise UsageError(f"task {role}/{index} is not in the cluster: {_tasks_text(spec.as_dict())}")
+            raise UsageError(f"task {role}/{index} is not in the cluster: {listed}")
         job = next((each for each in _SCHEDULING if each in spec.jobs and 0 in spec.task_indices(each)), None)
         if job is None:
             raise UsageError(f"no task can schedule: {spec!r} has no chief 0, master 0 or worker 0")
@@ -323,10 +323,6 @@ class TaskCluster(Cluster):
     def _wake(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
-
-
-def _tasks_text(cluster: Mapping[str, object]) -> str:
-    return ", ".join(f"{job}: {tasks}" for job, tasks in cluster.items())
 
 
 def _key_file_of(given: str | os.PathLike[str] | None, host: str, port: int, address: str) -> str:

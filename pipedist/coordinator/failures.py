@@ -17,7 +17,7 @@ from pipedist.worker.progress import Running
 
 
 class DeathOutcome(Struct, frozen=True):
-    """The consequence of a worker's death for its call; see `events.WorkerLost`.
+    """The consequence of a worker's death for a call; see `events.WorkerLost`.
 
     Args:
         stage: the stage that ran; "" if unknown.

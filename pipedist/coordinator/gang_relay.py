@@ -164,7 +164,7 @@ class GangRelay:
     # -- exchanges between members -----------------------------------------------------------
 
     def exchange(self, peer: Peer, message: msg.Exchange, frames: Sequence[Frame]) -> bool:
-        """Forward a member's part of an exchange; return whether it holds the lease.
+        """Forward a member's part of an exchange; return whether it has a lease.
 
         Raises:
             RemoteProtocolError: it is not the member's next exchange, or others have not contributed to the previous

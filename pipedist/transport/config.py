@@ -65,9 +65,6 @@ SEGMENTS_MAX: Final = 128
 SLOTS_MAX: Final = 256
 """Slots of one segment."""
 
-_CLUSTER_BYTES_MAX: Final = 1 * GIB
-_MEMORY_SHARE: Final = 8  # at most one eighth of the machine's memory
-
 
 class SharedMemory(Struct, frozen=True):
     """How much memory a Router shares with its peers.
@@ -92,7 +89,7 @@ class SharedMemory(Struct, frozen=True):
         if text == "0" or not is_supported():
             return None
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        half_bytes = min(_CLUSTER_BYTES_MAX, memory_bytes // _MEMORY_SHARE) // 2
+        half_bytes = min(GIB, memory_bytes // 8) // 2
         return cls(half_bytes, half_bytes // workers)
 
 

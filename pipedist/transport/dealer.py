@@ -14,18 +14,17 @@ from typing import TYPE_CHECKING, Any, Final
 import zmq
 
 from pipedist.errors import PipedistError, RemoteProtocolError, UsageError
-from pipedist.protocol.limits import KIB, LIMITS, MessageLimits
+from pipedist.protocol.limits import LIMITS, MessageLimits
 from pipedist.protocol.messages import Message
 from pipedist.protocol.wire import Reference, pack, seal, unpack, unseal, weave
 from pipedist.transport.config import SETTINGS, SocketSettings
 from pipedist.transport.endpoints import parse_endpoint
 from pipedist.transport.shared_memory.link import Link, join
-from pipedist.transport.zeromq.connections import FAILURE_EVENTS, configure, event_of, size_of
+from pipedist.transport.zeromq.connections import COPY_BYTES_MAX, FAILURE_EVENTS, configure, event_of, size_of
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys
 
-COPY_BYTES_MAX: Final = 64 * KIB
 # Plain ints: the enumerations of pyzmq cost more than the calls that get them.
 _POLLIN: Final = int(zmq.POLLIN)
 _POLLOUT: Final = int(zmq.POLLOUT)

@@ -64,7 +64,7 @@ class DaskPlugin(WorkerPlugin):
 
 
 class DaskEngine(Engine):
-    """A connection to Dask, and the plugin with the workers; see `DaskCluster`."""
+    """A connection to Dask, and the workers' plugin; see `DaskCluster`."""
 
     def __init__(self, *, address: str | None, workers: int, place_s: float) -> None:
         super().__init__()

@@ -316,14 +316,12 @@ class OutOfMemoryKills:
         return self._count > before
 
     def _read(self) -> int:
-        if self._file is None:
-            return 0
-        try:
-            lines = self._file.read_text().splitlines()
-        except OSError:
-            return 0
-        counts = [line.split() for line in lines]
-        return next((int(words[1]) for words in counts if len(words) == 2 and words[0] == "oom_kill"), 0)
+        with suppress(OSError):
+            for line in self._file.read_text().splitlines() if self._file else ():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+        return 0
 
 
 def _find_counter(groups: Path, mount: Path) -> Path | None:

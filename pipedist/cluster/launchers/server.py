@@ -87,11 +87,8 @@ class Spare:
     """
 
     def __init__(self, server: ServerProcess | None = None) -> None:
-        self._end = weakref.finalize(self, _end_spare, server)
-
-    def end(self) -> None:
-        """End the server, unless a launcher has it; may be called twice."""
-        self._end()
+        self.end = weakref.finalize(self, _end_spare, server)
+        """Ends the server, unless a launcher has it; may be called twice."""
 
     def __enter__(self) -> Self:
         return self

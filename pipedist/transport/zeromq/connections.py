@@ -14,10 +14,13 @@ from typing import Final
 import zmq
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.protocol.limits import MessageLimits
+from pipedist.protocol.limits import KIB, MessageLimits
 from pipedist.protocol.wire import first_frame_bytes_max
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.endpoints import Endpoint
+
+COPY_BYTES_MAX: Final = 64 * KIB
+"""Frames up to this size are copied into ZeroMQ's queue: cheaper than sharing them."""
 
 
 class Outbox:
@@ -116,10 +119,8 @@ HANDSHAKE_FAILURES: Final[dict[int, str]] = {
 """Why a handshake failed, as seen by the server."""
 
 FAILURE_EVENTS: Final = sum(HANDSHAKE_FAILURES)  # one bit each
-_EVENT: Final = struct.Struct("=hi")  # event, value
 
 
 def event_of(frame: bytes) -> int:
     """Return the event of a monitor message's first frame."""
-    event: int = _EVENT.unpack(frame)[0]
-    return event
+    return int(struct.unpack("=hi", frame)[0])  # event, value

@@ -14,11 +14,12 @@ import zmq
 from zmq.utils import z85
 
 from pipedist.errors import UsageError
-from pipedist.protocol.limits import KIB, MessageLimits
+from pipedist.protocol.limits import MessageLimits
 from pipedist.protocol.wire import first_frame_bytes_max
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.endpoints import Endpoint
 from pipedist.transport.zeromq.connections import (
+    COPY_BYTES_MAX,
     FAILURE_EVENTS,
     HANDSHAKE_FAILURES,
     Outbox,
@@ -33,9 +34,6 @@ from pipedist.transport.zeromq.pump import Pump
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
-
-COPY_BYTES_MAX: Final = 64 * KIB
-"""Frames up to this size are copied into ZeroMQ's queue: cheaper than sharing them."""
 
 # Plain ints: the enumerations of pyzmq cost more than the calls that get them.
 _LAST: Final = int(zmq.DONTWAIT)
