@@ -56,13 +56,10 @@ class Cluster(AsyncOnly, ABC):
         if self._coordinator is not None:
             raise UsageError("this cluster is open already: enter a shared cluster once")
         reject_during_import(type(self).__name__)
-        await self._stack.__aenter__()
-        try:
-            await self._prepare(self._stack)
-            self._coordinator = await self._stack.enter_async_context(self._make(self._stack))
-        except BaseException as error:
-            await self._stack.__aexit__(type(error), error, error.__traceback__)
-            raise
+        async with AsyncExitStack() as stack:
+            await self._prepare(stack)
+            self._coordinator = await stack.enter_async_context(self._make(stack))
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(

@@ -25,7 +25,6 @@ class EngineCluster(Cluster):
     """A coordinator with keys of its own, and an engine that places workers.
 
     Args:
-        workers: the number of workers that the engine places, or that are expected.
         engine: not entered.
         listen: `tcp://ADDRESS:PORT`; None: the address that the engine's nodes reach, and any free port.
     """

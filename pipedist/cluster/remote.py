@@ -113,11 +113,7 @@ class ConnectCluster(Cluster):
 
 
 def server_keys(key_file: str) -> ServerKeys:
-    """Return the server's keys in a key file; create the file if missing.
-
-    Raises:
-        UsageError: the file can't be used, or has only the workers' keys.
-    """
+    """Return the server's keys in a key file; create the file if missing."""
     keys = read_key_file(key_file) if os.path.exists(key_file) else write_key_file(key_file)
     if keys.server is None:
         raise UsageError(

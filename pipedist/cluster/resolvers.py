@@ -247,12 +247,7 @@ def number_or_none(name: str, value: object, *, at_least: int = 0) -> int | None
 
 
 def number(name: str, value: object, *, at_least: int = 0) -> int:
-    """Return an argument that is an int.
-
-    Raises:
-        TypeError: it is not; a bool is not accepted.
-        ResolverError: it is smaller than `at_least`.
-    """
+    """Return an argument that is an int, not a bool, of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} is {value!r}; expected an int")
     if value.__index__() < at_least:

@@ -40,9 +40,6 @@ def expand_hostlist(hostlist: str) -> list[str]:
     """Return the hosts of a Slurm host list: "n[1-2],m" gives n1, n2, m.
 
     Leading zeros are kept: "n[08-10]" gives n08, n09, n10. A host has at most one pair of brackets, at its end.
-
-    Raises:
-        ResolverError: it is malformed, a range is descending, or there are more than HOSTS_MAX hosts.
     """
     hosts: list[str] = []
     parts = _SEPARATOR.split(hostlist)
@@ -67,11 +64,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """Return the number of tasks of each node: "2(x3),1" gives 2, 2, 2, 1.
-
-    Raises:
-        ResolverError: it is malformed, or there are more than HOSTS_MAX nodes.
-    """
+    """Return the number of tasks of each node: "2(x3),1" gives 2, 2, 2, 1."""
     tasks: list[int] = []
     for part in tasks_per_node.split(","):
         match = _TASKS.fullmatch(part)

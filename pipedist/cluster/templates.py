@@ -31,7 +31,6 @@ class JobRequest(Struct, frozen=True):
 
     Args:
         name: lower-case letters, digits and "-", at most 40: valid in every batch system.
-        nodes: hosts with workers.
         threads: BLAS and OpenMP threads of a worker, and the CPUs that are reserved for it.
         gpus: number of GPUs of each node.
     """

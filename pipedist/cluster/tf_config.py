@@ -347,9 +347,6 @@ def loopback_key_file(port: int) -> str:
 
     Every user of a host can connect to its loopback addresses, so these clusters need keys too. The files are in a
     folder that only this user can enter.
-
-    Raises:
-        UsageError: the folder of the files belongs to another user, or can't be created.
     """
     folder = os.path.join(tempfile.gettempdir(), f"pipedist-keys-{os.geteuid()}")
     try:

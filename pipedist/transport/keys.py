@@ -79,11 +79,7 @@ def key_text(keys: ClusterKeys) -> str:
 
 
 def write_key_file(path: str | os.PathLike[str], keys: ClusterKeys | None = None) -> ClusterKeys:
-    """Write keys, new ones by default, to a new file of mode 0600; return them.
-
-    Raises:
-        UsageError: the file exists, or can't be made.
-    """
+    """Write keys, new ones by default, to a new file of mode 0600; return them."""
     if keys is None:
         keys = new_keys()
     try:
@@ -121,14 +117,7 @@ def read_key_file(path: str | os.PathLike[str]) -> ClusterKeys:
 
 
 def keys_in(content: bytes | str, name: str) -> ClusterKeys:
-    """Return the keys that `key_text` has written.
-
-    Args:
-        name: what to call it, for errors.
-
-    Raises:
-        UsageError: it holds no keys.
-    """
+    """Return the keys that `key_text` has written; `name`: of the text, for errors."""
     try:
         document = json.loads(content) if len(content) <= _FILE_BYTES_MAX else None
     except ValueError:

@@ -7,7 +7,6 @@ scheduler know nothing of engines.
 from __future__ import annotations
 
 import importlib.util
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -76,15 +75,12 @@ class Engine(ABC):
         self.watchers = Watchers()
 
     async def __aenter__(self) -> Self:
-        await self._stack.__aenter__()
-        try:
-            self._prepare(self._stack)
-            self._stack.push_async_callback(self._end)
+        async with AsyncExitStack() as stack:
+            self._prepare(stack)
+            stack.push_async_callback(self._end)
             self.host = await self._connect()
-            await self._stack.enter_async_context(self.watchers)
-        except BaseException:
-            await self._stack.__aexit__(*sys.exc_info())
-            raise
+            await stack.enter_async_context(self.watchers)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
@@ -97,11 +93,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
-        """Place the workers; return when the engine has the resources for them.
-
-        Raises:
-            UsageError: the engine lacks the resources, or its nodes lack pipedist.
-        """
+        """Place the workers; return when the engine has the resources for them."""
 
     @abstractmethod
     async def _connect(self) -> str:

@@ -339,11 +339,7 @@ def make_group(resources: RayResources) -> Any:
 
 
 def copy_code(code: Path, to: Path) -> None:
-    """Write the files of a code folder that may be sent to a new folder.
-
-    Raises:
-        UsageError: they are too many, too large, or can't be read.
-    """
+    """Write the files of a code folder that may be sent to a new folder."""
     try:
         snapshot = take_snapshot(os.path.abspath(code))
     except (CodeTooLarge, OSError) as error:

@@ -47,7 +47,6 @@ class JoinConfig(Struct, frozen=True):
 
     Args:
         keys: the text of a key file for workers.
-        threads: BLAS and OpenMP threads of the worker.
         code: folders that are appended to the worker's `sys.path`.
         join_s: how long the scheduler may take to reply for the first time, seconds.
     """
@@ -107,10 +106,10 @@ class SupervisorProcess:
     def _run(self) -> None:
         reason = "it did not start"
         try:
-            keys = os.memfd_create("pipedist-keys", os.MFD_CLOEXEC)
-            try:
+            with open(os.memfd_create("pipedist-keys", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+                keys = file.fileno()
                 os.fchmod(keys, 0o600)
-                os.write(keys, self._join.keys.encode("ascii"))
+                file.write(self._join.keys.encode("ascii"))
                 for _ in range(STARTS_MAX):
                     code = self._run_once(keys)
                     if code is None:
@@ -119,8 +118,6 @@ class SupervisorProcess:
                     reason = ": ".join(filter(None, (boot.describe_exit(code), last_lines))) if code else ""
                     if code >= 0:
                         break
-            finally:
-                os.close(keys)
         except Exception as error:  # nothing awaits this thread: the error is the reason
             reason = f"{type(error).__name__}: {error}"
         self._reason = "" if self._closing else reason
