@@ -12,6 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -32,28 +33,18 @@ WORKERS_MAX = 4096
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def checked_count(workers: object) -> int:
-    """Return a number of workers, checked.
-
-    Raises:
-        UsageError: it is not an integer, or out of range.
-    """
+    """Return a number of workers, or raise UsageError."""
     if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= WORKERS_MAX:
         raise UsageError(f"`workers` must be an integer from 1 to {WORKERS_MAX}, got {workers!r}")
     return workers
 
 
 class Cluster(AsyncOnly, ABC):
-    """A coordinator with its workers, as long as `async with` lasts.
-
-    Args:
-        workers: the number of workers that are expected.
-        supply: the GPUs that they own.
-    """
+    """A coordinator with its workers, as long as `async with` lasts."""
 
     def __init__(self, workers: int, supply: Supply) -> None:
         self._workers = checked_count(workers)
@@ -65,13 +56,10 @@ class Cluster(AsyncOnly, ABC):
         if self._coordinator is not None:
             raise UsageError("this cluster is open already: enter a shared cluster once")
         reject_during_import(type(self).__name__)
-        await self._stack.__aenter__()
-        try:
-            await self._prepare(self._stack)
-            self._coordinator = await self._stack.enter_async_context(self._make(self._stack))
-        except BaseException as error:
-            await self._stack.__aexit__(type(error), error, error.__traceback__)
-            raise
+        async with AsyncExitStack() as stack:
+            await self._prepare(stack)
+            self._coordinator = await stack.enter_async_context(self._make(stack))
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
@@ -85,10 +73,7 @@ class Cluster(AsyncOnly, ABC):
 
     @abstractmethod
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        """Return the coordinator, not entered.
-
-        Its other resources are entered into `stack`.
-        """
+        """Return the coordinator, not entered; enter what it needs into `stack`."""
 
     async def gather(self) -> None:
         """Wait for workers that may have cached results of a resumed run."""
@@ -129,8 +114,6 @@ def dial_in(
 
     Args:
         listen: `tcp://ADDRESS:PORT`; port `*` is any free port.
-        keys: the cluster's; only workers with the client's part may join.
-        limits: the scheduler's bounds.
         force, rejoin_s: as for `ConnectCluster`.
         threads: BLAS and OpenMP threads that workers must have; None: not checked.
     """
@@ -139,13 +122,7 @@ def dial_in(
     from pipedist.worker.process_setup import boot_id
 
     return Coordinator(
-        router_factory=lambda on_message, on_reject, on_lost: Router(
-            listen,
-            keys=keys,
-            on_message=on_message,
-            on_reject=on_reject,
-            on_lost=on_lost,
-        ),
+        router_factory=partial(Router, listen, keys=keys),
         launcher_factory=None,
         workers=(),
         limits=limits,
@@ -209,29 +186,16 @@ class LocalCluster(Cluster):
         from pipedist.transport.router import Router
         from pipedist.worker.process_setup import boot_id
 
+        owned = zip(self._visible, self._supply.owned or (), strict=True)
+        gpus = dict(zip(self._names, owned, strict=True)) if self._visible else {}
         endpoint = ipc_endpoint(stack.enter_context(private_directory()))
         return Coordinator(
-            router_factory=lambda on_message, on_reject, on_lost: Router(
-                endpoint,
-                keys=None,
-                on_message=on_message,
-                on_reject=on_reject,
-                on_lost=on_lost,
-                shared_memory=self._shared_memory,
-            ),
-            launcher_factory=lambda at: LocalLauncher(at, threads=self._threads, gpus=self._gpus()),
+            router_factory=partial(Router, endpoint, keys=None, shared_memory=self._shared_memory),
+            launcher_factory=lambda at: LocalLauncher(at, threads=self._threads, gpus=gpus),
             workers=self._names,
             limits=self._limits,
             boot=boot_id(),
             shared_memory=self._shared_memory is not None,
-        )
-
-    def _gpus(self) -> dict[str, tuple[str, float]]:
-        owned = self._supply.owned or ()
-        return (
-            dict(zip(self._names, zip(self._visible, owned, strict=True), strict=True))
-            if self._visible
-            else {}
         )
 
     @property
@@ -325,9 +289,6 @@ def divide_gpus(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
     """Return CUDA_VISIBLE_DEVICES of each worker, and the GPUs they own.
 
     The first is () if `each` is 0.
-
-    Raises:
-        UsageError: `each` is not a number of GPUs, or there are too few for one worker.
     """
     if each == 0:
         return (), Supply((0.0,) * workers, (), "the cluster was made without gpus_per_worker")

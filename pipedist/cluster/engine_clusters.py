@@ -12,7 +12,6 @@ from pipedist.cluster.base import Cluster, dial_in, usable_cores
 from pipedist.cluster.launchers.engines import PLACE_S, Engine, require
 from pipedist.cluster.launchers.supervisor_process import JoinConfig
 from pipedist.core.gpus import Supply
-from pipedist.errors import UsageError
 from pipedist.transport.keys import ClusterKeys, key_text, new_keys
 
 if TYPE_CHECKING:
@@ -26,17 +25,13 @@ class EngineCluster(Cluster):
     """A coordinator with keys of its own, and an engine that places workers.
 
     Args:
-        workers: the number of workers that the engine places, or that are expected.
         engine: not entered.
         listen: `tcp://ADDRESS:PORT`; None: the address that the engine's nodes reach, and any free port.
-        threads_per_replica: BLAS and OpenMP threads of each worker.
-        limits: the scheduler's bounds.
-        force: as for `ConnectCluster`.
     """
 
     def __init__(
         self,
-        workers: int | None,
+        workers: int,
         engine: Engine,
         *,
         listen: str | None,
@@ -44,8 +39,7 @@ class EngineCluster(Cluster):
         limits: SchedulerLimits | None,
         force: bool = False,
     ) -> None:
-        count = usable_cores() if workers is None else workers
-        super().__init__(count, Supply(None, (), "workers that are placed bring them"))
+        super().__init__(workers, Supply(None, (), "workers that are placed bring them"))
         self._force = force
         self._engine = engine
         self._listen = listen
@@ -57,7 +51,11 @@ class EngineCluster(Cluster):
         await super().__aenter__()
         try:
             keys = key_text(ClusterKeys(self._keys.client, server=None))
-            join = JoinConfig(self._endpoint_for_nodes(), keys, self._threads)
+            endpoint = self.coordinator.endpoint
+            address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            if address in _ANY_ADDRESS:
+                endpoint = f"tcp://{self._engine.host}:{port}"
+            join = JoinConfig(endpoint, keys, self._threads)
             await self._engine.start(join, self.coordinator.fail)
         except BaseException:
             await self.__aexit__(*sys.exc_info())
@@ -68,17 +66,10 @@ class EngineCluster(Cluster):
         await stack.enter_async_context(self._engine)
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        if self._keys.server is None:
-            raise UsageError("a cluster listens with the server's keys")
+        assert self._keys.server is not None  # they are new
         host = self._engine.host
         listen = self._listen or f"tcp://{f'[{host}]' if ':' in host else host}:*"
         return dial_in(listen, self._keys.server, self._limits, force=self._force)
-
-    def _endpoint_for_nodes(self) -> str:
-        """Return the endpoint as a node dials it."""
-        endpoint = self.coordinator.endpoint
-        address, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        return f"tcp://{self._engine.host}:{port}" if address in _ANY_ADDRESS else endpoint
 
     async def ready(self, count: int | None = None) -> None:
         """Return as soon as `count` workers have joined.

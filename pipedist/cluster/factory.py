@@ -7,14 +7,7 @@ from pipedist.plan import Plan
 
 
 def cluster_for(plan: Plan, *, force: bool = False) -> Cluster:
-    """Return the cluster that a spec declares, not yet open.
-
-    Args:
-        force: accept workers that differ in versions or processor type.
-
-    Raises:
-        UsageError: a package that its launcher needs is not installed.
-    """
+    """Return the cluster that a spec declares, not yet open."""
     wanted, workers, gpus = plan.spec.cluster, plan.workers, plan.gpus_needed
     threads = plan.spec.threads_per_replica
     match wanted.launcher:

@@ -80,25 +80,23 @@ class ConnectCluster(Cluster):
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
-        endpoint = shlex.quote(_for_other_hosts(self.coordinator.endpoint))
-        key_file = shlex.quote(_workers_file(self._key_file))
+        endpoint = self.coordinator.endpoint
+        if endpoint.startswith(_ANY_ADDRESS):
+            endpoint = f"tcp://{os.uname().nodename}:{endpoint.rpartition(':')[2]}"
+        without_secret = workers_file(self._key_file)
+        key_file = str(without_secret) if without_secret.exists() else self._key_file
+        visible = f"{VISIBLE}={','.join(map(str, range(self._gpus)))} " if self._gpus else ""
+        threads = f" --threads {self._threads}" if self._threads != 1 else ""
         print_notice(
-            f"waiting for workers: {self._visible()}pipedist worker --connect {endpoint} "
-            f"--key-file {key_file}{self._threads_option()}"
+            f"waiting for workers: {visible}pipedist worker --connect {shlex.quote(endpoint)} "
+            f"--key-file {shlex.quote(key_file)}{threads}"
         )
         return self
 
-    def _visible(self) -> str:
-        return f"{VISIBLE}={','.join(map(str, range(self._gpus)))} " if self._gpus else ""
-
-    def _threads_option(self) -> str:
-        return f" --threads {self._threads}" if self._threads != 1 else ""
-
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        keys = server_keys(self._key_file)
         return dial_in(
             self._listen,
-            keys,
+            server_keys(self._key_file),
             self._limits,
             force=self._force,
             rejoin_s=self._rejoin_s,
@@ -115,33 +113,10 @@ class ConnectCluster(Cluster):
 
 
 def server_keys(key_file: str) -> ServerKeys:
-    """Return the server's keys in a key file; create the file if missing.
-
-    Raises:
-        UsageError: the file can't be used, or has only the workers' keys.
-    """
+    """Return the server's keys in a key file; create the file if missing."""
     keys = read_key_file(key_file) if os.path.exists(key_file) else write_key_file(key_file)
     if keys.server is None:
         raise UsageError(
             f"key file {key_file} is for workers: it lacks `server_secret`. Use the run's key file."
         )
     return keys.server
-
-
-def _workers_file(key_file: str) -> str:
-    """Return the key file for workers.
-
-    It is the one without the server's secret, if that exists.
-    """
-    theirs = workers_file(key_file)
-    return str(theirs) if theirs.exists() else key_file
-
-
-def _for_other_hosts(endpoint: str) -> str:
-    """Return an endpoint as other hosts dial it.
-
-    If it is bound to every address, it gets this host's name.
-    """
-    if endpoint.startswith(_ANY_ADDRESS):
-        return f"tcp://{os.uname().nodename}:{endpoint.rpartition(':')[2]}"
-    return endpoint

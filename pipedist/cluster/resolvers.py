@@ -41,7 +41,7 @@ class ClusterSpec:
                 f"a cluster is {cluster!r} of type {type(cluster).__name__}; expected a mapping from job "
                 "names to lists of addresses"
             )
-        self._jobs = {_name(job): _tasks(job, tasks) for job, tasks in cluster.items()}
+        self._jobs = {job: _tasks(job, tasks) for job, tasks in cluster.items()}
 
     @property
     def jobs(self) -> list[str]:
@@ -116,13 +116,9 @@ class ClusterSpec:
         return f"ClusterSpec({self.as_dict()!r})"
 
 
-def _name(job: object) -> str:
+def _tasks(job: object, tasks: object) -> dict[int, str]:
     if not isinstance(job, str):
         raise TypeError(f"a job's name is {job!r}; expected a string")
-    return job
-
-
-def _tasks(job: object, tasks: object) -> dict[int, str]:
     if isinstance(tasks, Mapping):
         numbered = {_job_index(job, index): address for index, address in tasks.items()}
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):
@@ -139,10 +135,17 @@ def _tasks(job: object, tasks: object) -> dict[int, str]:
 
 
 def _job_index(job: object, index: object) -> int:
-    text = index if isinstance(index, str) else "" if isinstance(index, bool) else str(index)
-    if not isinstance(index, int | str) or not text.isdecimal():
+    number = index_or_none(index)
+    if number is None:
         raise ValueError(f"a task index of job {job!r} is {index!r}; expected an int >= 0")
-    return int(text)
+    return number
+
+
+def index_or_none(value: object) -> int | None:
+    """Return a task index, also from digits; None: it is malformed."""
+    if isinstance(value, bool) or not isinstance(value, int | str) or not str(value).isdecimal():
+        return None
+    return int(value)
 
 
 def _listed(items: Sequence[object]) -> str:
@@ -150,17 +153,11 @@ def _listed(items: Sequence[object]) -> str:
 
 
 class ResolverError(UsageError, ValueError):
-    """An argument or environment variable of a resolver is malformed.
-
-    The text names it.
-    """
+    """The malformed argument or variable of a resolver, which the text names."""
 
 
 class ResolverStateError(UsageError, RuntimeError):
-    """A resource of a resolver is missing (yet).
-
-    It is a variable, a running pod, enough tasks or GPUs.
-    """
+    """A variable, running pod, task or GPU of a resolver is missing (yet)."""
 
 
 class ClusterResolver(ABC):
@@ -239,52 +236,23 @@ class ClusterResolver(ABC):
 
 
 def text_or_none(name: str, value: object) -> str | None:
-    """Return an argument that is a string or None.
-
-    Raises:
-        TypeError: it is neither.
-    """
     if value is not None and not isinstance(value, str):
         raise TypeError(f"{name} is {value!r}; expected a string")
     return value
 
 
 def number_or_none(name: str, value: object, *, at_least: int = 0) -> int | None:
-    """Return an argument that is an int or None.
-
-    Raises:
-        TypeError: it is neither; a bool is not accepted.
-        ResolverError: it is smaller than `at_least`.
-    """
+    """Return an argument that is an int or None; see `number`."""
     return None if value is None else number(name, value, at_least=at_least)
 
 
 def number(name: str, value: object, *, at_least: int = 0) -> int:
-    """Return an argument that is an int.
-
-    Raises:
-        TypeError: it is not; a bool is not accepted.
-        ResolverError: it is smaller than `at_least`.
-    """
+    """Return an argument that is an int, not a bool, of at least `at_least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} is {value!r}; expected an int")
     if value.__index__() < at_least:
         raise ResolverError(f"{name} is {value!r}; expected an int >= {at_least}")
     return value.__index__()
-
-
-def accelerators(value: Mapping[str, int] | None) -> dict[str, int]:
-    """Return an argument that maps kinds of accelerators to their numbers.
-
-    Raises:
-        TypeError: it is not a mapping, or a number is not an int.
-        ResolverError: a number is negative.
-    """
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise TypeError(f"num_accelerators is {value!r}; expected a mapping such as {{'GPU': 2}}")
-    return {kind: number(f"num_accelerators[{kind!r}]", count) for kind, count in value.items()}
 
 
 class SimpleClusterResolver(ClusterResolver):
@@ -322,7 +290,12 @@ class SimpleClusterResolver(ClusterResolver):
         self._task_type = text_or_none("task_type", task_type)
         self._task_id = number_or_none("task_id", task_id)
         self._environment = text_or_none("environment", environment)
-        self._num_accelerators = accelerators(num_accelerators)
+        if not isinstance(num_accelerators, Mapping | None):
+            raise TypeError(
+                f"num_accelerators is {num_accelerators!r}; expected a mapping such as {{'GPU': 2}}"
+            )
+        counts = (num_accelerators or {}).items()
+        self._num_accelerators = {kind: number(f"num_accelerators[{kind!r}]", n) for kind, n in counts}
         self._rpc_layer = text_or_none("rpc_layer", rpc_layer)
 
     def cluster_spec(self) -> ClusterSpec:

@@ -13,6 +13,7 @@ from pipedist.cluster.resolvers import (
     ClusterSpec,
     ResolverError,
     ResolverStateError,
+    index_or_none,
     number,
     number_or_none,
     text_or_none,
@@ -36,14 +37,9 @@ _TASKS = re.compile(r"(?P<tasks>[0-9]+)(?:\(x(?P<times>[0-9]+)\))?")
 
 
 def expand_hostlist(hostlist: str) -> list[str]:
-    """Return the hosts of a Slurm host list, in order.
-
-    "n[1-2],m" gives n1, n2, m.
+    """Return the hosts of a Slurm host list: "n[1-2],m" gives n1, n2, m.
 
     Leading zeros are kept: "n[08-10]" gives n08, n09, n10. A host has at most one pair of brackets, at its end.
-
-    Raises:
-        ResolverError: it is malformed, a range is descending, or there are more than HOSTS_MAX hosts.
     """
     hosts: list[str] = []
     parts = _SEPARATOR.split(hostlist)
@@ -68,11 +64,7 @@ def expand_hostlist(hostlist: str) -> list[str]:
 
 
 def expand_tasks_per_node(tasks_per_node: str) -> list[int]:
-    """Return the number of tasks of each node: "2(x3),1" gives 2, 2, 2, 1.
-
-    Raises:
-        ResolverError: it is malformed, or there are more than HOSTS_MAX nodes.
-    """
+    """Return the number of tasks of each node: "2(x3),1" gives 2, 2, 2, 1."""
     tasks: list[int] = []
     for part in tasks_per_node.split(","):
         match = _TASKS.fullmatch(part)
@@ -199,13 +191,15 @@ class SlurmClusterResolver(ClusterResolver):
     def _tasks(self, given: int | Mapping[str, int] | None) -> dict[str, int]:
         """Return host -> number of tasks."""
         if isinstance(given, Mapping):
-            return {
-                host: number(f"tasks_per_node[{host!r}]", count, at_least=1) for host, count in given.items()
-            }
-        hosts = self._expanded_hosts()
+            return {host: number(f"tasks_per_node[{host!r}]", n, at_least=1) for host, n in given.items()}
+        try:
+            hosts = expand_hostlist(self._text("STEP_NODELIST"))
+        except ResolverError as error:
+            raise ResolverError(f"SLURM_STEP_NODELIST: {error}") from None
+        if len(set(hosts)) != len(hosts):
+            raise ResolverError("SLURM_STEP_NODELIST names a host twice")
         if given is not None:
-            each = number("tasks_per_node", given, at_least=1)
-            return dict.fromkeys(hosts, each)
+            return dict.fromkeys(hosts, number("tasks_per_node", given, at_least=1))
         text = self._text("STEP_TASKS_PER_NODE")
         try:
             counts = expand_tasks_per_node(text)
@@ -217,15 +211,6 @@ class SlurmClusterResolver(ClusterResolver):
                 f"SLURM_STEP_NODELIST has {len(hosts)}"
             )
         return dict(zip(hosts, counts, strict=True))
-
-    def _expanded_hosts(self) -> list[str]:
-        try:
-            hosts = expand_hostlist(self._text("STEP_NODELIST"))
-        except ResolverError as error:
-            raise ResolverError(f"SLURM_STEP_NODELIST: {error}") from None
-        if len(set(hosts)) != len(hosts):
-            raise ResolverError("SLURM_STEP_NODELIST names a host twice")
-        return hosts
 
     def _jobs(self, jobs: Mapping[str, int] | None, total: int) -> dict[str, int]:
         if jobs is not None:
@@ -301,7 +286,10 @@ class TFConfigClusterResolver(ClusterResolver):
             self._task_type = _text(task.get("type"), "task.type")
         self._task_id = number_or_none("task_id", task_id)
         if self._task_id is None:
-            self._task_id = _index(task.get("index"))
+            index = task.get("index")
+            self._task_id = index_or_none(index)
+            if self._task_id is None and index is not None:
+                raise ResolverError(f"{VARIABLE}: task.index is {index!r}; expected an int >= 0")
         if self._cluster_spec:
             self._check_task()
 
@@ -385,12 +373,3 @@ def _text(value: object, key: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise ResolverError(f"{VARIABLE}: {key} is {value!r}; expected a string")
     return value
-
-
-def _index(value: object) -> int | None:
-    if value is None:
-        return None
-    text = value if isinstance(value, str) else "" if isinstance(value, bool) else str(value)
-    if not isinstance(value, int | str) or not text.isdecimal():
-        raise ResolverError(f"{VARIABLE}: task.index is {value!r}; expected an int >= 0")
-    return int(text)

@@ -6,13 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pipedist.cluster.resolvers import (
-    ClusterResolver,
-    ClusterSpec,
-    ResolverStateError,
-    number,
-    text_or_none,
-)
+from pipedist.cluster.resolvers import ClusterResolver, ClusterSpec, ResolverStateError, number, text_or_none
 
 PORT: Final = 8470
 LABELS: Final[Mapping[str, Sequence[str]]] = {"worker": ("job-name=tensorflow",)}
@@ -23,7 +17,6 @@ class Pod:
     """The properties of a pod that the resolver uses.
 
     Args:
-        name: name of the pod.
         ip: address of its host.
         phase: "Running", "Pending", ...
     """
@@ -103,11 +96,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
 
 def _api_server() -> ListPods:
-    """Return a function that queries the API server with `kubernetes`.
-
-    Raises:
-        ImportError: the package is not installed.
-    """
+    """Return a function that queries the API server with `kubernetes`."""
     try:
         from kubernetes import client, config  # type: ignore[import-not-found]  # optional, and slow
     except ImportError as error:

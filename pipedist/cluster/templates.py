@@ -31,8 +31,6 @@ class JobRequest(Struct, frozen=True):
 
     Args:
         name: lower-case letters, digits and "-", at most 40: valid in every batch system.
-        nodes: hosts with workers.
-        workers_per_node: worker processes of each.
         threads: BLAS and OpenMP threads of a worker, and the CPUs that are reserved for it.
         gpus: number of GPUs of each node.
     """
@@ -49,9 +47,6 @@ class JobRequest(Struct, frozen=True):
 
         Args:
             workers_per_node: None: the spec's workers divided among the nodes; 1 if they are `auto`.
-
-        Raises:
-            UsageError: there are too many workers, or the GPUs of a node can't be divided among them.
         """
         if workers_per_node is None:
             wanted = spec.cluster.workers
@@ -64,22 +59,15 @@ class JobRequest(Struct, frozen=True):
                 "Set --workers-per-node."
             )
         name = _NO_NAME.sub("-", spec.name.lower()).strip("-")[:_NAME_CHARACTERS_MAX].strip("-") or "run"
-        return cls(
-            name if name[0].isalpha() else f"run-{name}",
-            nodes,
-            workers_per_node,
-            spec.threads_per_replica,
-            gpus,
-        )
+        name = name if name[0].isalpha() else f"run-{name}"
+        return cls(name, nodes, workers_per_node, spec.threads_per_replica, gpus)
 
     @property
     def workers(self) -> int:
-        """Total number of worker processes."""
         return self.nodes * self.workers_per_node
 
     @property
     def gpus_per_worker(self) -> int:
-        """Number of GPUs of each worker process."""
         return self.gpus // self.workers_per_node
 
 
@@ -135,9 +123,6 @@ def slurm_script(request: JobRequest, spec: str, *, time: str, port: int | None 
         spec: absolute path of the spec, on a file system that the first node sees.
         time: time limit of the job in Slurm's format: "minutes", "hours:minutes:seconds", "days-hours".
         port: the port on which the driver listens; None: derived from the job's number.
-
-    Raises:
-        UsageError: `time` has another format.
     """
     if not _TIME.fullmatch(time):
         raise UsageError(f"--time {time!r}: expected MINUTES, HH:MM:SS or DAYS-HH:MM:SS")
@@ -192,9 +177,6 @@ def jobset_commands(
 
     Args:
         spec: path of the spec, whose modules are in the same folder; None: they are in the image.
-
-    Raises:
-        UsageError: the files in the spec's folder exceed the size of a ConfigMap.
     """
     at = f"kubectl --namespace {namespace}"
     commands = [
@@ -212,14 +194,11 @@ def jobset_commands(
 
 
 def config_key(name: str) -> str:
-    """Return the key of a file in a ConfigMap."""
     return _NO_CONFIG_KEY.sub("-", name)
 
 
 def _config_files(spec: str) -> tuple[list[str], str]:
-    """Return the ConfigMap's files, and the skipped files of the folder.
-
-    A file is `PATH` or `KEY=PATH`.
+    """Return the ConfigMap's files, `PATH` or `KEY=PATH`, and skipped ones.
 
     Files are named one by one: the whole folder would include the cluster's keys, if they are there.
     """
@@ -249,13 +228,7 @@ def _config_files(spec: str) -> tuple[list[str], str]:
 
 
 def jobset(
-    request: JobRequest,
-    *,
-    image: str,
-    namespace: str,
-    spec: str,
-    in_image: bool,
-    claim: str | None = None,
+    request: JobRequest, *, image: str, namespace: str, spec: str, in_image: bool, claim: str | None = None
 ) -> dict[str, Any]:
     """Return the JobSet manifest.
 
@@ -263,11 +236,8 @@ def jobset(
         image: an image with pipedist, and the packages that the functions import.
         spec: name of the spec's file; with `in_image`, its path in the image.
         in_image: the image has the spec and its modules; otherwise they come from a ConfigMap.
-        claim: a PersistentVolumeClaim for outputs and journal, so that a restarted driver resumes; None: they
-            are lost with the pod.
-
-    Raises:
-        UsageError: a name is not valid in Kubernetes.
+        claim: a PersistentVolumeClaim for outputs and journal, so that a restarted driver resumes; None: they are
+            lost with the pod.
     """
     for what, name in (("--namespace", namespace), ("--claim", claim)):
         if name is not None and not _LABEL.fullmatch(name):
@@ -286,10 +256,8 @@ def jobset(
         "resources": {"requests": {"cpu": "1"}},
         "volumeMounts": [_mount("keys", _KEYS), {"name": "out", "mountPath": _OUT}],
     }
-    out: dict[str, Any] = {"name": "out", "emptyDir": {}}
-    if claim:
-        out = {"name": "out", "persistentVolumeClaim": {"claimName": claim}}
-    volumes = [_secret(request.name, "cluster.key"), out]
+    out = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
+    volumes = [_secret(request.name, "cluster.key"), {"name": "out", **out}]
     if not in_image:
         driver["volumeMounts"].append(_mount("spec", _SPEC))
         volumes.append({"name": "spec", "configMap": {"name": f"{request.name}-spec"}})
@@ -363,9 +331,6 @@ def _mount(name: str, path: str) -> dict[str, Any]:
 
 
 def _secret(name: str, key: str) -> dict[str, Any]:
-    """Return a volume with one key file that only its owner can read.
-
-    pipedist rejects key files that others can read.
-    """
+    """Return a volume with one key file that only its owner can read."""
     items = [{"key": key, "path": key, "mode": _ONLY_OWNER}]
     return {"name": "keys", "secret": {"secretName": f"{name}-keys", "items": items}}

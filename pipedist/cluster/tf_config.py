@@ -105,14 +105,14 @@ class TaskCluster(Cluster):
         spec = resolver.cluster_spec()
         if not spec:
             raise UsageError("the cluster has no tasks. Set TF_CONFIG, or give a resolver.")
+        listed = ", ".join(f"{each}: {tasks}" for each, tasks in spec.as_dict().items())
         role, index = resolver.task_type, resolver.task_id
         if role is None and index is None:
             raise UsageError(
-                'TF_CONFIG has no `task`. Set `"task": {"type": ..., "index": ...}` to one of '
-                f"{_tasks_text(spec.as_dict())}."
+                f'TF_CONFIG has no `task`. Set `"task": {{"type": ..., "index": ...}}` to one of {listed}.'
             )
         if role is None or index is None or role not in spec.jobs or index not in spec.task_indices(role):
-            raise UsageError(f"task {role}/{index} is not in the cluster: {_tasks_text(spec.as_dict())}")
+            raise UsageError(f"task {role}/{index} is not in the cluster: {listed}")
         job = next((each for each in _SCHEDULING if each in spec.jobs and 0 in spec.task_indices(each)), None)
         if job is None:
             raise UsageError(f"no task can schedule: {spec!r} has no chief 0, master 0 or worker 0")
@@ -142,7 +142,6 @@ class TaskCluster(Cluster):
         self._join_s = join_s
         self._force = force
         self._supervisors: list[Supervisor] = []
-        self._threads_running: list[threading.Thread] = []
         self._shared: dict[int, Tree] = {}
         self._called = 0
         """Calls of `everywhere`."""
@@ -162,7 +161,7 @@ class TaskCluster(Cluster):
         Raises:
             UsageError: the cluster is not open, or this program serves.
         """
-        if self._threads_running and not self.is_scheduling:
+        if self._supervisors and not self.is_scheduling:
             raise UsageError(
                 f"{self.task_type}/{self.task_id} has no coordinator: {self._scheduling} schedules. Put the "
                 "work into a function, and `await cluster.everywhere(function)` in every program."
@@ -197,7 +196,7 @@ class TaskCluster(Cluster):
 
     async def _result_of(self, number: int) -> Tree:
         while number not in self._shared:
-            if self._ended == len(self._supervisors):
+            if self._all_ended():
                 raise RunCancelled(
                     f"{self._scheduling} at {self._endpoint} has sent no result: it ended or never replied"
                 )
@@ -236,9 +235,8 @@ class TaskCluster(Cluster):
             self._key_file,
             threads=self._threads,
             join_s=self._join_s,
-            rejoin_s=self._join_s
-            if self.is_scheduling
-            else 0.0,  # the scheduler is in this process: it is not gone
+            # In the scheduling program, the scheduler is in this process: it is not gone.
+            rejoin_s=self._join_s if self.is_scheduling else 0.0,
             task=f"{self.task_type}/{self.task_id}",
             on_share=on_share,
         )
@@ -249,10 +247,8 @@ class TaskCluster(Cluster):
             finally:
                 loop.call_soon_threadsafe(self._on_ended)
 
-        thread = threading.Thread(target=serve, name=f"pipedist-supervisor-{number}", daemon=True)
-        thread.start()
+        threading.Thread(target=serve, name=f"pipedist-supervisor-{number}", daemon=True).start()
         self._supervisors.append(supervisor)
-        self._threads_running.append(thread)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -261,7 +257,7 @@ class TaskCluster(Cluster):
             if self.is_scheduling and kind is None:
                 await self._wait_for_all_tasks()  # they wait for shared results, and for a Stop
             elif kind is None:
-                await self._wait_until_ended()
+                await self._until(self._all_ended)
         finally:
             try:
                 if self.is_scheduling:
@@ -270,33 +266,27 @@ class TaskCluster(Cluster):
                 for supervisor in self._supervisors:
                     supervisor.leave(at_once=True)
                 with anyio.move_on_after(_LEAVE_S, shield=True):
-                    await self._wait_until_ended()
+                    await self._until(self._all_ended)
 
     async def _wait_for_all_tasks(self) -> None:
-        """Return when every task has sent a heartbeat, or after `join_s`.
-
-        The missing ones are printed.
-        """
+        """Wait for a heartbeat of every task, for `join_s`; print missing ones."""
         with anyio.move_on_after(self._join_s):
             with anyio.move_on_after(SILENT_S):
-                await self._none_missing()
+                await self._until(lambda: not self._missing)
             if self._missing:
                 missing = ", ".join(sorted(self._missing))
                 print_notice(f"waiting for tasks, for at most {self._join_s:g} s: {missing}")
-            await self._none_missing()
+            await self._until(lambda: not self._missing)
 
-    async def _none_missing(self) -> None:
-        while self._missing:
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
             await self._changed.wait()
 
-    async def _wait_until_ended(self) -> None:
-        """Return when all supervisors of this program have ended."""
-        while self._ended < len(self._supervisors):
-            await self._changed.wait()
+    def _all_ended(self) -> bool:
+        return self._ended == len(self._supervisors)
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        keys = server_keys(self._key_file)
-        return dial_in(self._listen, keys, force=self._force, threads=self._threads)
+        return dial_in(self._listen, server_keys(self._key_file), force=self._force, threads=self._threads)
 
     # -- on the event loop -------------------------------------------------------------------
 
@@ -312,17 +302,14 @@ class TaskCluster(Cluster):
     def _on_ended(self) -> None:
         self._ended += 1
         self._wake()
-        if self.is_scheduling and self._ended == len(self._supervisors):
+        if self.is_scheduling and self._all_ended():
             self._check_later()
 
     def _check_later(self) -> None:
         asyncio.get_running_loop().call_later(self._join_s, self._check)
 
     def _check(self) -> None:
-        """Fail if there is no worker.
-
-        It is called when this program's own have ended, and others had time to join.
-        """
+        """Fail if, after others had time to join, there is no worker."""
         if self._coordinator is None:
             return
         if self._coordinator.workers_ready:
@@ -336,10 +323,6 @@ class TaskCluster(Cluster):
     def _wake(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
-
-
-def _tasks_text(cluster: Mapping[str, object]) -> str:
-    return ", ".join(f"{job}: {tasks}" for job, tasks in cluster.items())
 
 
 def _key_file_of(given: str | os.PathLike[str] | None, host: str, port: int, address: str) -> str:
@@ -360,15 +343,10 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_key_file(port: int) -> str:
-    """Return the key file of the cluster at a port of this host.
+    """Return the key file of the cluster at a port of this host; create it.
 
-    The first program creates it.
-
-    Every user of a host can connect to its loopback addresses, so these clusters need keys too. The files are in
-    a folder that only this user can enter.
-
-    Raises:
-        UsageError: the folder of the files belongs to another user, or can't be created.
+    Every user of a host can connect to its loopback addresses, so these clusters need keys too. The files are in a
+    folder that only this user can enter.
     """
     folder = os.path.join(tempfile.gettempdir(), f"pipedist-keys-{os.geteuid()}")
     try:

@@ -52,16 +52,6 @@ from pipedist.transport.router import Router
 if TYPE_CHECKING:
     from pipedist.coordinator.diagnostics import Stall
 
-RouterFactory = Callable[
-    [
-        Callable[[bytes, msg.Message, list[memoryview]], None],
-        Callable[[str], None],
-        Callable[[bytes, str], None],
-    ],
-    Router,
-]
-"""Returns a router, given (on_message, on_reject, on_lost)."""
-
 LEAVING_S = 2.0
 """How long dialled-in workers may take to say Goodbye when the cluster is closed."""
 
@@ -70,23 +60,22 @@ class Coordinator:
     """Drives the scheduler over one router and one launcher.
 
     Args:
-        router_factory: returns the router, given the callbacks.
-        launcher_factory: returns the launcher, given the router's endpoint; None if all workers dial in.
+        router_factory: returns the router, given its callbacks.
+        launcher_factory: returns the launcher, given the router's endpoint; None: all workers dial in.
         workers: names of the workers that the launcher starts.
-        limits: the scheduler's.
         dial_in: whether workers that were not started here may join.
         boot: this host's boot id: workers with the same one can read our files.
         shared_memory: whether workers that were started here may share memory with each other.
         rejoin_s: how long dialled-in workers wait for another scheduler when this one is gone, seconds.
         force: accept workers whose versions or processors could change bits.
-        threads: BLAS and OpenMP threads that workers must have; None: any.
+        threads: BLAS and OpenMP threads that all workers must have, whatever `force` is; None: any.
         notify: called with a line for the user about each accepted worker that differs.
     """
 
     def __init__(
         self,
         *,
-        router_factory: RouterFactory,
+        router_factory: Callable[..., Router],
         launcher_factory: Callable[[str], Launcher] | None,
         workers: Sequence[str],
         limits: SchedulerLimits | None = None,
@@ -99,7 +88,9 @@ class Coordinator:
         notify: Callable[[str], None] = lambda _text: None,
     ) -> None:
         limits = limits or SchedulerLimits()
-        self._router = router_factory(self._on_message, self._on_reject, self._on_lost)
+        self._router = router_factory(
+            on_message=self._on_message, on_reject=self._on_reject, on_lost=self._on_lost
+        )
         self._launcher_factory = launcher_factory
         self._pool = WorkerPool(
             self.post,
@@ -177,10 +168,7 @@ class Coordinator:
         return self
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._fail_all(RunCancelled("the cluster was closed"))
         try:
@@ -191,12 +179,10 @@ class Coordinator:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint at which workers dial in."""
         return self._router.endpoint
 
     @property
     def workers_ready(self) -> int:
-        """How many workers have joined and are alive."""
         return len(self._pool)
 
     @property
@@ -206,36 +192,19 @@ class Coordinator:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the workers that were started here, by name."""
         return self._pool.pids
 
     def kill(self, worker: str) -> None:
-        """Kill a worker's process with SIGKILL; the scheduler replaces it.
-
-        Raises:
-            UsageError: no worker of that name was started here.
-        """
         self._pool.kill(worker)
 
     async def restart(self, worker: str) -> None:
-        """Kill a worker's process, and return as soon as the next one has joined.
-
-        Raises:
-            UsageError: no worker of that name was started here.
-            WorkersLost: workers die before they join.
-        """
+        """Kill a worker's process, and return as soon as the next one has joined."""
         peer = self._pool.of(worker)
         self._pool.kill(worker)
         await self._pool.wait_for_next(worker, -1 if peer is None else peer.incarnation)
 
     def cut(self, worker: str) -> None:
-        """Cut the connection to a worker.
-
-        Its messages are dropped, and it is replaced.
-
-        Raises:
-            UsageError: no worker of that name has joined.
-        """
+        """Cut the connection to a worker: it is replaced."""
         peer = self._pool.of(worker)
         if peer is None:
             raise UsageError(f"no worker {worker!r} has joined, so it has no connection to cut")
@@ -243,35 +212,18 @@ class Coordinator:
         self._on_lost(peer.identity, "its connection was cut")
 
     async def wait_ready(self, count: int) -> None:
-        """Return as soon as `count` workers have joined.
-
-        Raises:
-            WorkersLost: they die before they join.
-            RunCancelled: the cluster was closed.
-        """
         await self._pool.wait_for(count)
 
     def share(self, tree: Tree) -> None:
-        """Send a tree to every program whose supervisor dials in, now or later.
-
-        Raises:
-            UnsendableError: it can't be serialized; the text names the place.
-        """
+        """Send a tree to every program whose supervisor dials in, now or later."""
         self._pool.share(encode(tree))
 
     def on_supervisor(self, callback: Callable[[str], None]) -> None:
-        """Set a callback for the first heartbeat of a supervisor.
-
-        Args:
-            callback: called with the name of its worker.
-        """
+        """Call `callback` with the worker on a supervisor's first heartbeat."""
         self._pool.on_supervisor = callback
 
     def fail(self, reason: str) -> None:
-        """End every pass with WorkersLost, now and later.
-
-        There is no worker, and none will join.
-        """
+        """End every pass, now and later: there is no worker, and none will join."""
         self._fail_all(WorkersLost(reason))
 
     # -- passes ----------------------------------------------------------------------------
@@ -296,11 +248,10 @@ class Coordinator:
             retries: by stage, how often a call that raised there is retried; 0 for other stages.
             quarantine: stages whose culprits are quarantined when a call has failed there for good.
             feed: the source of its steps, run by `PassHandle.run_feed`; None: `PassHandle.call_step`.
-            on_arrival: called with results as they arrive.
             on_quarantine: called with quarantined elements, before their step is visible.
-            stamp: identifies the run, the pass and its code: workers cache results until `PassHandle.settle`,
-                and calls whose results a worker has cached under the same stamp and program are not executed
-                again; "": results are not cached.
+            stamp: identifies the run, the pass and its code: workers cache results until `PassHandle.settle`, and
+                calls whose results a worker has cached under the same stamp and program are not executed again; "":
+                results are not cached.
 
         Raises:
             WorkersLost: the cluster has failed.
@@ -321,31 +272,17 @@ class Coordinator:
         return handle
 
     def open_space(self) -> int:
-        """Return the number of a new state.
-
-        A state is a value that calls read, version by version.
-        """
+        """Return the number of a new state: a value, version by version."""
         return self._states.open_space()
 
     def put_state(self, space: int, version: int, tree: Tree) -> None:
-        """Add a version of a state; the latest two can be read.
-
-        Args:
-            version: higher than any before.
-            tree: the value; its arrays must not change any more.
-
-        Raises:
-            UnsendableError: the value can't be serialized; the text names the place.
-            LocalProtocolError: the space is not open, or has a version that is not lower.
-        """
+        """Add a version of a state; see `StateVersions.put`."""
         self._states.put(space, version, tree)
 
     def drop_space(self, space: int) -> None:
-        """Drop a state, here and in the workers."""
         self._states.drop(space)
 
     def why(self) -> Stall:
-        """Return what the open passes wait for, call by call."""
         from pipedist.coordinator.diagnostics import name_all  # few runs need it
 
         launcher = self._pool.launcher
@@ -360,11 +297,9 @@ class Coordinator:
     def add_log_sink(self, sink: LogSink) -> Callable[[], None]:
         """Have `sink` called with every line that replica functions print.
 
-        While there is no sink, lines go to `sys.stderr`, each with the call that printed it. A sink that raises
-        is removed, and its exception is passed to the event loop's exception handler.
-
-        Returns:
-            A function that removes the sink; may be called twice.
+        While there is no sink, lines go to `sys.stderr`, each with the call that printed it. A sink that raises is
+        removed, and its exception is passed to the event loop's exception handler. Returns a function that removes the
+        sink; it may be called twice.
         """
         return self._log_sinks.add(sink)
 
@@ -439,11 +374,8 @@ class Coordinator:
 class Timer:
     """One re-armable timer on the running loop.
 
-    Every event moves it, but it seldom fires. So it is re-armed only to fire earlier; a later time is checked
-    when it rings.
-
-    Args:
-        fire: called when the time has come.
+    Every event moves it, but it seldom fires. So it is re-armed only to fire earlier; a later time is checked when it
+    rings.
     """
 
     def __init__(self, fire: Callable[[], None]) -> None:
@@ -454,7 +386,7 @@ class Timer:
         self._at = math.inf
 
     def set(self, at: float | None) -> None:
-        """Fire at a time of `time.monotonic`, or never."""
+        """Fire at a time of `time.monotonic`; None: never."""
         self._at = math.inf if at is None else at
         if self._at < self._rings_at:
             self._arm()
@@ -475,7 +407,6 @@ class Timer:
             self._arm()
 
     def cancel(self) -> None:
-        """Do not fire."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

@@ -18,7 +18,6 @@ class Waiting:
     """Calls that wait.
 
     Args:
-        pass_id: the coordinator's number of the pass.
         stages: names of the stages that the calls execute, "a, b".
         stage: the one whose function runs; "" if unknown.
         step, replica: those of the first call.
@@ -27,7 +26,6 @@ class Waiting:
         worker: the worker that they are assigned to; "" if none.
         for_s: how long they have waited, seconds; None if unknown.
         reason: a value of `pipedist.scheduler.diagnostics.Reason`, or a more specific one of `pipedist.runs`.
-        text: the reason in detail, for people.
     """
 
     pass_id: int
@@ -43,18 +41,12 @@ class Waiting:
     text: str
 
     def refined(self, reason: str, text: str) -> Waiting:
-        """Return it with a more specific reason."""
         return replace(self, reason=reason, text=text)
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """All waits of a run.
-
-    Args:
-        scheduler: the scheduler's explanation.
-        waits: the same waits, with names.
-    """
+    """All waits of a run: as the scheduler explains them, and with names."""
 
     scheduler: Explanation
     waits: tuple[Waiting, ...]
@@ -86,9 +78,7 @@ def _named(wait: Wait, handle: PassHandle, seen: Seen) -> Waiting:
 
 
 def _stage(wait: Wait, handle: PassHandle, seen: tuple[int, ...] | None) -> tuple[str, str]:
-    """Return the stage that a call executes, and its place for people.
-
-    The stage is "" if unknown.
+    """Return the stage that a call executes, and its place, for people.
 
     Args:
         seen: the lease, call and stage that its worker has noted.

@@ -17,11 +17,10 @@ from pipedist.worker.progress import Running
 
 
 class DeathOutcome(Struct, frozen=True):
-    """The consequence of a worker's death for the call that it ran.
+    """The consequence of a worker's death for a call; see `events.WorkerLost`.
 
     Args:
         stage: the stage that ran; "" if unknown.
-        retries, quarantine: see `events.WorkerLost`.
         timed_out: the reason for users, if the stage's function exceeded its timeout; "": it did not.
     """
 
@@ -32,13 +31,7 @@ class DeathOutcome(Struct, frozen=True):
 
 
 class FailurePolicy:
-    """Retries and quarantine of the calls of one pass.
-
-    Args:
-        program: the pass's program.
-        retries: by stage, how often a call that raised there is retried.
-        quarantine: stages whose culprits are quarantined when a call has failed there for good.
-    """
+    """Retries and quarantine of a pass's calls; see `Coordinator.open_pass`."""
 
     def __init__(self, program: Program, retries: Mapping[str, int], quarantine: frozenset[str]) -> None:
         self._stages = program.stages
@@ -47,7 +40,6 @@ class FailurePolicy:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages of a call, in order of execution."""
         return tuple(stage.name for stage in self._stages)
 
     def stage_of(self, running: Running) -> str:
@@ -62,19 +54,18 @@ class FailurePolicy:
 
     def apply(self, event: ev.CallFailed, failed: msg.Failed) -> ev.CallFailed:
         """Return a failure's event with the stage's retries and quarantine."""
+        cls = NonDeterministicError  # two executions of the call differ: its elements are not the cause
+        is_non_deterministic = (failed.module, failed.name) == (cls.__module__, cls.__name__)
         return replace(
             event,
             retries=self._retries.get(failed.stage, 0) if failed.retryable else 0,
-            quarantine=failed.stage in self._quarantine and not _is_non_deterministic(failed),
+            quarantine=failed.stage in self._quarantine and not is_non_deterministic,
             stage=failed.stage,
             text=f"{failed.name}: {failed.text}" if failed.text else failed.name,
         )
 
     def timed_out(self, running: Running) -> msg.Failed | None:
-        """Return a call's timeout as if its function had raised it.
-
-        None: the stage has no timeout.
-        """
+        """Return a call's timeout as if its function had raised it, if it has one."""
         stage = self._stage(running)
         if stage is None or stage.timeout_s is None:
             return None
@@ -99,31 +90,17 @@ class FailurePolicy:
         )
 
     def _stage(self, running: Running) -> StageProgram | None:
-        """Return the stage that ran.
-
-        None: the index is out of range; a peer has sent it.
-        """
+        """Return the stage that ran; None: a peer has sent a wrong index."""
         place = running.stage - 1
         return self._stages[place] if 0 <= place < len(self._stages) else None
-
-
-def _is_non_deterministic(failed: msg.Failed) -> bool:
-    """Return whether a call failed because its two executions differ.
-
-    Its elements are not the cause.
-    """
-    cls = NonDeterministicError
-    return (failed.module, failed.name) == (cls.__module__, cls.__name__)
 
 
 def call_error(failure: Failure, raised: Mapping[int, msg.Failed], *, name: str, replicas: int) -> CallError:
     """Return the error of a call that failed for good.
 
     Args:
-        failure: the scheduler's report.
         raised: the latest exception of each call that raised.
         name: the pass's name, used if the stage is unknown because the worker died.
-        replicas: R.
     """
     step, replica = divmod(failure.call, replicas)
     cause: BaseException

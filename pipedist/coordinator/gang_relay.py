@@ -46,11 +46,6 @@ class Segment:
     aborted: int = 0
     """The highest serial whose abort is pending; 0: none."""
 
-    @property
-    def where(self) -> str:
-        """The name by which members find it; "" if there is none."""
-        return self.owner.where if self.owner is not None else ""
-
     def end(self, serial: int, *, aborted: bool) -> None:
         """Record that a gang has ended.
 
@@ -65,12 +60,7 @@ class Segment:
 
 
 class SegmentPool:
-    """Creates segments, keeps the latest, and closes those of lost workers.
-
-    Args:
-        pool: the cluster's workers.
-        enabled: whether workers that were started here may share memory.
-    """
+    """Creates segments, keeps the latest, and closes those of lost workers."""
 
     def __init__(self, pool: WorkerPool, *, enabled: bool) -> None:
         self._pool = pool
@@ -100,7 +90,6 @@ class SegmentPool:
                 _close(self._segments.pop(key))
 
     def close(self) -> None:
-        """Close all."""
         while self._segments:
             _close(self._segments.popitem()[1])
 
@@ -128,8 +117,6 @@ class GangRelay:
     """The gangs that were sent and have not ended.
 
     Args:
-        pool: sends messages to workers.
-        segments: shared memory of members on this host.
         is_held: whether a worker holds a lease.
     """
 
@@ -143,10 +130,7 @@ class GangRelay:
     # -- from beginning to end -------------------------------------------------------------
 
     def begin(self, command: cmd.SendGang) -> str:
-        """Add a gang, and return the name of its members' segment.
-
-        The name is "" if they have none.
-        """
+        """Add a gang, and return the name of its segment; "": it has none."""
         serial, parts = command.serial, command.parts
         peers = [peer for part in parts if (peer := self._pool.of(part.worker)) is not None]
         segment = None
@@ -155,10 +139,9 @@ class GangRelay:
         gang = self._gangs[serial] = _Gang(serial, command.pass_id, parts, peers, segment)
         for member, part in enumerate(parts):
             self._by_lease[part.lease] = (gang, member)
-        return segment.where if segment is not None else ""
+        return "" if segment is None or segment.owner is None else segment.owner.where
 
     def stash(self, serial: int, chunk: Chunk) -> None:
-        """Store results of a gang until it has ended."""
         gang = self._gangs[serial]
         gang.stash.append(chunk)
         if gang.brought:
@@ -176,19 +159,16 @@ class GangRelay:
         return gang.pass_id, gang.stash if command.counts else [], gang.peers
 
     def close(self) -> None:
-        """Close all shared memory."""
         self._segments.close()
 
     # -- exchanges between members -----------------------------------------------------------
 
     def exchange(self, peer: Peer, message: msg.Exchange, frames: Sequence[Frame]) -> bool:
-        """Forward a member's part of an exchange.
-
-        Return False if it holds no such lease.
+        """Forward a member's part of an exchange; return whether it has a lease.
 
         Raises:
-            RemoteProtocolError: it is not the member's next exchange, or others have not contributed to the
-                previous one.
+            RemoteProtocolError: it is not the member's next exchange, or others have not contributed to the previous
+                one.
         """
         found = self._by_lease.get(message.lease)
         if found is None or not self._is_held(peer.worker, message.lease):

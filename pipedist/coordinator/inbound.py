@@ -48,16 +48,7 @@ class Post(Protocol):
 
 
 class Inbound:
-    """Handles the messages of workers, and of their supervisors.
-
-    Args:
-        post: posts an event to the scheduler.
-        pool: the workers that have joined, and the checks of those that want to.
-        gangs: forwards exchanges between members.
-        log_sinks: get the lines that replica functions print.
-        rejections: counts messages for leases that have ended.
-        passes: the open passes.
-    """
+    """Handles the messages of workers, and of their supervisors."""
 
     def __init__(
         self,
@@ -77,13 +68,7 @@ class Inbound:
         self._passes = passes
 
     def handle_hello(self, identity: bytes, hello: msg.Hello) -> None:
-        """Let a worker join, or reject it.
-
-        Its cached results are known before calls are assigned to it.
-
-        Raises:
-            RemoteProtocolError: its name is not its own, or the message is malformed.
-        """
+        """Let a worker join, or reject it."""
         self._pool.check_name(hello)
         self._passes.add_cached(hello)
         self._pool.on_hello(identity, hello)
@@ -92,11 +77,7 @@ class Inbound:
             self._passes.forget_cached(hello)
 
     def handle(self, peer: Peer, message: msg.Message, frames: list[memoryview]) -> None:
-        """Handle a message of a worker that has joined.
-
-        Raises:
-            RemoteProtocolError: a worker may not send it.
-        """
+        """Handle a message of a worker that has joined."""
         match message:
             case msg.Results():
                 self._on_results(peer, message, frames)
@@ -122,13 +103,7 @@ class Inbound:
                 raise RemoteProtocolError(f"a worker may not send {type(message).__name__}")
 
     def handle_unregistered(self, identity: bytes, message: msg.Message) -> None:
-        """Handle a message of a connection that has not joined.
-
-        Only a supervisor may send one.
-
-        Raises:
-            RemoteProtocolError: its name is not its own.
-        """
+        """Handle a message of no member: only a supervisor may send one."""
         match message:
             case msg.Heartbeat(worker, incarnation) if worker not in self._pool.names:
                 self._pool.check_name(message)
@@ -168,11 +143,7 @@ class Inbound:
 
 
 class Rejections:
-    """Counts rejections, and logs their reasons at a limited rate.
-
-    Args:
-        verbose: log them; otherwise they are only counted.
-    """
+    """Counts rejections; if `verbose`, logs reasons at a limited rate."""
 
     def __init__(self, *, verbose: bool) -> None:
         self.count = 0
@@ -182,7 +153,6 @@ class Rejections:
         self._logged: set[str] = set()
 
     def count_stale(self) -> None:
-        """Count a message for a lease that has ended."""
         self.stale += 1
 
     def add(self, reason: str, repeated: str = "") -> None:
@@ -190,8 +160,8 @@ class Rejections:
 
         Args:
             reason: the peer, and why it was rejected; may contain text of a peer.
-            repeated: the part of it that stays the same on a repetition, as for a worker that is restarted
-                again and again, each time with another name; "": all of it.
+            repeated: the part of it that stays the same on a repetition, as for a worker that is restarted again
+                and again, each time with another name; "": all of it.
         """
         repeated = repeated or reason
         self.count += 1
@@ -208,10 +178,7 @@ class Rejections:
 
 
 class LogSinks:
-    """Routes the output of replica functions to sinks.
-
-    Without a sink, it goes to `sys.stderr`.
-    """
+    """Routes the output of replica functions to sinks, else to `sys.stderr`."""
 
     def __init__(self) -> None:
         self._sinks: dict[int, LogSink] = {}
@@ -222,11 +189,7 @@ class LogSinks:
         return len(self._sinks)
 
     def add(self, sink: LogSink) -> Callable[[], None]:
-        """Add a sink for all lines from now on.
-
-        Returns:
-            A function that removes it; may be called twice.
-        """
+        """Add a sink; return a function that removes it, and may be called twice."""
         self._added += 1
         number = self._added
         self._sinks[number] = sink
@@ -238,8 +201,9 @@ class LogSinks:
 
     def emit(self, worker: str, line: msg.LogLine) -> None:
         """Pass a line to every sink; remove a sink that raises."""
-        if not self._sinks:
-            _print_line(worker, line)
+        if not self._sinks and sys.stderr is not None:
+            with suppress(OSError, ValueError):  # stderr is closed
+                sys.stderr.write(f"[{line.stage} {line.step} {line.replica} {worker}] {line.text}\n")
         for number, sink in tuple(self._sinks.items()):
             try:
                 sink(worker, line)
@@ -248,9 +212,3 @@ class LogSinks:
                 asyncio.get_running_loop().call_exception_handler(
                     {"message": f"the log sink {sink!r} raised, and was removed", "exception": error}
                 )
-
-
-def _print_line(worker: str, line: msg.LogLine) -> None:
-    if sys.stderr is not None:
-        with suppress(OSError, ValueError):  # stderr is closed
-            sys.stderr.write(f"[{line.stage} {line.step} {line.replica} {worker}] {line.text}\n")

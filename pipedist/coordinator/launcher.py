@@ -14,11 +14,9 @@ class WorkerExit(Struct, frozen=True):
 
     Args:
         pid: its process id; 0: it was not started.
-        code: its exit code, None if a signal ended it.
-        signal: the signal that ended it, None if it exited.
         text: how it ended, for people: "signal 9 (SIGKILL)", "exit code 3".
-        running: (lease, call, stage) that it was executing (`pipedist.worker.progress.Running`); None: none,
-            or unknown.
+        running: (lease, call, stage) that it was executing (`pipedist.worker.progress.Running`); None: none, or
+            unknown.
         timed_out: it was killed because that call exceeded its timeout.
     """
 
@@ -33,10 +31,9 @@ class WorkerExit(Struct, frozen=True):
 
 
 class Launcher(Protocol):
-    """Starts and ends workers which connect to one scheduler.
+    """Starts and ends workers which connect to one scheduler, in `async with`.
 
-    Use it with `async with`, in the event loop on which `on_exit` is called; entering does not wait until
-    workers can be started.
+    Entering does not wait until workers can be started.
     """
 
     on_exit: Callable[[WorkerExit], None]
@@ -48,39 +45,22 @@ class Launcher(Protocol):
         ...
 
     def running(self, worker: str) -> tuple[int, ...] | None:
-        """Return what a worker executes now, as `WorkerExit.running`.
-
-        None: nothing, or unknown.
-
-        The worker notes it in shared memory in any case; only reading it has a cost.
-        """
+        """Return what a worker executes, as `WorkerExit.running`; it has a cost."""
         ...
 
     def start(self, worker: str, incarnation: int) -> None:
-        """Start a worker process, and return at once.
+        """Start a worker process, kill earlier incarnations, and return at once.
 
         A failure is reported to `on_exit`.
-
-        Earlier incarnations of the worker are killed.
         """
         ...
 
     def kill(self, worker: str, incarnation: int | None = None) -> None:
-        """Kill a worker with SIGKILL, and return at once.
-
-        Does nothing if it has ended.
-
-        Args:
-            incarnation: only this one; None: the latest.
-        """
+        """Kill a worker with SIGKILL, if it lives; None: the latest incarnation."""
         ...
 
     def watch(self, every_s: float | None) -> None:
-        """Kill workers whose calls exceed their timeout (`WorkerExit.timed_out`).
-
-        Args:
-            every_s: how often to check, seconds; None: never.
-        """
+        """Kill workers whose calls exceed their timeout; None: no longer."""
         ...
 
     async def close(self, grace_s: float) -> None:
@@ -90,8 +70,5 @@ class Launcher(Protocol):
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 
-from pipedist.coordinator.failures import call_error
 from pipedist.coordinator.gang_relay import GangRelay
 from pipedist.coordinator.pass_handle import PassHandle
 from pipedist.coordinator.passes import OpenPasses
@@ -31,13 +30,8 @@ class CommandExecutor:
     """Executes the scheduler's commands.
 
     Args:
-        post: posts an event to the scheduler.
         fail: ends every pass with an error.
         count_stale: called for results that arrive after their lease has ended.
-        pool: starts, evicts and contacts workers.
-        states: the versions of states that leases read.
-        gangs: the running gangs.
-        passes: the open passes.
     """
 
     def __init__(
@@ -55,20 +49,13 @@ class CommandExecutor:
         self._fail = fail
         self._count_stale = count_stale
         self._pool = pool
-        self._leases = LeaseSender(post, pool, states, gangs)
+        self._states = states
         self._programs = ProgramDistributor(pool)
         self._gangs = gangs
         self._handles = passes.handles
 
     def execute(self, command: cmd.Command, chunk: Chunk | None) -> None:
-        """Execute one command.
-
-        Args:
-            chunk: the results that came with the event that caused it.
-
-        Raises:
-            LocalProtocolError: the command is unknown.
-        """
+        """Execute one command; `chunk`: the results that came with its event."""
         match command:
             case cmd.StashResults(serial):
                 if chunk is not None:
@@ -83,9 +70,9 @@ class CommandExecutor:
             case cmd.StepsReady(pass_id, first, last):
                 self._handles[pass_id].ready(first, last)
             case cmd.SendGang(pass_id=pass_id):
-                self._leases.send_gang(self._handles[pass_id], command)
+                self._send_gang(self._handles[pass_id], command)
             case cmd.SendAssign(pass_id=pass_id):
-                self._leases.send(self._handles[pass_id], command)
+                self._send_calls(self._handles[pass_id], command)
             case cmd.RequestSteps(pass_id, count):
                 self._handles[pass_id].want(count)
             case cmd.SendBind(worker, pass_id):
@@ -99,10 +86,7 @@ class CommandExecutor:
             case cmd.SendCancel(worker, lease):
                 self._pool.send(worker, msg.Cancel(lease))
             case cmd.StepFailed(pass_id, step, failures):
-                handle = self._handles[pass_id]
-                replicas = handle.settings.replicas
-                error = call_error(failures[0], handle.raised, name=handle.name, replicas=replicas)
-                handle.step_failed(step, error)
+                self._handles[pass_id].step_failed(step, failures[0])
             case cmd.SizeCall(pass_id, call):
                 self._post(ev.CallSized(pass_id, call, self._handles[pass_id].separable(call)))
             case cmd.CallsQuarantined(pass_id):
@@ -122,27 +106,7 @@ class CommandExecutor:
             case _:
                 raise LocalProtocolError(f"the coordinator knows no command {command!r}")
 
-
-class LeaseSender:
-    """Sends leases, after the states that they read.
-
-    Args:
-        post: posts an event to the scheduler.
-        pool: sends messages to workers.
-        states: the versions of states that leases read.
-        gangs: gets each gang before it is sent.
-    """
-
-    def __init__(
-        self, post: Callable[[Event], None], pool: WorkerPool, states: StateVersions, gangs: GangRelay
-    ) -> None:
-        self._post = post
-        self._pool = pool
-        self._states = states
-        self._gangs = gangs
-
-    def send(self, handle: PassHandle, command: cmd.SendAssign) -> None:
-        """Send a range of calls to its worker."""
+    def _send_calls(self, handle: PassHandle, command: cmd.SendAssign) -> None:
         worker, lease, lo, hi = command.worker, command.lease, command.lo, command.hi
         payload = self._payload(handle, worker, lease, lo, hi, command.elements)
         if payload is not None:
@@ -150,11 +114,8 @@ class LeaseSender:
             head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent)
             self._pool.send(worker, head, payload)
 
-    def send_gang(self, handle: PassHandle, command: cmd.SendGang) -> None:
-        """Send each member of a gang its calls.
-
-        If the calls of one can't be sent, none are sent.
-        """
+    def _send_gang(self, handle: PassHandle, command: cmd.SendGang) -> None:
+        """Send each member its calls; if those of one can't be sent, send none."""
         segment = self._gangs.begin(command)
         payloads: list[list[Frame]] = []
         for worker, lease, lo, hi in command.parts:
@@ -162,11 +123,9 @@ class LeaseSender:
             if payload is None:
                 return
             payloads.append(payload)
-        members = len(payloads)
+        pass_id, attempt, serial, members = command.pass_id, command.attempt, command.serial, len(payloads)
         for member, (worker, lease, lo, hi) in enumerate(command.parts):
-            head = msg.AssignGang(
-                lease, command.pass_id, lo, hi, command.attempt, command.serial, member, members, segment
-            )
+            head = msg.AssignGang(lease, pass_id, lo, hi, attempt, serial, member, members, segment)
             self._pool.send(worker, head, payloads[member])
 
     def _payload(
@@ -175,9 +134,6 @@ class LeaseSender:
         """Send the states that calls [lo, hi) read, and return their payload.
 
         If that fails, the pass fails if it has a feed; otherwise the steps of these calls fail.
-
-        Args:
-            elements: positions of the elements that are sent, for a single call; none: all elements.
         """
         try:
             shards = handle.shards(lo, hi, local=self._pool.reads(worker, handle.id), elements=elements)
@@ -198,11 +154,8 @@ class LeaseSender:
 class ProgramDistributor:
     """Sends programs to workers, and code folders to other hosts.
 
-    A snapshot of a folder is taken when the first worker on another host needs it, once per cluster: files
-    that are written to the folder later, such as outputs, are not part of it.
-
-    Args:
-        pool: sends messages to workers.
+    A snapshot of a folder is taken when the first worker on another host needs it, once per cluster: files that are
+    written to the folder later, such as outputs, are not part of it.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -226,14 +179,12 @@ class ProgramDistributor:
         if folder not in self._snapshots:
             self._snapshots[folder] = _snapshot_of(folder)
         snapshot, text, payload = self._snapshots[folder]
-        if snapshot is None:
-            self._pool.send(peer.worker, msg.Code(os.fsencode(folder), "", text))
-            return
-        held = snapshot.digest in peer.codes
-        peer.codes.add(snapshot.digest)
-        self._pool.send(
-            peer.worker, msg.Code(os.fsencode(folder), snapshot.digest, text), () if held else payload
-        )
+        digest = "" if snapshot is None else snapshot.digest
+        if digest in peer.codes:
+            payload = ()
+        elif digest:
+            peer.codes.add(digest)
+        self._pool.send(peer.worker, msg.Code(os.fsencode(folder), digest, text), payload)
 
 
 def _snapshot_of(folder: str) -> tuple[CodeSnapshot | None, str, Sequence[Frame]]:
@@ -249,12 +200,7 @@ def _snapshot_of(folder: str) -> tuple[CodeSnapshot | None, str, Sequence[Frame]
 class StateVersions:
     """The latest versions of every state.
 
-    Each is sent to a worker at most once.
-
-    The versions that a worker holds are recorded in its `Peer`, and so forgotten when the worker is lost.
-
-    Args:
-        pool: sends messages to workers.
+    Each is sent to a worker at most once: its `Peer` has the versions that it holds.
     """
 
     def __init__(self, pool: WorkerPool) -> None:
@@ -264,7 +210,6 @@ class StateVersions:
         """The encoded versions of each space, the oldest first."""
 
     def open_space(self) -> int:
-        """Return the number of a new state, which has no version yet."""
         self._last_space += 1
         self._spaces[self._last_space] = {}
         return self._last_space
@@ -273,6 +218,7 @@ class StateVersions:
         """Add a version; only the latest VERSIONS_KEPT are kept.
 
         Args:
+            version: higher than any before.
             tree: its arrays must not change any more.
 
         Raises:
@@ -288,22 +234,15 @@ class StateVersions:
             del versions[next(iter(versions))]
 
     def drop(self, space: int) -> None:
-        """Drop a state, here and in the workers; does nothing if it is not open."""
+        """Drop a state, here and in the workers, if it is open."""
         if self._spaces.pop(space, None) is None:
             return
-        for peer in self._pool.peers:
+        for peer in self._pool:
             if peer.held.pop(space, None) is not None:
                 self._pool.send(peer.worker, msg.DropState(space))
 
     def send(self, worker: str, states: Mapping[str, Sequence[int]]) -> None:
-        """Send a worker the versions that a lease reads and it lacks.
-
-        Args:
-            states: name -> [space, version].
-
-        Raises:
-            LocalProtocolError: a version is not kept here.
-        """
+        """Send a worker the versions that a lease reads and the worker lacks."""
         for name, (space, version) in states.items():
             frames = self._spaces.get(space, {}).get(version)
             if frames is None:

@@ -10,24 +10,23 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import anyio
 import anyio.lowlevel
 from msgspec import Struct
 
-from pipedist.coordinator.failures import DeathOutcome, FailurePolicy
+from pipedist.coordinator.failures import DeathOutcome, FailurePolicy, call_error
 from pipedist.coordinator.results import Chunk, ResultStore, Slots, key_of
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import ElementRanges, Feed
-from pipedist.errors import CallError, LocalProtocolError, RunCancelled, RunDrained
+from pipedist.errors import LocalProtocolError, RunCancelled, RunDrained
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame
 from pipedist.protocol.program import Program, Shards, to_frames
 from pipedist.scheduler import Event, PassSettings
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.commands import CallsQuarantined
+from pipedist.scheduler.commands import CallsQuarantined, Failure
 from pipedist.worker.progress import Running
 
 BATCH_STEPS_MAX = 256
@@ -40,10 +39,8 @@ States = Mapping[str, Sequence[int]]
 """By name, [space, version] of each state that a call reads."""
 
 Arrival = Callable[[Chunk], None]
-"""Called with results as they arrive."""
 
 OnQuarantine = Callable[[CallsQuarantined], None]
-"""Called with the quarantined elements, and the reason."""
 
 OnStepDone = Callable[[list[Slots], BaseException | None], None]
 """Called with the results of a step's calls, in replica order, or with the error that ended it."""
@@ -55,9 +52,8 @@ class Batch(Struct, frozen=True):
     Args:
         first: number of the first one.
         steps: the results of each step's calls, in replica order. Empty shards make no call, and are always
-            those of the last replicas, so entry r is that of replica r. The entry of a call whose elements
-            are all quarantined is empty.
-        bytes: bytes of the results.
+            those of the last replicas, so entry r is that of replica r. The entry of a call whose elements are
+            all quarantined is empty.
     """
 
     first: int
@@ -67,8 +63,6 @@ class Batch(Struct, frozen=True):
 
 @dataclass(slots=True)
 class PassCounts:
-    """Progress of a pass."""
-
     calls_done: int = 0
     elements_offered: int = 0
     elements_visible: int = 0
@@ -76,18 +70,10 @@ class PassCounts:
 
 
 class PassHandle:
-    """One pass as its reader sees it. Made by `Coordinator.open_pass`.
-
-    Args:
-        post: posts an event to the scheduler.
-        pass_id: its number.
-        policy: retries and quarantine of its calls.
-        feed: the source of its steps; None: `call_step`.
-        name, program, settings, on_arrival, on_quarantine, stamp: see `Coordinator.open_pass`.
+    """One pass as its reader sees it; see `Coordinator.open_pass`.
 
     Raises:
         UnsendableError: the program can't be serialized; the text names the place.
-        LocalProtocolError: a pass with a feed is not ordered, or one without a feed is.
     """
 
     def __init__(
@@ -110,12 +96,10 @@ class PassHandle:
         self.settings = settings
         self.policy = policy
         self.slots = frozenset(emit.slot for emit in program.emits)
-        """Slots that each call sends back."""
         self.program_frames: list[Frame] = to_frames(program)
         self.key = key_of(stamp, self.program_frames) if stamp else ""
         """The key under which workers cache results of the pass until they are durable; "": they do not."""
         self.code = program.code
-        """Folders of the user's modules."""
         self.counts = PassCounts()
         self.raised: dict[int, msg.Failed] = {}
         """The latest exception of each call that raised, until its step is visible."""
@@ -145,14 +129,13 @@ class PassHandle:
     async def batches(self) -> AsyncIterator[Batch]:
         """Yield the steps in order, as they become visible.
 
-        The scheduler requests more steps as the reader consumes these.
+        The scheduler requests more steps as the reader consumes these. Exceptions of the feed are raised as they are.
 
         Raises:
-            CallError: if a call failed for good; it is that of the lowest (step, replica).
-            WorkersLost: if no worker can be kept alive.
-            RunDrained: if the pass was held, and its running calls are finished.
-            RunCancelled: if the pass was closed meanwhile.
-            Exception: any exception of the feed.
+            CallError: a call failed for good; it is that of the lowest (step, replica).
+            WorkersLost: no worker can be kept alive.
+            RunDrained: the pass was held, and its running calls are finished.
+            RunCancelled: the pass was closed meanwhile.
         """
         if self._feed is None:
             raise LocalProtocolError("a pass without a feed can't be read in order")
@@ -195,19 +178,24 @@ class PassHandle:
         Args:
             values: R trees, one per replica.
             states: name -> [space, version] of each state that the calls read; only gangs read states.
-            produced: called with the results; returns space -> version of each state that the step's workers
-                hold from now on, so that it is not sent to them. Its exceptions are passed on.
+            produced: called with the results; returns space -> version of each state that the step's workers hold
+                from now on, so that it is not sent to them. Its exceptions are passed on.
             left: if the caller is cancelled, it gets an event that is set when the step ends.
 
         Raises:
             CallError: that of the lowest replica that failed; `__cause__` is the user's exception, or
                 UnsendableError if a value can't be serialized.
-            WorkersLost: if no worker can be kept alive.
-            RunCancelled: if the pass was closed.
+            WorkersLost: no worker can be kept alive.
+            RunCancelled: the pass was closed.
         """
         result: asyncio.Future[tuple[list[Slots], BaseException | None]]
         result = asyncio.get_running_loop().create_future()
-        step = self.begin_step(values, partial(_set_result, result), states)
+
+        def on_done(parts: list[Slots], error: BaseException | None) -> None:
+            if not result.done():  # the caller may have been cancelled
+                result.set_result((parts, error))
+
+        step = self.begin_step(values, on_done, states)
         if produced is not None:
             self._executed[step] = ()
         try:
@@ -225,16 +213,11 @@ class PassHandle:
         return parts
 
     def begin_step(self, values: Sequence[Tree], on_done: OnStepDone, states: States | None = None) -> int:
-        """Offer one step of given values, and return its number at once.
+        """Offer one step of given values, and return its number; see `call_step`.
 
         Args:
-            values: R trees, one per replica.
-            on_done: called once, on the event loop, with the value that `call_step` returns, or with the
-                error that it raises. It must not raise, and may be called before this returns.
-            states: as for `call_step`.
-
-        Raises:
-            WorkersLost, RunCancelled: as for `call_step`, if the pass has failed already.
+            on_done: called once, on the event loop, with the value that `call_step` returns, or with the error that
+                it raises. It must not raise, and may be called before this returns.
         """
         if self._error is not None:
             raise self._error
@@ -248,17 +231,11 @@ class PassHandle:
         return step
 
     def hold(self) -> None:
-        """Assign no more calls.
-
-        When none of this pass is running, `batches` raises RunDrained.
-        """
+        """Assign no more calls; when none is running, `batches` raises RunDrained."""
         self._post(ev.PassDraining(self.id))
 
     def settle(self, before: int) -> None:
-        """Report that all steps before `before` are durable.
-
-        Workers may drop their cached results.
-        """
+        """Report that steps before `before` are durable: caches may be dropped."""
         if self.key:
             self._post(ev.StepsCommitted(self.id, before))
 
@@ -302,12 +279,10 @@ class PassHandle:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended with an error; then no more steps are executed."""
         return self._error is not None
 
     @property
     def has_feed(self) -> bool:
-        """Whether its steps come from a feed instead of `call_step`."""
         return self._feed is not None
 
     @property
@@ -318,14 +293,11 @@ class PassHandle:
     # -- for the coordinator -------------------------------------------------------------
 
     def shards(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards:
-        """Return the payload for calls [lo, hi).
+        """Return the payload for calls [lo, hi); reading data may raise anything.
 
         Args:
             local: the worker shares this host's files.
             elements: positions of the elements that are sent, for a single call; none: all elements.
-
-        Raises:
-            Exception: any exception of reading the data.
         """
         if self._feed is not None:
             if elements:
@@ -353,36 +325,29 @@ class PassHandle:
     def _skip_replicas(self, first: int, last: int, skipped: Sequence[int]) -> None:
         """Store empty results for skipped replicas."""
         for step in range(first, last) if skipped else ():
-            for call in (step * self.settings.replicas + replica for replica in skipped):
+            for replica in skipped:
+                call = step * self.settings.replicas + replica
                 self._store.put(Chunk(call, call + 1, [{}], 0))
 
     def on_death(self, running: Running, *, timed_out: bool) -> DeathOutcome:
-        """Return the consequence of a worker's death for the call that it ran.
-
-        Args:
-            timed_out: the call took too long.
-        """
+        """Return the consequence of a worker's death for the call that it ran."""
         failed = self.policy.timed_out(running) if timed_out else None
         if self._feed is None and running.call // self.settings.replicas not in self._waiting:
             # Its caller is gone, and the call may have hung: a retry would cost time without use.
-            reason, cls = "its caller was cancelled", RunCancelled
-            failed = msg.Failed(
-                running.lease, running.call, self.name, cls.__module__, cls.__name__, reason, "", False
-            )
+            failed = self._failed(running.lease, running.call, RunCancelled("its caller was cancelled"))
         if failed is not None:
             self.raised[running.call] = failed
         return self.policy.on_death(running, failed)
 
     def not_sent(self, lo: int, hi: int, lease: int, error: Exception) -> None:
-        """Record why calls [lo, hi) could not be sent."""
-        cls = type(error)
         for call in range(lo, hi):
-            self.raised[call] = msg.Failed(
-                lease, call, self.name, cls.__module__, cls.__qualname__, str(error), "", False
-            )
+            self.raised[call] = self._failed(lease, call, error)
+
+    def _failed(self, lease: int, call: int, error: Exception) -> msg.Failed:
+        cls = type(error)
+        return msg.Failed(lease, call, self.name, cls.__module__, cls.__qualname__, str(error), "", False)
 
     def gang_arrived(self, chunks: Sequence[Chunk], peers: Sequence[Peer]) -> None:
-        """Store the results of a gang."""
         step = chunks[0].lo // self.settings.replicas
         if step in self._executed:
             self._executed[step] = peers
@@ -390,7 +355,6 @@ class PassHandle:
             self.arrived(chunk)
 
     def arrived(self, chunk: Chunk) -> None:
-        """Store accepted results."""
         self.counts.calls_done += chunk.hi - chunk.lo
         self._store.put(chunk)
         if self._on_arrival is not None:
@@ -411,8 +375,9 @@ class PassHandle:
             self._visible.append((first, last))
         self._changed.set()
 
-    def step_failed(self, step: int, error: CallError) -> None:
+    def step_failed(self, step: int, failure: Failure) -> None:
         """End a step that failed for good; with a feed, end the pass."""
+        error = call_error(failure, self.raised, name=self.name, replicas=self.settings.replicas)
         if self._feed is not None:
             self.fail(error)
         else:
@@ -436,10 +401,7 @@ class PassHandle:
             del self.raised[call]
 
     def fail(self, error: BaseException) -> None:
-        """End the pass with an error, unless it has ended with another one.
-
-        Visible steps stay.
-        """
+        """End the pass with its first error; visible steps stay."""
         if self._error is None:
             self._error = error
         waiting = list(self._waiting.values())
@@ -464,20 +426,9 @@ class PassHandle:
         self._changed.set()
 
     def on_drained(self) -> None:
-        """End the pass after `hold`: none of its calls is running."""
         if not self._complete:
             self.fail(RunDrained("the run was stopped; the calls that were running are finished"))
 
     def want(self, count: int) -> None:
-        """Request `count` more steps from the feed."""
         self._demand += count
         self._demanded.set()
-
-
-def _set_result(
-    future: asyncio.Future[tuple[list[Slots], BaseException | None]],
-    parts: list[Slots],
-    error: BaseException | None,
-) -> None:
-    if not future.done():  # the caller may have been cancelled
-        future.set_result((parts, error))

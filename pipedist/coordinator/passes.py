@@ -19,7 +19,6 @@ class OpenPasses:
     """Opens, finds and closes passes.
 
     Args:
-        post: posts an event to the scheduler.
         pass_of: the number of the pass of a lease that a worker holds; None: it holds no such lease.
         pool: its workers are watched for timeouts while a pass has any.
     """
@@ -32,23 +31,15 @@ class OpenPasses:
         self._pool = pool
         self._cached = CachedResultIndex()
         self.last = 0
-        """The number of the latest one."""
         self.handles: dict[int, PassHandle] = {}
-        """By number."""
 
     def of_lease(self, worker: str, lease: int) -> PassHandle | None:
-        """Return the pass of a lease that a worker holds.
-
-        None: it holds no such lease.
-        """
+        """Return the pass of a lease; None: the worker holds no such lease."""
         pass_id = self._pass_of(worker, lease)
         return None if pass_id is None else self.handles.get(pass_id)
 
     def on_death(self, worker: str, running: Running, timed_out: bool) -> DeathOutcome | None:
-        """Return the consequence of a worker's death for the call that it ran.
-
-        See `worker_pool.OnDeath`.
-        """
+        """Return the consequence of a worker's death; see `worker_pool.OnDeath`."""
         handle = self.of_lease(worker, running.lease)
         return None if handle is None else handle.on_death(running, timed_out=timed_out)
 
@@ -74,22 +65,16 @@ class OpenPasses:
                 self._pool.watch(enabled=False)
 
     def fail(self, error: PipedistError) -> None:
-        """End every pass with an error."""
         for handle in list(self.handles.values()):
             handle.fail(error)
 
     # -- cached results ----------------------------------------------------------------------
 
     def add_cached(self, hello: msg.Hello) -> None:
-        """Record a worker's cached results, before calls are assigned to it.
-
-        Raises:
-            RemoteProtocolError: the list of them is malformed.
-        """
+        """Record a worker's cached results, before calls are assigned to it."""
         by_key = {handle.key: handle.id for handle in self.handles.values() if handle.key}
         for event in self._cached.add(hello, by_key):
             self._post(event)
 
     def forget_cached(self, hello: msg.Hello) -> None:
-        """Forget the cached results of a worker that was rejected."""
         self._cached.forget(hello.worker, hello.incarnation)

@@ -46,10 +46,7 @@ class Chunk(Struct, frozen=True):
 def open_chunk(
     lo: int, hi: int, frames: Sequence[Frame], slots: frozenset[str], *, partial: bool = False
 ) -> Chunk:
-    """Decode and check the results in a message.
-
-    They are decoded before they are accepted: malformed results cost the sender its connection, and its
-    calls are assigned to other workers.
+    """Decode and check the results in a message, before they are accepted.
 
     Args:
         slots: slots that the pass's program has each call send back.
@@ -81,7 +78,6 @@ class ResultStore:
 
     @property
     def bytes_mean(self) -> float:
-        """Mean bytes of the results of one call."""
         return sum(self._sizes.values()) / max(1, len(self._results))
 
     def put(self, chunk: Chunk) -> None:
@@ -90,11 +86,9 @@ class ResultStore:
         self._sizes[chunk.hi - 1] = chunk.size
 
     def take(self, first: int, last: int, replicas: int) -> tuple[list[list[Slots]], int]:
-        """Remove and return the results of steps [first, last).
+        """Remove the results of steps [first, last); return them, and their bytes.
 
-        Returns:
-            For each step its results in replica order, without calls that were not made (empty
-            shards) or failed; and the bytes that are released.
+        A step's results are in replica order, without calls that were not made (empty shards) or failed.
         """
         pop, lo, hi = self._results.pop, first * replicas, last * replicas
         if replicas == 1:  # as many lists as calls: the inner loop would be most of the cost
@@ -108,18 +102,12 @@ class ResultStore:
         return steps, sum(self._sizes.pop(call) for call in done)
 
     def clear(self) -> None:
-        """Remove all results."""
         self._results.clear()
         self._sizes.clear()
 
 
 def key_of(stamp: str, program: Sequence[Frame]) -> str:
-    """Return the key under which workers cache the results of a pass.
-
-    Args:
-        stamp: identifies the run, the pass and its code.
-        program: the pass's program, as it is sent.
-    """
+    """Return the key of a pass's cached results: of its stamp and program."""
     digest = hashlib.sha256(stamp.encode())
     for frame in program:
         digest.update(memoryview(frame).nbytes.to_bytes(8, "little"))
@@ -134,9 +122,7 @@ class CachedResultIndex:
         self._workers: dict[str, tuple[int, Mapping[str, _Ranges]]] = {}
 
     def add(self, hello: msg.Hello, passes: Mapping[str, int]) -> list[ev.CallsCached]:
-        """Record a worker's cached results.
-
-        Returns the events for passes that are open.
+        """Record a worker's cached results; return the events for open passes.
 
         Args:
             passes: numbers of the open passes, by key.

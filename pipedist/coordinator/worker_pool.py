@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import anyio
 from msgspec.structs import replace
@@ -34,24 +34,14 @@ OnDeath = Callable[[str, Running, bool], DeathOutcome | None]
 """Takes a worker, the call that it ran, and whether that timed out; None: it held no such lease."""
 
 
-class WorkerPool:
-    """Starts and ends workers, and maps connections to workers.
+class WorkerPool(WorkerRegistry):
+    """The members, and all workers' processes and connections.
 
     Args:
-        post: posts an event to the scheduler.
-        cluster_id: sent in Welcome.
-        router: sends messages to workers.
-        names: the workers that the launcher starts; others dial in.
-        dial_in: whether other workers may join.
-        boot: this host's boot id: workers with the same one can read our files.
         heartbeat_timeout_s: how long a supervisor may be silent, seconds.
-        rejoin_s: how long dialled-in workers wait for another scheduler when this one is gone, seconds.
-        on_death: returns the consequence of a worker's death for the call that it ran; see `OnDeath`.
-        on_reject: called with the reason for each rejected worker or message, and with the part of it that
-            stays the same on a repetition.
-        force: accept workers that differ in ways that could change bits.
-        threads: BLAS and OpenMP threads that all workers must have, whatever `force` is; None: any.
-        notify: called with a line for the user about each accepted worker that differs.
+        on_reject: called with the reason for each rejected worker or message, and with the part of it that stays
+            the same on a repetition.
+        Others: see `Coordinator`.
     """
 
     def __init__(
@@ -71,6 +61,7 @@ class WorkerPool:
         threads: int | None = None,
         notify: Callable[[str], None] = lambda _text: None,
     ) -> None:
+        super().__init__()
         self.names = tuple(names)
         self.launcher: Launcher | None = None
         """Starts the workers; None if all dial in, and before it is open."""
@@ -86,7 +77,6 @@ class WorkerPool:
         self._boot = boot
         self._heartbeat_s = heartbeat_timeout_s / _HEARTBEATS
         self._rejoin_s = rejoin_s
-        self._registry = WorkerRegistry()
         self._started: dict[str, int] = {}
         """The incarnation of each worker whose process was started here and has not ended."""
         self._evicted: dict[str, int] = {}
@@ -104,58 +94,30 @@ class WorkerPool:
 
     # -- members -----------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        """Return how many workers have joined and are alive."""
-        return len(self._registry)
-
-    def of_identity(self, identity: bytes) -> Peer | None:
-        """Return the peer with a socket identity."""
-        return self._registry.of_identity(identity)
-
-    @property
-    def peers(self) -> Iterator[Peer]:
-        """All workers that have joined and are alive."""
-        return iter(self._registry)
-
-    def of(self, worker: str) -> Peer | None:
-        """Return the peer of a worker."""
-        return self._registry.of(worker)
-
     def was_started_here(self, peer: Peer) -> bool:
         """Return whether this cluster's launcher started a worker's process."""
         return peer.worker in self._started and peer.local
 
     def reads(self, worker: str, pass_id: int) -> bool:
-        """Return whether a worker reads a pass's data itself.
-
-        It does so if it is on this host, or sees the same files.
-        """
-        peer = self._registry.of(worker)
+        """Return whether a worker is on this host, or sees a pass's files."""
+        peer = self.of(worker)
         return peer is not None and (peer.local or pass_id in peer.sees)
 
     def forget_pass(self, pass_id: int) -> None:
         """Forget which workers see the data of a closed pass."""
-        for peer in self.peers:
+        for peer in self:
             peer.sees.discard(pass_id)
 
     async def wait_for(self, count: int) -> None:
-        """Return as soon as `count` workers have joined.
-
-        Raises:
-            PipedistError: the error that `fail` was called with.
-        """
-        while len(self._registry) < count:
+        """Wait until `count` workers have joined; raise the error of `fail`."""
+        while len(self) < count:
             if self._error is not None:
                 raise self._error
             await self._changed.wait()
 
     async def wait_for_next(self, worker: str, incarnation: int) -> None:
-        """Return as soon as a later incarnation of a worker has joined.
-
-        Raises:
-            PipedistError: the error that `fail` was called with.
-        """
-        while (peer := self._registry.of(worker)) is None or peer.incarnation <= incarnation:
+        """Wait until a later incarnation has joined; raise the error of `fail`."""
+        while (peer := self.of(worker)) is None or peer.incarnation <= incarnation:
             if self._error is not None:
                 raise self._error
             await self._changed.wait()
@@ -178,13 +140,12 @@ class WorkerPool:
         if worker in self._started:  # its connection is lost, but its process still runs
             self._due[worker] = incarnation
             self.launcher.kill(worker, self._started[worker])
-            return
-        self._started[worker] = incarnation
-        self.launcher.start(worker, incarnation)
+        else:
+            self._started[worker] = incarnation
+            self.launcher.start(worker, incarnation)
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of the workers that were started here, by name."""
         return {} if self.launcher is None else dict(self.launcher.pids)
 
     def kill(self, worker: str) -> None:
@@ -203,11 +164,9 @@ class WorkerPool:
         """Report the end of a process, and start the next one if it is due."""
         if self._started.get(exit_.worker) == exit_.incarnation:
             del self._started[exit_.worker]
-            due = self._due.pop(exit_.worker, None)
-            if due is not None:
+            if (due := self._due.pop(exit_.worker, None)) is not None:
                 self.start(exit_.worker, due)
-        peer = self._registry.remove(exit_.worker, exit_.incarnation)
-        if peer is not None:
+        if (peer := self.remove(exit_.worker, exit_.incarnation)) is not None:
             self._router.drop(peer.identity)
         running = None if exit_.running is None else Running(*exit_.running)
         self._post_death(exit_.worker, exit_.incarnation, exit_.text, running, exit_.timed_out)
@@ -238,22 +197,17 @@ class WorkerPool:
     # -- connections ---------------------------------------------------------------------------
 
     def send(self, worker: str, message: msg.Message, payload: Sequence[Frame] = ()) -> None:
-        """Send a message to a worker.
+        """Send a message to a worker; an unreachable one is lost now or soon.
 
-        If it is unreachable, it is lost now or soon.
-
-        The launcher or supervisor of the process soon reports the cause of its death, and the call that it
-        ran; without that report, the culprit could only be guessed. If a supervisor is unreachable too, the
-        heartbeat timeout detects that.
+        The launcher or supervisor of the process soon reports the cause of its death, and the call that it ran;
+        without that report, the culprit could only be guessed. If a supervisor is unreachable too, the heartbeat
+        timeout detects that.
         """
-        peer = self._registry.of(worker)
+        peer = self.of(worker)
         if peer is None or self._router.send(peer.identity, message, payload):
             return
-        if (
-            self.launcher is not None
-            and self.was_started_here(peer)
-            and self._started[worker] == peer.incarnation
-        ):
+        is_running = peer.local and self._started.get(worker) == peer.incarnation
+        if self.launcher is not None and is_running:
             self.launcher.kill(worker, peer.incarnation)
         elif worker not in self._supervisors:
             self.lose(peer, "its connection is gone")
@@ -267,12 +221,12 @@ class WorkerPool:
         self._send_stop(reason)
         if self.launcher is None:
             with anyio.move_on_after(grace_s, shield=True):
-                while len(self._registry):
+                while len(self):
                     await self._changed.wait()
             self._send_stop(reason)  # to workers that have joined meanwhile
 
     def _send_stop(self, reason: str) -> None:
-        for identity in (*(peer.identity for peer in self._registry), *self._supervisors.values()):
+        for identity in (*(peer.identity for peer in self), *self._supervisors.values()):
             self._router.send(identity, msg.Stop(reason))
 
     def share(self, payload: Sequence[Frame]) -> None:
@@ -283,23 +237,18 @@ class WorkerPool:
             self._router.send(identity, message, payload)
 
     def reject(self, identity: bytes, before: int = 0) -> None:
-        """Reject a message of a worker that is not a member.
-
-        Its next incarnation may join.
+        """Reject a message of no member; its next incarnation may join.
 
         Args:
-            before: see `messages.Refuse`. When a network recovers, it delivers all heartbeats of the outage;
-                each one is rejected, and by then the next incarnation may have joined.
+            before: see `messages.Refuse`. When a network recovers, it delivers all heartbeats of the outage; each
+                one is rejected, and by then the next incarnation may have joined.
         """
         self._router.send(identity, msg.Refuse("this incarnation is not a member", before))
         text = f"a message from connection {repr(identity)[1:]}, which is not a member"
         self._on_reject(text, "a message of no member")
 
     def on_heartbeat(self, identity: bytes, worker: str, incarnation: int) -> None:
-        """Handle a supervisor's heartbeat.
-
-        If its worker process was evicted, the supervisor ends it.
-        """
+        """Handle a supervisor's heartbeat; have an evicted worker ended."""
         if self._supervisors.get(worker) != identity:
             self._supervisors[worker] = identity
             if self._dial_in:
@@ -318,11 +267,8 @@ class WorkerPool:
         self._post(ev.WorkerLost(peer.worker, peer.incarnation, cause))
 
     def evict(self, worker: str, incarnation: int, reason: str) -> None:
-        """Remove an incarnation of a worker, if it is a member.
-
-        The next one may join.
-        """
-        peer = self._registry.remove(worker, incarnation)
+        """Remove an incarnation of a worker, if it is a member."""
+        peer = self.remove(worker, incarnation)
         if peer is None:
             return
         self._router.send(peer.identity, msg.Refuse(reason))
@@ -336,8 +282,7 @@ class WorkerPool:
         """Remove a worker that leaves, or that has crashed."""
         worker, incarnation = goodbye.worker, goodbye.incarnation
         self._evicted.pop(worker, None)
-        peer = self._registry.remove(worker, incarnation)
-        if peer is not None:
+        if (peer := self.remove(worker, incarnation)) is not None:
             self._router.drop(peer.identity)
         if goodbye.crashed:
             is_known = goodbye.lease or goodbye.timed_out
@@ -348,31 +293,21 @@ class WorkerPool:
         self._wake()
 
     def check_name(self, message: msg.Hello | msg.Heartbeat | msg.Goodbye) -> None:
-        """Check that a dialled-in peer uses a name of its own.
-
-        All workers may share one key.
+        """Check that a dialled-in peer's name is its own; all may share one key.
 
         Raises:
             RemoteProtocolError: the proof is wrong.
         """
-        if (
-            self._dial_in
-            and message.worker not in self.names
-            and not is_proven(message.worker, message.proof)
-        ):
+        dials_in = self._dial_in and message.worker not in self.names
+        if dials_in and not is_proven(message.worker, message.proof):
             raise RemoteProtocolError(f"it uses the name {message.worker!r} without proof")
 
     def on_hello(self, identity: bytes, hello: msg.Hello) -> None:
-        """Let a worker join, or reject it with the reason.
-
-        Raises:
-            RemoteProtocolError: this connection's worker has joined already.
-        """
-        known = self._registry.of_identity(identity)
-        if known is not None:
+        """Let a worker join, or reject it with the reason."""
+        if (known := self.of_identity(identity)) is not None:
             raise RemoteProtocolError(f"{known.worker} sent Hello twice")
         managed = hello.worker in self.names
-        current = self._registry.of(hello.worker)
+        current = self.of(hello.worker)
         reason = rejection_reason(
             hello,
             started=self._started,
@@ -398,12 +333,10 @@ class WorkerPool:
         if current is not None:
             self.evict(current.worker, current.incarnation, "a later incarnation has joined")
         codes = set(hello.code_digests[:CODE_DIGESTS_MAX])
-        self._registry.add(Peer(identity, hello.worker, hello.incarnation, local, codes=codes))
+        self.add(Peer(identity, hello.worker, hello.incarnation, local, codes=codes))
         self._router.send(identity, self._welcome(local=local, notice=notice))
-        joined = ev.WorkerJoined(
-            hello.worker, hello.incarnation, supervised=not managed, gpus=max(0.0, hello.gpus)
-        )
-        self._post(joined)
+        gpus = max(0.0, hello.gpus)
+        self._post(ev.WorkerJoined(hello.worker, hello.incarnation, supervised=not managed, gpus=gpus))
         self._wake()
 
     def _welcome(self, *, local: bool, notice: str = "") -> msg.Welcome:

@@ -53,12 +53,10 @@ class WorkerRegistry:
         return iter(list(self._by_identity.values()))
 
     def add(self, peer: Peer) -> None:
-        """Add a peer; neither its identity nor its worker is registered."""
         self._by_identity[peer.identity] = peer
         self._by_worker[peer.worker] = peer
 
     def of_identity(self, identity: bytes) -> Peer | None:
-        """Return the peer with a socket identity."""
         return self._by_identity.get(identity)
 
     def of(self, worker: str, incarnation: int | None = None) -> Peer | None:
@@ -91,8 +89,7 @@ def rejection_reason(
     Args:
         started: the incarnation of each worker that was started here and is alive.
         managed: the name is one of the workers that are started here.
-        dial_in: whether other workers may join.
-        current: the peer of that name that has joined before, None if there is none.
+        current: the peer of that name that has joined before.
         threads: BLAS and OpenMP threads that it must have, because they change bits; None: any.
     """
     if managed and started.get(hello.worker) != hello.incarnation:
@@ -111,9 +108,7 @@ def rejection_reason(
 
 
 def differences(hello: msg.Hello, *, managed: bool) -> str:
-    """Return the differences of a worker's platform that could change bits.
-
-    "": there are none.
+    """Return the differences of a platform that could change bits, or "".
 
     Args:
         managed: it was started here, on the same processor.

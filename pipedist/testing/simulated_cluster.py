@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from random import Random
 from typing import Any, Final, Self, cast
 
@@ -298,9 +299,8 @@ class SimulatedCluster(Cluster):
         if not isinstance(loop, VirtualLoop):
             raise UsageError("SimulatedCluster needs a VirtualLoop. Use pipedist.testing.simulate")
         self.simulated = simulated = SimulatedHost(loop, Random(self._seed), self._faults, self._threads)
-        router_factory: Any = lambda *callbacks: SimulatedRouter(simulated, *callbacks)  # noqa: E731
         coordinator = CheckedCoordinator(
-            router_factory=router_factory,
+            router_factory=cast(Any, partial(SimulatedRouter, simulated)),
             launcher_factory=lambda _endpoint: cast(Any, SimulatedLauncher(simulated)),
             workers=[f"w{i}" for i in range(self._workers)],
             limits=SchedulerLimits(deaths_max=1_000_000, failed_starts_max=1_000_000),

@@ -19,16 +19,14 @@ class SocketSettings(Struct, frozen=True):
     """The times and queue lengths of a socket.
 
     Args:
-        queue_messages_max: messages that ZeroMQ queues per peer and direction. More than the
-            credit that the scheduler gives a worker, so that it does not limit workers.
-        outbox_messages_max, outbox_bytes_max: messages and bytes that a Router keeps for one
-            peer beyond that, before it drops the peer.
+        queue_messages_max: messages that ZeroMQ queues per peer and direction. More than the credit that the
+            scheduler gives a worker, so that it does not limit workers.
+        outbox_messages_max, outbox_bytes_max: messages and bytes that a Router keeps for one peer beyond that,
+            before it drops the peer.
         linger_s: how long closing waits for unsent messages.
-        handshake_s: how long a peer may take for its handshake.
-        heartbeat_s, heartbeat_timeout_s: ZeroMQ's own heartbeat on TCP, which detects a host that
-            vanished. The scheduler detects hung workers.
-        handshakes_failed_max: failed handshakes without a reason, after which a Dealer raises
-            an error.
+        heartbeat_s, heartbeat_timeout_s: ZeroMQ's own heartbeat on TCP, which detects a host that vanished. The
+            scheduler detects hung workers.
+        handshakes_failed_max: failed handshakes without a reason, after which a Dealer raises an error.
         flush_retry_s: longest time between two attempts to send to a full queue.
         frames_per_wake_up: frames that a Router handles before other tasks have their turn.
         peers_max: identities that a Router remembers.
@@ -48,8 +46,6 @@ class SocketSettings(Struct, frozen=True):
 
 
 SETTINGS = SocketSettings()
-"""The settings of the protocol; tests use smaller ones."""
-
 
 VARIABLE: Final = "PIPEDIST_SHARED_MEMORY"
 """Environment variable: 0 sends everything as frames."""
@@ -69,9 +65,6 @@ SEGMENTS_MAX: Final = 128
 SLOTS_MAX: Final = 256
 """Slots of one segment."""
 
-_CLUSTER_BYTES_MAX: Final = 1 * GIB
-_MEMORY_SHARE: Final = 8  # at most one eighth of the machine's memory
-
 
 class SharedMemory(Struct, frozen=True):
     """How much memory a Router shares with its peers.
@@ -89,27 +82,15 @@ class SharedMemory(Struct, frozen=True):
         """Return the share for a cluster on this host; None if memory is not shared.
 
         1 GiB in all, or an eighth of the machine's memory; half of it for what goes out.
-
-        Raises:
-            UsageError: the environment variable PIPEDIST_SHARED_MEMORY is neither 0 nor 1.
         """
-        if not is_wanted() or not is_supported():
+        text = os.environ.get(VARIABLE, "")
+        if text not in ("", "0", "1"):
+            raise UsageError(f"{VARIABLE}={text!r}: expected 1, or 0 to send all data as frames")
+        if text == "0" or not is_supported():
             return None
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        half_bytes = min(_CLUSTER_BYTES_MAX, memory_bytes // _MEMORY_SHARE) // 2
+        half_bytes = min(GIB, memory_bytes // 8) // 2
         return cls(half_bytes, half_bytes // workers)
-
-
-def is_wanted() -> bool:
-    """Whether the environment allows shared memory.
-
-    Raises:
-        UsageError: the variable has another value than 0, 1 or none.
-    """
-    text = os.environ.get(VARIABLE, "")
-    if text not in ("", "0", "1"):
-        raise UsageError(f"{VARIABLE}={text!r}: expected 1, or 0 to send all data as frames")
-    return text != "0"
 
 
 def is_supported() -> bool:

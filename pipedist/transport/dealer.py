@@ -6,34 +6,50 @@ raises ConnectionLost. To join again, open a new Dealer with a new identity.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
-from pipedist.errors import RemoteProtocolError, UsageError
+import zmq
+
+from pipedist.errors import PipedistError, RemoteProtocolError, UsageError
 from pipedist.protocol.limits import LIMITS, MessageLimits
 from pipedist.protocol.messages import Message
 from pipedist.protocol.wire import Reference, pack, seal, unpack, unseal, weave
-from pipedist.transport.config import SETTINGS, SHARED_BYTES_MIN, SocketSettings
+from pipedist.transport.config import SETTINGS, SocketSettings
 from pipedist.transport.endpoints import parse_endpoint
-from pipedist.transport.shared_memory.link import join
-from pipedist.transport.zeromq.client_socket import ClientSocket, ConnectionLost
-from pipedist.transport.zeromq.connections import size_of
+from pipedist.transport.shared_memory.link import Link, join
+from pipedist.transport.zeromq.connections import COPY_BYTES_MAX, FAILURE_EVENTS, configure, event_of, size_of
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys
 
-__all__ = ["ConnectionLost", "Dealer"]
+# Plain ints: the enumerations of pyzmq cost more than the calls that get them.
+_POLLIN: Final = int(zmq.POLLIN)
+_POLLOUT: Final = int(zmq.POLLOUT)
+_SNDMORE: Final = int(zmq.SNDMORE)
+
+_POLL_S_MAX: Final = 60.0
+"""ZeroMQ counts milliseconds in an int; a longer wait is made of several."""
+
+RECONNECT_MS: Final = 100
+RECONNECT_MS_MAX: Final = 1000
+
+
+class ConnectionLost(PipedistError):
+    """The scheduler is gone, or does not read; a new Dealer may connect again."""
 
 
 class Dealer:
     """Sends to and receives from one Router; for one thread.
 
+    All methods raise ConnectionLost once the connection is lost, and RemoteProtocolError if the scheduler refuses this
+    worker.
+
     Args:
-        endpoint: the Router's.
         identity: 1 to 255 bytes, not beginning with a zero byte; random, new for each Dealer.
         keys: of a CURVE client; required for tcp.
-        limits, settings: sizes and times.
 
     Raises:
         UsageError: the endpoint or the identity is not allowed.
@@ -53,26 +69,41 @@ class Dealer:
             raise UsageError("an identity has 1 to 255 bytes and does not begin with a zero byte")
         self._endpoint = endpoint
         self._limits = limits
+        self._settings = settings
+        self._is_connected = False
+        self._handshakes_failed = 0
+        self._failure: PipedistError | None = None
         # The link comes first: the Router then knows of it before the first message.
         self._link = None if parsed.is_tcp or keys is not None else join(parsed.path, identity)
+        self._watched_link: Link | None = self._link
+        """The link, as long as it is open: it is read while waiting."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+        # Not IMMEDIATE=1: when the connection is lost, that drops messages that have arrived, and
+        # aborts the process (libzmq 4.3.5, fq.cpp: !_more) if it happens between two frames of one.
+        socket.setsockopt(zmq.IMMEDIATE, 0)
+        configure(socket, parsed, limits, settings)
+        socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+        if keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        self._monitor = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURE_EVENTS | zmq.EVENT_DISCONNECTED
+        )
         try:
-            self._socket = ClientSocket(
-                parsed, identity, keys=keys, link=self._link, limits=limits, settings=settings
-            )
-        except BaseException:
-            if self._link is not None:
-                self._link.close()
-            raise
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close(0.0)
+            raise UsageError(f"can't connect to {endpoint}: {error.strerror}") from None
+        self._watch()
 
     def __enter__(self) -> Dealer:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def send(
@@ -87,55 +118,43 @@ class Dealer:
 
         Args:
             payload: frames.
-            copy: False: frames above 64 KiB are sent from their own memory, later, so it must
-                not change any more. The result of a replica function may still change.
-            timeout_s: how long to wait at most; may be infinite.
+            copy: False: frames above 64 KiB are sent from their own memory, later, so it must not change any more.
+                The result of a replica function may still change.
+            timeout_s: how long to wait for room at most, before ConnectionLost; may be infinite.
 
         Raises:
-            ConnectionLost: the connection was lost, or there was no room in time.
-            RemoteProtocolError: the scheduler refuses this worker.
             LocalProtocolError: the message is not allowed.
         """
         head = pack(message)
         references: Sequence[Reference] = ()
-        if len(payload) > 1:
-            link = self._link
-            if link is not None and any(size_of(frame) >= SHARED_BYTES_MIN for frame in payload[1:]):
-                if not link.is_greeted:
-                    link.read()  # a welcome, without which nothing is shared yet
-                references, payload = link.lend(payload)
+        if len(payload) > 1 and self._link is not None:
+            references, payload = self._link.lend(payload)
         header = payload[0] if payload else b""
         parts = [seal(head, header, references), *payload[1:]]
-        self._socket.send(parts, copy=copy, timeout_s=timeout_s)
+        self._send_parts(parts, copy=copy, timeout_s=timeout_s)
+
+    def _send_parts(self, parts: list[bytes | memoryview], *, copy: bool, timeout_s: float) -> None:
+        if not self._wait(_POLLOUT, timeout_s):
+            raise ConnectionLost(f"{self._endpoint} took no message for {timeout_s:g} s")
+        last = len(parts) - 1
+        for number, part in enumerate(parts):
+            flags = _SNDMORE if number < last else 0
+            self._socket.send(part, flags, copy=copy or size_of(part) <= COPY_BYTES_MAX)
 
     def poll(self, timeout_s: float) -> bool:
-        """Wait for a message.
-
-        Args:
-            timeout_s: how long at most; 0: only look.
-
-        Returns:
-            True where `recv` will return one at once.
-
-        Raises:
-            ConnectionLost: the connection was lost.
-            RemoteProtocolError: the scheduler refuses this worker.
-        """
-        return self._socket.poll(timeout_s)
+        """Wait for a message (0 s: only look); return whether there is one."""
+        return self._wait(_POLLIN, timeout_s)
 
     def recv(self, timeout_s: float = 60.0) -> tuple[Message, list[memoryview]]:
-        """Receive the next message.
-
-        Returns:
-            The message and its payload: read-only views of the received memory.
+        """Receive the next message and its payload: read-only views of the received memory.
 
         Raises:
             ConnectionLost: the connection was lost, or nothing came in time.
             RemoteProtocolError: the message is malformed, or the scheduler refuses this worker.
         """
-        if not self._socket.poll(timeout_s):
+        if not self._wait(_POLLIN, timeout_s):
             raise ConnectionLost(f"{self._endpoint} sent no message for {timeout_s:g} s")
-        frames = self._socket.recv()
+        frames = self._receive()
         head, header, references = unseal(frames[0], self._limits)
         message = unpack(head)
         if not header.nbytes:
@@ -144,19 +163,110 @@ class Dealer:
             return message, []
         frames[0] = header
         if references:
-            link = self._link
-            if link is None:
+            if self._link is None:
                 raise RemoteProtocolError(f"{self._endpoint} refers to memory that it does not share")
-            weave(frames, references, link.frames(references), self._limits)
+            weave(frames, references, self._link.frames(references), self._limits)
         return message, frames
 
-    def close(self, linger_s: float | None = None) -> None:
-        """Close; may be called twice.
+    def _receive(self) -> list[memoryview]:
+        """Return the frames of a message that has arrived."""
+        limits = self._limits
+        frames: list[memoryview] = []
+        count, size_bytes, more = 0, 0, True
+        while more:
+            frame = self._socket.recv(copy=False)
+            more = frame.more
+            count += 1
+            size_bytes += len(frame)
+            if count <= limits.frames_max and size_bytes <= limits.message_bytes_max:
+                frames.append(frame.buffer)
+            else:
+                frames = []
+        if count > limits.frames_max or size_bytes > limits.message_bytes_max:
+            raise RemoteProtocolError(
+                f"{self._endpoint} sent a message of {count} frames and {size_bytes} bytes, the limit is "
+                f"{limits.frames_max} frames and {limits.message_bytes_max} bytes"
+            )
+        return frames
 
-        Args:
-            linger_s: how long to wait for what is not sent yet; default: the settings'.
-        """
-        self._socket.close(linger_s)
+    def close(self, linger_s: float | None = None) -> None:
+        """Close, after `linger_s` for unsent messages; may be called twice."""
+        if self._context.closed:
+            return
+        if linger_s is None:
+            # Messages left by a lost connection must not reach the scheduler over another one.
+            linger_s = self._settings.linger_s if self._failure is None else 0.0
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=round(linger_s * 1000))
+        self._context.term()
         if self._link is not None:
             self._link.close()  # after the last message that refers to its memory
             self._link = None
+
+    def _wait(self, event: int, timeout_s: float) -> bool:
+        """Wait until the socket has an event; messages that arrived come before ConnectionLost."""
+        left_s, deadline = timeout_s, time.monotonic() + timeout_s
+        while True:
+            wait_ms = math.ceil(min(left_s, _POLL_S_MAX) * 1000) if left_s > 0 else 0
+            is_ready = has_news = False
+            ready: list[tuple[Any, int]] = zmq.zmq_poll(self._watched[event], wait_ms)
+            for source, _ in ready:
+                if source is self._socket:
+                    is_ready = True
+                elif source is self._monitor:
+                    has_news = True
+                else:
+                    self._read_link()
+            if is_ready and event == _POLLIN:
+                return True
+            if has_news or self._failure is not None:
+                self._look_at_monitor()
+            if is_ready:
+                return True
+            if left_s <= 0:
+                return False
+            left_s = deadline - time.monotonic()
+
+    def _watch(self) -> None:
+        others: list[tuple[Any, int]] = [(self._monitor, _POLLIN)]
+        if self._watched_link is not None:
+            others.append((self._watched_link.connection.fileno(), _POLLIN))
+        self._watched = {event: [(self._socket, event), *others] for event in (_POLLIN, _POLLOUT)}
+
+    def _read_link(self) -> None:
+        """Take the link's packets, so that retired memory does not stay mapped."""
+        if self._watched_link is not None:
+            self._watched_link.read()
+            if not self._watched_link.is_open:
+                self._watched_link = None
+                self._watch()
+
+    def _look_at_monitor(self) -> None:
+        while self._failure is None and self._monitor.poll(0):
+            self._failure = self._judge(event_of(self._monitor.recv_multipart()[0]))
+        if self._failure is not None:
+            raise self._failure
+
+    def _judge(self, event: int) -> PipedistError | None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_connected = True
+        elif event == zmq.EVENT_DISCONNECTED:
+            if self._is_connected:
+                return ConnectionLost(f"the connection to {self._endpoint} was lost")
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return RemoteProtocolError(
+                f"{self._endpoint} refused this worker's key; use the key file of that cluster"
+            )
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            return RemoteProtocolError(
+                f"{self._endpoint} does not speak this protocol, or without keys; is it the right port?"
+            )
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._handshakes_failed += 1
+            if self._handshakes_failed >= self._settings.handshakes_failed_max:
+                return RemoteProtocolError(
+                    f"{self._endpoint} closed the connection in {self._handshakes_failed} handshakes: "
+                    "its key is another one than the key file says, or it is no pipedist scheduler"
+                )
+        return None

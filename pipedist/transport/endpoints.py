@@ -78,48 +78,23 @@ class Endpoint(Struct, frozen=True):
 def private_directory() -> Iterator[Path]:
     """Make a directory that only this user can enter, for ipc sockets; removed at the end.
 
+    It is in TMPDIR, or in /tmp if paths there were too long, or nothing can be written there.
     If all processes that could remove it are killed, the next call that makes such a directory removes it.
-
-    Raises:
-        UsageError: no such directory can be made.
-    """
-    with _base() as base:
-        directory = ScratchFolder("run", base)
-    try:
-        yield Path(directory.path)
-    finally:
-        directory.close()
-
-
-def make_private_directory() -> Path:
-    """Make a directory that only this user can enter, for ipc sockets; the caller removes it.
-
-    Raises:
-        UsageError: no such directory can be made.
-    """
-    with _base() as base:
-        directory = f"{base}/{_PREFIX}{os.urandom(4).hex()}"
-        os.mkdir(directory, 0o700)
-    return Path(directory)
-
-
-@contextmanager
-def _base() -> Iterator[str]:
-    """Have a directory made in TMPDIR, or in /tmp if paths there were too long, or nothing can be written.
-
-    Raises:
-        UsageError: no directory can be made there.
     """
     base = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
     is_long = len(os.fsencode(base)) + len(_LONGEST) + _IPC_TAIL > SOCKET_PATH_BYTES_MAX
     if is_long or not os.access(base, os.W_OK | os.X_OK):
         base = "/tmp"
     try:
-        yield base
+        directory = ScratchFolder("run", base)
     except OSError as error:
         raise UsageError(
             f"can't make a directory for sockets in {base}: {error.strerror}; set TMPDIR"
         ) from None
+    try:
+        yield Path(directory.path)
+    finally:
+        directory.close()
 
 
 def private_directory_of(endpoint: str) -> str:
@@ -132,7 +107,7 @@ def remove_private_directory(directory: str) -> None:
     """Remove what `private_directory` made, where its process died before it could.
 
     Args:
-        directory: from `private_directory_of`; looked at again, and left alone if it is another one by now.
+        directory: from `private_directory_of`; left alone if it is another one by now.
     """
     if _is_ours(directory):
         remove(directory)
@@ -152,7 +127,6 @@ def _is_ours(directory: str) -> bool:
 
 
 def ipc_endpoint(directory: Path) -> str:
-    """Return a new endpoint with a random name in a private directory."""
     return f"ipc://{directory}/{os.urandom(_NAME_BYTES).hex()}"
 
 
@@ -161,12 +135,10 @@ def parse_endpoint(text: str, *, bind: bool, has_keys: bool) -> Endpoint:
 
     Args:
         text: `tcp://host:port` (port 0: any, when binding) or `ipc://absolute/path`.
-        bind: whether it is bound or connected to.
-        has_keys: whether CURVE keys are at hand.
 
     Raises:
-        UsageError: malformed; tcp without keys; ipc outside a private directory, or with a path
-            that is too long or, when binding, taken.
+        UsageError: malformed; tcp without keys; ipc outside a private directory, or with a path that is too long or,
+            when binding, taken.
     """
     if text.startswith("ipc://"):
         return _ipc(text, bind)

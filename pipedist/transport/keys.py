@@ -27,12 +27,7 @@ _REQUIRED: Final = ("server_public", "client_public", "client_secret")
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """The scheduler's key pair, and the public keys of clients that may join.
-
-    Args:
-        public, secret: Z85, 40 bytes.
-        clients: public keys that are accepted.
-    """
+    """The scheduler's key pair, and clients' public keys (Z85, 40 bytes)."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -41,11 +36,7 @@ class ServerKeys:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """A worker's key pair, and the key by which it knows the scheduler.
-
-    Args:
-        server_public, public, secret: Z85, 40 bytes.
-    """
+    """A worker's key pair, and the scheduler's public key (Z85, 40 bytes)."""
 
     server_public: bytes
     public: bytes
@@ -61,7 +52,6 @@ class ClusterKeys:
 
 
 def new_keys() -> ClusterKeys:
-    """Make the keys of a new cluster."""
     server_public, server_secret = zmq.curve_keypair()
     public, secret = zmq.curve_keypair()
     return ClusterKeys(
@@ -77,7 +67,6 @@ def workers_file(path: str | os.PathLike[str]) -> Path:
 
 
 def key_text(keys: ClusterKeys) -> str:
-    """Return what a file with these keys holds."""
     document: dict[str, object] = {
         "pipedist_keys": KEY_FILE_VERSION,
         "server_public": keys.client.server_public.decode("ascii"),
@@ -90,17 +79,7 @@ def key_text(keys: ClusterKeys) -> str:
 
 
 def write_key_file(path: str | os.PathLike[str], keys: ClusterKeys | None = None) -> ClusterKeys:
-    """Write a cluster's keys to a new file that only its owner can read (mode 0600).
-
-    Args:
-        keys: what to write; new keys where it is None.
-
-    Returns:
-        The keys written.
-
-    Raises:
-        UsageError: the file exists, or can't be made.
-    """
+    """Write keys, new ones by default, to a new file of mode 0600; return them."""
     if keys is None:
         keys = new_keys()
     try:
@@ -138,15 +117,7 @@ def read_key_file(path: str | os.PathLike[str]) -> ClusterKeys:
 
 
 def keys_in(content: bytes | str, name: str) -> ClusterKeys:
-    """Return the keys that `key_text` has written.
-
-    Args:
-        content: the text.
-        name: what to call it, for errors.
-
-    Raises:
-        UsageError: it holds no keys.
-    """
+    """Return the keys that `key_text` has written; `name`: of the text, for errors."""
     try:
         document = json.loads(content) if len(content) <= _FILE_BYTES_MAX else None
     except ValueError:
@@ -171,10 +142,10 @@ def _key(document: dict[str, object], key: str, name: str) -> bytes:
         raise UsageError(f"{name}: {key} must be a key of 40 characters")
     text = value.encode("ascii")
     try:
-        decoded = z85.decode(text)
-    except (KeyError, ValueError, struct.error) as error:
-        raise UsageError(f"{name}: {key} is not a key in Z85") from error
-    if z85.encode(decoded) != text:
+        is_key = z85.encode(z85.decode(text)) == text
+    except (KeyError, ValueError, struct.error):
+        is_key = False
+    if not is_key:
         raise UsageError(f"{name}: {key} is not a key in Z85")
     return text
 

@@ -14,35 +14,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from types import TracebackType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.protocol.limits import LIMITS, MessageLimits
 from pipedist.protocol.messages import Message, Refuse
 from pipedist.protocol.wire import Reference, pack, seal, unpack, unseal, weave
-from pipedist.transport.config import SETTINGS, SHARED_BYTES_MIN, SharedMemory, SocketSettings
+from pipedist.transport.config import SETTINGS, SharedMemory, SocketSettings
 from pipedist.transport.endpoints import Endpoint, parse_endpoint
 from pipedist.transport.shared_memory.listener import Listener
-from pipedist.transport.zeromq.connections import size_of
 from pipedist.transport.zeromq.server_socket import ServerSocket, Unwelcome
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
 
 
+@dataclass(slots=True)
 class _Peer:
-    """The state of one identity.
-
-    Args:
-        user: the key that it is bound to; "" without keys.
-    """
-
-    __slots__ = ("is_dropped", "user")
-
-    def __init__(self, user: str) -> None:
-        self.user = user
-        self.is_dropped = False
+    user: str
+    """The key that it is bound to; "" without keys."""
+    is_dropped: bool = False
 
 
 class Router:
@@ -51,14 +43,13 @@ class Router:
     Args:
         endpoint: `tcp://host:port` (port 0: any free one) or `ipc://` in a private directory.
         keys: of a CURVE server; required for tcp.
-        on_message: called in the loop with (identity, message, payload frames), in the order of
-            arrival; frames are read-only views of the received memory. It must not block.
+        on_message: called in the loop with (identity, message, payload frames), in the order of arrival; frames
+            are read-only views of the received memory. It must not block.
         on_reject: called with a reason, each time a peer is rejected or dropped for an error.
-        on_lost: called with (identity, reason) when the Router drops a peer that had delivered
-            messages: it broke the protocol, or its outbox is full.
-        limits, settings: sizes and times.
-        shared_memory: how much memory is shared with Dealers on this host, over an ipc endpoint
-            without keys. None: all arrays travel in the messages.
+        on_lost: called with (identity, reason) when the Router drops a peer that had delivered messages: it broke
+            the protocol, or its outbox is full.
+        shared_memory: how much memory is shared with Dealers on this host, over an ipc endpoint without keys.
+            None: all arrays travel in the messages.
 
     Raises:
         UsageError: on construction: the endpoint is not allowed; on entering: it can't be bound.
@@ -106,17 +97,19 @@ class Router:
         if self._shared_memory is not None and not self._endpoint.is_tcp and self._keys is None:
             # Without a socket, a kernel or the memory for it, frames will do.
             with contextlib.suppress(OSError):
-                self._listen(self._shared_memory)
+                self._listener = Listener(
+                    self._endpoint.path,
+                    self._shared_memory,
+                    grace_s=self._settings.linger_s,
+                    on_link=self._on_link,
+                    on_end=self.drop,
+                    on_fault=self._on_link_fault,
+                )
         self._is_open = True
         self._server.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if not self._is_open:
             return
         self._is_open = False
@@ -128,9 +121,7 @@ class Router:
         """Send a message to a peer, now or as soon as its queue has room; never blocks.
 
         Args:
-            identity: as `on_message` gave it.
-            payload: frames; those above 64 KiB may be sent from their own memory, which must not
-                change any more.
+            payload: frames; those above 64 KiB may be sent from their own memory, which must not change any more.
 
         Returns:
             False where the peer is gone, unknown or dropped.
@@ -144,10 +135,8 @@ class Router:
         if peer is None or peer.is_dropped:
             return False
         references: Sequence[Reference] = ()
-        if len(payload) > 1:
-            listener = self._listener
-            if listener is not None and any(size_of(frame) >= SHARED_BYTES_MIN for frame in payload[1:]):
-                references, payload = listener.lend(identity, payload)
+        if len(payload) > 1 and self._listener is not None:
+            references, payload = self._listener.lend(identity, payload)
         header = payload[0] if payload else b""
         first = seal(pack(message), header, references)
         try:
@@ -176,7 +165,6 @@ class Router:
     # --- receiving ------------------------------------------------------------------------
 
     def _hear(self, identity: bytes, user: str, parts: list[memoryview], fault: str) -> None:
-        """Handle a message from ServerSocket."""
         peer = self._peers.get(identity)
         if peer is None:
             peer = self._admit(identity, user)
@@ -188,16 +176,15 @@ class Router:
             raise Unwelcome
         if fault:
             # It keeps its connection until its next message, so that it can read the reason.
-            self._on_fault(identity, fault)
+            self._lose(identity, f"peer {_shown(identity)} sent {fault}")
         else:
             self._take(identity, parts)
 
     def _take(self, identity: bytes, parts: list[memoryview]) -> None:
-        """Handle a message of a peer that is not dropped."""
         try:
             message, frames = self._open_message(identity, parts)
         except RemoteProtocolError as error:
-            self._on_fault(identity, str(error))
+            self._lose(identity, f"peer {_shown(identity)} sent {error}")
             return
         self._on_message(identity, message, frames)
 
@@ -227,25 +214,12 @@ class Router:
         peer = self._peers[identity] = _Peer(user)
         return peer
 
-    def _on_fault(self, identity: bytes, fault: str) -> None:
-        self._lose(identity, f"peer {_shown(identity)} sent {fault}")
-
     def _lose(self, identity: bytes, reason: str) -> None:
         self.drop(identity, reason)
         if self._on_lost is not None:
             self._on_lost(identity, reason)
 
     # --- shared memory --------------------------------------------------------------------
-
-    def _listen(self, shared_memory: SharedMemory) -> None:
-        self._listener = Listener(
-            self._endpoint.path,
-            shared_memory,
-            grace_s=self._settings.linger_s,
-            on_link=self._on_link,
-            on_end=self.drop,
-            on_fault=self._on_link_fault,
-        )
 
     def _on_link(self, identity: bytes) -> None:
         if identity in self._peers:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, assert_never
 from pipedist.errors import PipedistError
 from pipedist.protocol.code_archive import CodeStore
 from pipedist.protocol.codec import Frame
-from pipedist.transport.zeromq.client_socket import ConnectionLost
+from pipedist.transport.dealer import ConnectionLost
 from pipedist.worker import commands
 from pipedist.worker import events as ev
 from pipedist.worker.commands import Ending, Execute

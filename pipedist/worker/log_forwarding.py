@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from pipedist.protocol.codec import Frame
 from pipedist.protocol.messages import LogLine, Message
-from pipedist.transport.zeromq.client_socket import ConnectionLost
+from pipedist.transport.dealer import ConnectionLost
 from pipedist.worker.context import current
 
 _Origin = tuple[str, int, int]

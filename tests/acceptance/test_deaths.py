@@ -109,7 +109,7 @@ async def test_a_worker_that_wakes_after_its_eviction_is_fenced(tmp_path: Path) 
         heartbeat_timeout_s=1.5, deaths_max=1000
     )  # on a busy machine it is given up more than once
     async with detection.dialled_in(tmp_path, limits) as (remote, supervisor):
-        (first,) = remote.coordinator._pool.peers
+        (first,) = remote.coordinator._pool
         async with asyncio.timeout(60), pipedist.open(document, cluster=remote) as run:
             stream = run.steps("y")
             await anext(stream)  # more are queued at the worker
@@ -120,7 +120,7 @@ async def test_a_worker_that_wakes_after_its_eviction_is_fenced(tmp_path: Path) 
                 pass
             result = await run.results()
         await detection.until(lambda: remote.coordinator.workers_ready == 1)
-        (second,) = remote.coordinator._pool.peers
+        (second,) = remote.coordinator._pool
         assert second.worker == first.worker
         assert second.incarnation > first.incarnation
         assert (result["total"].tobytes(), result["rows"].tobytes()) == want

@@ -56,7 +56,7 @@ class Live:
 
     @property
     def worker(self) -> Any:
-        (peer,) = self.cluster.coordinator._pool.peers
+        (peer,) = self.cluster.coordinator._pool
         return peer
 
     def dealer(self, keys: ClusterKeys, settings: SocketSettings = SETTINGS) -> Dealer:

@@ -96,7 +96,7 @@ async def disturbed(
             while progress.steps < enough:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             # Only joined workers: if too many die before they join, the run fails.
-            joined = sorted({peer.worker for peer in cluster.coordinator._pool.peers} & {*cluster.pids})
+            joined = sorted({peer.worker for peer in cluster.coordinator._pool} & {*cluster.pids})
             if not joined:
                 continue
             worker = random.choice(joined)

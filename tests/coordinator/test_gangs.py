@@ -401,7 +401,7 @@ def begin(segments: SegmentPool, serial: int, *names: str, replicas: int = 2) ->
 def test_members_that_were_started_here_share_one_segment_for_all_their_gangs(segments: SegmentPool) -> None:
     first = begin(segments, 1, "w0", "w1")
     assert first is not None
-    assert first.where
+    assert first.owner.where
     first.end(1, aborted=False)
     assert begin(segments, 2, "w0", "w1") is first
     assert begin(segments, 3, "w0", "w2") is not first
@@ -417,7 +417,7 @@ def test_other_members_share_no_segment(pool: WorkerPool, segments: SegmentPool)
 def test_without_a_segment_members_use_messages(segments: SegmentPool) -> None:
     segment = begin(segments, 1, "w0", "w1", replicas=10**6)
     assert segment is not None
-    assert segment.where == ""
+    assert segment.owner is None
     segment.end(1, aborted=True)
 
 

@@ -29,7 +29,7 @@ named = functools.cache(new_name)
 class Wire:
     """A router that records the messages which it sends."""
 
-    def __init__(self, on_message: Any, _on_reject: Any, _on_lost: Any) -> None:
+    def __init__(self, on_message: Any, **_: Any) -> None:
         self.endpoint = "nowhere"
         self.sent: list[tuple[str, msg.Message, Sequence[Frame]]] = []
         self.dropped: list[str] = []
@@ -104,8 +104,8 @@ async def wired(limits: SchedulerLimits | None = None) -> AsyncIterator[Wire]:
     """Open a coordinator without workers; the test joins them."""
     wires: list[Wire] = []
 
-    def make(*callbacks: Any) -> Any:
-        wires.append(Wire(*callbacks))
+    def make(**callbacks: Any) -> Any:
+        wires.append(Wire(**callbacks))
         return wires[0]
 
     coordinator = Coordinator(
@@ -114,7 +114,7 @@ async def wired(limits: SchedulerLimits | None = None) -> AsyncIterator[Wire]:
     async with coordinator:
         wires[0].coordinator = coordinator
         yield wires[0]
-        for worker in [peer.worker for peer in coordinator._pool.peers]:  # no process sends Goodbye
+        for worker in [peer.worker for peer in coordinator._pool]:  # no process sends Goodbye
             incarnation = coordinator._pool.of(worker).incarnation  # type: ignore[union-attr]
             coordinator._pool.on_goodbye(msg.Goodbye(worker, incarnation, "over"))
 

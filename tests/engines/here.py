@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
-from typing import Self
 
+import anyio.lowlevel
 import anyio.to_thread
 
-from pipedist.cluster.launchers.engines import OnFailed
+from pipedist.cluster.launchers.engines import Engine, OnFailed
 from pipedist.cluster.launchers.supervisor_process import JoinConfig, SupervisorProcess
 
 GONE_S = 60.0
 """How long workers may take to be gone: it bounds a hang."""
 
 
-class HereEngine:
+class HereEngine(Engine):
     """Has workers in this process.
 
     Args:
@@ -23,9 +22,8 @@ class HereEngine:
         join: how they join, instead of as the cluster wants it.
     """
 
-    host = "127.0.0.1"
-
     def __init__(self, count: int, join: JoinConfig | None = None) -> None:
+        super().__init__()
         self.supervisors: list[SupervisorProcess] = []
         self.joins: list[JoinConfig] = []
         self._count = count
@@ -41,11 +39,12 @@ class HereEngine:
         for _ in range(self._count):
             self.supervisors.append(SupervisorProcess(self._join or join, on_left))
 
-    async def __aenter__(self) -> Self:
-        return self
+    async def _connect(self) -> str:
+        return "127.0.0.1"
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def _disconnect(self) -> None:
+        await anyio.lowlevel.checkpoint()
+
+    async def _withdraw(self) -> None:
         for each in self.supervisors:
             await anyio.to_thread.run_sync(each.close, GONE_S)

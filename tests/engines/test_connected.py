@@ -7,13 +7,17 @@ import anyio.lowlevel
 import pytest
 
 from pipedist.cluster.launchers import engines
-from pipedist.cluster.launchers.engines import ConnectedEngine, Watchers
+from pipedist.cluster.launchers.engines import Engine, OnFailed, Watchers
+from pipedist.cluster.launchers.supervisor_process import JoinConfig
 
 
-class DeafEngine(ConnectedEngine):
+class DeafEngine(Engine):
     """One that does not answer any more when its workers are to be ended."""
 
     is_connected = False
+
+    async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
+        raise NotImplementedError
 
     async def _connect(self) -> str:
         self.is_connected = True

@@ -22,9 +22,10 @@ import pipedist
 from pipedist.cluster.engine_clusters import EngineCluster
 from pipedist.cluster.launchers import supervisor_process
 from pipedist.cluster.launchers.engines import not_installed, require
-from pipedist.cluster.launchers.ray import copy_modules
+from pipedist.cluster.launchers.ray import copy_code
 from pipedist.cluster.launchers.supervisor_process import JoinConfig, SupervisorProcess
 from pipedist.errors import UsageError, WorkersLost
+from pipedist.protocol import code_archive
 from pipedist.scheduler import SchedulerLimits
 from pipedist.transport.keys import ClusterKeys, key_text, new_keys
 from tests.cluster.launchers.processes import children_of, wait_gone, wait_state
@@ -258,20 +259,21 @@ def test_code_comes_after_installed_packages(monkeypatch: pytest.MonkeyPatch) ->
     assert "PYTHONPATH" not in supervisor_process._environment(("/copy",))
 
 
-def test_modules_are_copied_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_that_look_like_code_are_copied_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, to = tmp_path / "code", tmp_path / "to"
     for folder in ("pack/deep", ".git", "__pycache__", "data"):
         (code / folder).mkdir(parents=True)
     for name in ("a.py", "pack/__init__.py", "pack/deep/b.py", ".git/c.py", "data/d.csv", "__pycache__/e.py"):
         (code / name).write_text(name)
     (code / "link.py").symlink_to("/etc/hostname")
-    to.mkdir()
-    copy_modules(code, to)
+    copy_code(code, to)
     copied = sorted(str(path.relative_to(to)) for path in to.rglob("*") if path.is_file())
-    assert copied == ["a.py", "pack/__init__.py", "pack/deep/b.py"]
-    monkeypatch.setattr("pipedist.cluster.launchers.ray.MODULES_MAX", 2)
-    with pytest.raises(UsageError, match="folder of their own"):
-        copy_modules(code, to)
+    assert copied == ["a.py", "data/d.csv", "pack/__init__.py", "pack/deep/b.py"]
+    monkeypatch.setattr(code_archive, "FILES_MAX", 2)
+    with pytest.raises(UsageError, match="separate folder"):
+        copy_code(code, tmp_path / "too many")
 
 
 def test_a_missing_extra_is_reported_with_the_install_command(

@@ -45,6 +45,13 @@ def pool_of(opened: Router) -> Pool:
     return listener.pool
 
 
+def lent_bytes(pool: Pool) -> int:
+    """Return the bytes of the slots that are out now."""
+    for shelf in pool._shelves.values():
+        shelf.settle()
+    return sum(size * len(shelf.lent) for size, shelf in pool._shelves.items())
+
+
 async def until(holds: Callable[[], bool]) -> None:
     """Wait until something holds that comes without a message."""
     async with asyncio.timeout(WAIT_S):

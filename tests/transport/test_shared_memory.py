@@ -18,7 +18,7 @@ from pipedist.protocol.limits import GIB, KIB, MIB
 from pipedist.protocol.messages import Assign, Bind, Cancel, LogLine, Results
 from pipedist.transport.config import SharedMemory, SocketSettings
 
-from .memory import SMALL, block, children, is_shared, memory_left, peers, pool_of, until
+from .memory import SMALL, block, children, is_shared, lent_bytes, memory_left, peers, pool_of, until
 from .sockets import WAIT_S, blocking, dealer, descriptors, router
 
 TREE = {
@@ -89,9 +89,9 @@ async def test_slots_come_back_with_the_last_view() -> None:
         pool = pool_of(peer.opened)
         for number in range(5):
             await peer.double(block(number), keep=True)
-        assert pool.lent_bytes == 5 * 64 * KIB
+        assert lent_bytes(pool) == 5 * 64 * KIB
         peer.send(Cancel(1))
-        await until(lambda: pool.lent_bytes == 0)
+        await until(lambda: lent_bytes(pool) == 0)
 
 
 @pytest.mark.asyncio
@@ -99,13 +99,13 @@ async def test_without_a_free_slot_frames_go_through_the_socket() -> None:
     tiny = SharedMemory(lent_bytes_max=1 * MIB, borrowed_bytes_max=1 * MIB)
     async with peers(shared_memory=tiny) as (peer,):
         ours = [await peer.double(block(number), keep=True) for number in range(40)]
-        assert pool_of(peer.opened).lent_bytes == 1 * MIB
+        assert lent_bytes(pool_of(peer.opened)) == 1 * MIB
         assert [is_shared(value) for value in ours] == [True] * 16 + [False] * 24
         assert all((value == 2 * number).all() for number, value in enumerate(ours))
         assert await peer.sums_of_kept() == [number * 8192.0 for number in range(40)]
         peer.send(Cancel(1))
         ours.clear()
-        await until(lambda: pool_of(peer.opened).lent_bytes == 0)
+        await until(lambda: lent_bytes(pool_of(peer.opened)) == 0)
         assert is_shared(await peer.double(block(1)))
 
 
@@ -156,9 +156,9 @@ async def test_slots_borrowed_by_a_killed_process_come_back_and_its_own_stay() -
     before, left = descriptors(), memory_left()
     async with peers(2, settings=SocketSettings(linger_s=0.01)) as (victim, other):
         kept = [await victim.double(block(number), keep=True) for number in range(10)]
-        assert pool_of(victim.opened).lent_bytes == 10 * 64 * KIB
+        assert lent_bytes(pool_of(victim.opened)) == 10 * 64 * KIB
         await victim.kill()
-        await until(lambda: pool_of(victim.opened).lent_bytes == 0)
+        await until(lambda: lent_bytes(pool_of(victim.opened)) == 0)
         for number in range(200):
             assert is_shared(await other.double(block(number)))
         assert all((array == 2 * number).all() for number, array in enumerate(kept))
@@ -178,7 +178,7 @@ async def test_the_end_of_a_process_is_seen_though_its_child_holds_the_link() ->
         (child,) = children(peer.process.pid)
         try:
             await peer.kill()
-            await until(lambda: pool_of(peer.opened).lent_bytes == 0)
+            await until(lambda: lent_bytes(pool_of(peer.opened)) == 0)
         finally:
             os.kill(child, signal.SIGKILL)
 

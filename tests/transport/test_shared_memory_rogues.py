@@ -330,7 +330,7 @@ async def test_references_without_a_link_or_a_router_that_shares() -> None:
             await inbox.reject("does not share")
     async with router() as (opened, inbox):
         with dealer(opened) as worker:
-            worker._socket._socket.send(first)
+            worker._socket.send(first)
             await inbox.reject("which is off")
             worker2 = dealer(opened, name=b"w2")
             worker2.send(LogLine("", 0, 0, ""))

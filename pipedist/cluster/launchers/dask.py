@@ -23,7 +23,7 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from pipedist.cluster.launchers.engines import (
     GRACE_S,
     LOCAL,
-    ConnectedEngine,
+    Engine,
     OnFailed,
     address_towards,
     not_installed,
@@ -43,7 +43,6 @@ class DaskPlugin(WorkerPlugin):
 
     Args:
         name: of the plugin, and of the topic on which it reports that the supervisor has left.
-        join: how the worker joins.
     """
 
     def __init__(self, name: str, join: JoinConfig) -> None:
@@ -52,8 +51,6 @@ class DaskPlugin(WorkerPlugin):
         self._supervisor: SupervisorProcess | None = None
 
     def setup(self, worker: Worker) -> None:
-        """Start the supervisor; called by a Dask worker that has the plugin."""
-
         def report(reason: str) -> None:
             event = {"worker": worker.address, "reason": reason}
             worker.loop.add_callback(worker.log_event, self.name, event)
@@ -61,24 +58,13 @@ class DaskPlugin(WorkerPlugin):
         self._supervisor = SupervisorProcess(self._join, report)
 
     async def teardown(self, worker: Any) -> None:
-        """End the supervisor.
-
-        Called when the plugin is removed, and when a Dask worker leaves.
-        """
+        """End the supervisor: the plugin is removed, or a Dask worker leaves."""
         if self._supervisor is not None:
             await asyncio.to_thread(self._supervisor.close, GRACE_S)
 
 
-class DaskEngine(ConnectedEngine):
-    """A connection to Dask, and the plugin that has the workers.
-
-    Args:
-        address: `local`: Dask workers of its own, in this process; `tcp://HOST:PORT`, or another address
-            that a Dask client takes; None: the address in Dask's configuration (DASK_SCHEDULER_ADDRESS), and
-            `local` if it has none.
-        workers: the number of Dask workers of a `local` one; others have as many as they have.
-        place_s: how long a Dask scheduler may take to reply, and to have a worker, seconds.
-    """
+class DaskEngine(Engine):
+    """A connection to Dask, and the workers' plugin; see `DaskCluster`."""
 
     def __init__(self, *, address: str | None, workers: int, place_s: float) -> None:
         super().__init__()
@@ -93,17 +79,15 @@ class DaskEngine(ConnectedEngine):
         """Addresses of Dask workers whose supervisor has left."""
 
     async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
-        """Register the plugin with all Dask workers; see `Engine.start`."""
-        watchers = self.watchers
         self._client.subscribe_topic(
-            self._name, lambda event: watchers.start(self._on_left, event[1], on_failed)
+            self._name, lambda event: self.watchers.start(self._on_left, event[1], on_failed)
         )
         try:
             with anyio.fail_after(self._place_s):
                 await self._client.wait_for_workers(1)
                 self._is_registered = True
                 await self._client.register_plugin(DaskPlugin(self._name, join))
-                watchers.start(self._watch, on_failed)
+                self.watchers.start(self._watch, on_failed)
         except TimeoutError:
             raise UsageError(
                 f"Dask has had no worker within {self._place_s:g} s. Start some with `dask worker ADDRESS`, "

@@ -7,14 +7,14 @@ scheduler know nothing of engines.
 from __future__ import annotations
 
 import importlib.util
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import anyio
+from anyio.abc import TaskGroup
 
 from pipedist.cluster.launchers.supervisor_process import JoinConfig
 from pipedist.errors import UsageError
@@ -32,45 +32,7 @@ CLOSE_S = 30.0
 """How long an engine may take to end the workers, and then to close the connection."""
 
 OnFailed = Callable[[str], None]
-"""Called with the reason when an engine has no worker any more, and will not get one."""
-
-
-class Engine(Protocol):
-    """Places workers, inside `async with`: entering connects to it.
-
-    Leaving ends its workers, and whatever was started for the cluster.
-    """
-
-    @property
-    def host(self) -> str:
-        """The address of this host, as the engine's nodes reach it.
-
-        Known after entering.
-        """
-        ...
-
-    async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
-        """Place the workers.
-
-        Returns as soon as the engine has the resources for them.
-
-        Args:
-            join: how the workers join.
-            on_failed: called on the event loop.
-
-        Raises:
-            UsageError: the engine lacks the resources, or its nodes lack pipedist.
-        """
-        ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+"""Called on the event loop with the reason when an engine has no worker any more, and will not get one."""
 
 
 class Watchers:
@@ -79,20 +41,18 @@ class Watchers:
     The errors of a run do not pass through their task group, which would wrap them.
     """
 
+    _group: TaskGroup
+
     def __init__(self) -> None:
-        self._group = anyio.create_task_group()
         self._is_over = False
 
     def start(self, function: Callable[..., Coroutine[Any, Any, None]], *args: object) -> None:
-        """Start a task, which must not raise.
-
-        Does nothing once the tasks are ending.
-        """
+        """Start a task, which must not raise; not once the tasks are ending."""
         if not self._is_over:
             self._group.start_soon(function, *args)
 
     async def __aenter__(self) -> Self:
-        await self._group.__aenter__()
+        self._group = await anyio.create_task_group().__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -101,8 +61,8 @@ class Watchers:
         await self._group.__aexit__(None, None, None)
 
 
-class ConnectedEngine(ABC):
-    """Base of engines that are reached over a connection.
+class Engine(ABC):
+    """Places workers, inside `async with`, over a connection.
 
     Entering prepares, then connects. If that fails, and at the end, the workers are withdrawn and the
     connection is closed, within CLOSE_S each.
@@ -110,43 +70,30 @@ class ConnectedEngine(ABC):
 
     def __init__(self) -> None:
         self.host = ""
-        """See `Engine`."""
+        """The address of this host, as the engine's nodes reach it; known after entering."""
         self._stack = AsyncExitStack()
-        self._watchers: Watchers | None = None
+        self.watchers = Watchers()
 
     async def __aenter__(self) -> Self:
-        await self._stack.__aenter__()
-        try:
-            self._prepare(self._stack)
-            self._stack.push_async_callback(self._end)
+        async with AsyncExitStack() as stack:
+            self._prepare(stack)
+            stack.push_async_callback(self._end)
             self.host = await self._connect()
-            self._watchers = await self._stack.enter_async_context(Watchers())
-        except BaseException:
-            await self._stack.__aexit__(*sys.exc_info())
-            raise
+            await stack.enter_async_context(self.watchers)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.__aexit__(kind, error, trace)
 
-    @property
-    def watchers(self) -> Watchers:
-        """Tasks that end with the engine.
-
-        Raises:
-            UsageError: the engine is not entered.
-        """
-        if self._watchers is None:
-            raise UsageError("an engine is used inside `async with`")
-        return self._watchers
-
     def _prepare(self, stack: AsyncExitStack) -> None:  # noqa: B027 - not every engine needs it
         """Enter into `stack` what must outlast the connection."""
+
+    @abstractmethod
+    async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
+        """Place the workers; return when the engine has the resources for them."""
 
     @abstractmethod
     async def _connect(self) -> str:
@@ -170,15 +117,7 @@ class ConnectedEngine(ABC):
 
 
 def require(module: str, extra: str) -> None:
-    """Check that an extra is installed, without importing it.
-
-    Args:
-        module: the module that is imported.
-        extra: the name of the extra, and of the launcher.
-
-    Raises:
-        UsageError: it is not installed.
-    """
+    """Check that an extra's module is installed, without importing it."""
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:  # a folder of that name is not a package
         raise UsageError(
@@ -188,10 +127,7 @@ def require(module: str, extra: str) -> None:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this host on the route to another one.
-
-    Nothing is sent.
-    """
+    """Return this host's address on the route to another; send nothing."""
     import socket
 
     family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -201,10 +137,7 @@ def address_towards(host: str) -> str:
 
 
 def not_installed(text: str) -> str:
-    """Return the error text if a node lacks pipedist.
-
-    "": the text of the engine reports another error.
-    """
+    """Return the error text if a node lacks pipedist, else ""."""
     if "No module named 'pipedist" not in text:
         return ""
     return (

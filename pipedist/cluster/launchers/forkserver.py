@@ -14,6 +14,21 @@ A worker that hangs can't reply. So each worker notes what it executes, and how 
 shared with the server (`pipedist.worker.progress`), which checks it while the launcher requests that. Peers
 can't distinguish a stopped worker (SIGSTOP) from a dead one, but its parent can: the server kills it after
 `stopped_s_max`.
+
+The launcher and the server send each other msgpack lists, whose first item is the kind:
+
+| to the server | |
+|---|---|
+| serve, directory, stopped_s_max | the first one: the directory of the launcher's sockets; see `ForkServer` |
+| start, worker, incarnation, settings | fork a worker; settings: the fields of `WorkerSettings` |
+| kill, worker, incarnation | SIGKILL it |
+| watch, every_s or nil | kill workers whose call takes too long; nil: no longer |
+| end | the launcher closes in order: the end of the stream follows |
+
+| from the server | |
+|---|---|
+| started, worker, incarnation, pid, memory | memory: the server's descriptor of its `Progress`, or -1 |
+| exited, worker, incarnation, pid, code or nil, signal or nil, text, running or nil, timed out | |
 """
 
 from __future__ import annotations
@@ -29,12 +44,14 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 import pipedist.worker.process as worker_process
-from pipedist.cluster.launchers.control import FrameBuffer, pack_frame
 from pipedist.transport.endpoints import remove_private_directory
 from pipedist.worker.boot import describe_exit
 from pipedist.worker.process import ExitCode
@@ -90,12 +107,7 @@ class _Child:
 
 
 class ForkServer:
-    """Forks workers on request of its launcher, and reports their ends.
-
-    Args:
-        control: the launcher's socket.
-        launcher_pid: the launcher's process.
-    """
+    """Forks workers on request of its launcher, and reports their ends."""
 
     def __init__(self, control: socket.socket, launcher_pid: int) -> None:
         self.pid = os.getpid()
@@ -109,7 +121,7 @@ class ForkServer:
         """The directory of the launcher's sockets, removed if its process dies; "": none."""
         self._is_dismissed = False
         """The launcher has sent "end"."""
-        self._buffer = FrameBuffer()
+        self._unpacker = msgpack.Unpacker()
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._wake_up, self._wake_up_end = socket.socketpair()
@@ -117,17 +129,17 @@ class ForkServer:
         self._memory_kills = OutOfMemoryKills()
 
     def serve(self) -> None:
-        """Serve until the launcher has ended or dismissed the server.
-
-        Then all workers are killed.
-        """
-        for end in (self._wake_up, self._wake_up_end):
-            end.setblocking(False)
+        """Serve until the launcher ends or dismisses the server; kill all workers."""
+        self._wake_up.setblocking(False)
+        self._wake_up_end.setblocking(False)
         signal.set_wakeup_fd(self._wake_up_end.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _do_nothing)  # the signal is read from the wake-up descriptor
+        signal.signal(signal.SIGCHLD, do_nothing)  # the signal is read from the wake-up descriptor
         self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
         self._selector.register(self._wake_up, selectors.EVENT_READ, self._on_child)
-        self._watch_launcher()
+        # Not Linux, a sandbox forbids it, or the launcher is gone: the control socket is the only lifeline.
+        with suppress(AttributeError, OSError):
+            self._lifeline = os.pidfd_open(self._launcher_pid)
+            self._selector.register(self._lifeline, selectors.EVENT_READ, lambda: False)
         try:
             while self._step():
                 pass
@@ -137,23 +149,11 @@ class ForkServer:
                 remove_private_directory(self._directory)
 
     def _launcher_is_gone(self) -> bool:
-        """Return whether the launcher's process has ended.
-
-        Its socket ends milliseconds before.
-        """
+        """Return whether the launcher's process has ended, soon after its socket."""
         if self._lifeline < 0:
             return os.getppid() != self._launcher_pid
         ready, _, _ = select.select([self._lifeline], [], [], _LAUNCHER_END_S)
         return bool(ready)
-
-    def _watch_launcher(self) -> None:
-        if not hasattr(os, "pidfd_open"):
-            return  # not Linux: the control socket is the only lifeline
-        try:
-            self._lifeline = os.pidfd_open(self._launcher_pid)
-        except OSError:
-            return  # a sandbox forbids it, or the launcher is gone and the control socket has ended
-        self._selector.register(self._lifeline, selectors.EVENT_READ, lambda: False)
 
     def _step(self) -> bool:
         """Wait for events and handle them; return False when the launcher is gone."""
@@ -182,7 +182,8 @@ class ForkServer:
             data = self._control.recv(_READ_BYTES)
         except ConnectionError:
             return False
-        for kind, *rest in self._buffer.feed(data):
+        self._unpacker.feed(data)
+        for kind, *rest in self._unpacker:
             if kind == "start":
                 self._fork(*rest)
             elif kind == "kill":
@@ -198,11 +199,9 @@ class ForkServer:
         return bool(data)
 
     def _on_child(self) -> bool:
-        try:
+        with suppress(BlockingIOError):  # it is drained
             while self._wake_up.recv(4096):
                 pass
-        except BlockingIOError:
-            pass  # it is drained
         self._reap()
         return True
 
@@ -242,10 +241,7 @@ class ForkServer:
         os.close(opens)
 
     def close_in_child(self) -> None:
-        """Close what belongs to the server.
-
-        Called in a worker right after the fork.
-        """
+        """Close what belongs to the server, in a worker right after the fork."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
@@ -325,9 +321,9 @@ class ForkServer:
     def _report_exit(self, child: _Child, status: int) -> None:
         del self._children[child.pid]
         self._close_life(child)
-        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
-        signum = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-        text = child.note + describe_exit(os.waitstatus_to_exitcode(status))
+        ended = os.waitstatus_to_exitcode(status)
+        code, signum = (ended, None) if ended >= 0 else (None, -ended)
+        text = child.note + describe_exit(ended)
         if self._memory_kills.grew() and signum == signal.SIGKILL and not child.was_killed:
             text += ": out of memory"
         running, timed_out = end_of(child.progress, child.overdue)
@@ -343,21 +339,15 @@ class ForkServer:
             self._report_exit(child, os.waitpid(child.pid, 0)[1])
 
     def _send(self, *items: object) -> None:
-        try:
-            self._control.sendall(pack_frame(*items))
-        except (BrokenPipeError, ConnectionError):
-            return  # the launcher is gone; the next step notices it
+        with suppress(ConnectionError):  # the launcher is gone; the next step notices it
+            self._control.sendall(msgpack.packb(items))
 
 
 class OutOfMemoryKills:
     """Counts kills for lack of memory in this process's control group.
 
-    SIGKILL has no sender. The kernel counts, for each control group, the processes that it has killed for
-    lack of memory: a worker that was killed while the count grew was one of them.
-
-    Args:
-        groups: the file that names the group.
-        mount: the folder of the groups' files.
+    SIGKILL has no sender. The kernel counts, for each control group, the processes that it has killed for lack of
+    memory: a worker that was killed while the count grew was one of them.
     """
 
     def __init__(self, groups: Path = _CGROUPS, mount: Path = _CGROUP_MOUNT) -> None:
@@ -370,21 +360,16 @@ class OutOfMemoryKills:
         return self._count > before
 
     def _read(self) -> int:
-        if self._file is None:
-            return 0
-        try:
-            lines = self._file.read_text().splitlines()
-        except OSError:
-            return 0
-        counts = [line.split() for line in lines]
-        return next((int(words[1]) for words in counts if len(words) == 2 and words[0] == "oom_kill"), 0)
+        with suppress(OSError):
+            for line in self._file.read_text().splitlines() if self._file else ():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+        return 0
 
 
 def _find_counter(groups: Path, mount: Path) -> Path | None:
-    """Return the file with the count.
-
-    None: this is not Linux, or there are no control groups.
-    """
+    """Return the file with the count; None: there are no control groups."""
     try:
         lines = groups.read_text().splitlines()
     except OSError:
@@ -403,11 +388,7 @@ def _find_counter(groups: Path, mount: Path) -> Path | None:
 
 
 def _make_progress() -> tuple[CallProgress, int]:
-    """Return memory to share with a worker, and its descriptor.
-
-    Raises:
-        OSError: no memory or descriptor is left.
-    """
+    """Return memory to share with a worker, and its descriptor."""
     if not hasattr(os, "memfd_create"):
         return CallProgress(), -1  # not Linux: not shared
     memory = os.memfd_create("pipedist-progress")
@@ -451,25 +432,15 @@ def _run_worker(server: ForkServer, settings: Mapping[str, Any], progress: CallP
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-            try:
+            with suppress(OSError, ValueError):  # its reader is gone
                 if stream is not None:
                     stream.flush()
-            except (OSError, ValueError):
-                pass  # its reader is gone
         # No finalisation: exit handlers of the server's modules must not run here.
         os._exit(code)
 
 
-def _do_nothing(_signum: int, _frame: object) -> None:
-    return
-
-
 def main(arguments: Mapping[str, Any]) -> None:
-    """Run the fork server, then exit.
-
-    Args:
-        arguments: `control`, the descriptor of the control socket; `launcher`, the launcher's process id.
-    """
+    """Run the fork server, then exit."""
     set_process_name(FORK_SERVER_NAME)
     # A terminal, `timeout` or `systemctl stop` signal all processes of a run. The scheduler handles that, and
     # its workers, which inherit this, finish their calls.

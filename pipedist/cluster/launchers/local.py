@@ -13,14 +13,14 @@ import signal
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 import anyio
 import anyio.to_thread
+import msgpack
 from msgspec.structs import asdict
 
-from pipedist.cluster.launchers.control import FrameBuffer, pack_frame
 from pipedist.cluster.launchers.server import END_S, ServerProcess, take
 from pipedist.coordinator.launcher import WorkerExit
 from pipedist.errors import LocalProtocolError, UsageError
@@ -39,14 +39,11 @@ class LocalLauncher:
     """Starts workers on this host.
 
     Args:
-        endpoint: the scheduler's.
-        threads: BLAS and OpenMP threads of each worker.
-        key_file: path of the cluster's keys; "" for an ipc endpoint.
         grace_s: how long leaving `async with` waits for workers that were sent a Stop, seconds.
         join_s: how long the scheduler may take to reply to a worker, seconds.
         stopped_s_max: how long a worker may be stopped (SIGSTOP) before it is killed, seconds.
-        gpus: by worker, its CUDA_VISIBLE_DEVICES and the number of GPUs that it owns; other workers see what
-            this process sees.
+        gpus: by worker, its CUDA_VISIBLE_DEVICES and the number of GPUs that it owns; other workers see what this
+            process sees.
     """
 
     def __init__(
@@ -54,7 +51,6 @@ class LocalLauncher:
         endpoint: str,
         *,
         threads: int = 1,
-        key_file: str = "",
         grace_s: float = 1.0,
         join_s: float = 30.0,
         stopped_s_max: float = 3.0,
@@ -62,10 +58,9 @@ class LocalLauncher:
     ) -> None:
         if isinstance(threads, bool) or threads < 1:
             raise UsageError(f"`threads` must be an integer of 1 or more, got {threads!r}")
-        self.on_exit: Callable[[WorkerExit], None] = _ignore
+        self.on_exit: Callable[[WorkerExit], None] = lambda _exit: None
         self._endpoint = endpoint
         self._threads = threads
-        self._key_file = key_file
         self._grace_s = grace_s
         self._join_s = join_s
         self._stopped_s_max = stopped_s_max
@@ -87,43 +82,29 @@ class LocalLauncher:
         self._server = self._start_server()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close(self._grace_s)
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Process ids of the latest incarnations of living workers, by name."""
         return {worker: pid for (worker, _), pid in sorted(self._workers.items()) if pid}
 
     @property
     def server_pid(self) -> int:
         """The fork server's process id; 0: there is none."""
-        return self._server.pid if self._server is not None else 0
+        return self._server.process.pid if self._server is not None else 0
 
     def running(self, worker: str) -> Running | None:
-        """Return what a worker executes now; None: nothing, or unknown."""
         latest = max((number for name, number in self._memories if name == worker), default=None)
         memory = -1 if latest is None else self._memories[worker, latest]
         if memory < 0 or self._server is None:
             return None
         try:  # the worker may just have ended, and its descriptor belong to another file
-            return unpack_running(Path(f"/proc/{self._server.pid}/fd/{memory}").read_bytes())
+            return unpack_running(Path(f"/proc/{self._server.process.pid}/fd/{memory}").read_bytes())
         except OSError:
             return None
 
     def start(self, worker: str, incarnation: int) -> None:
-        """Start a worker process, and return at once.
-
-        Earlier incarnations of it are killed.
-
-        Raises:
-            LocalProtocolError: the launcher is not open, or this incarnation was started before.
-        """
         if not self._open or self._closing:
             raise LocalProtocolError("a launcher that is not open can't start a worker")
         if (worker, incarnation) in self._workers:
@@ -139,7 +120,7 @@ class LocalLauncher:
             endpoint=self._endpoint,
             worker=worker,
             incarnation=incarnation,
-            key_file=self._key_file,
+            key_file="",
             threads=self._threads,
             join_s=self._join_s,
             visible=visible,
@@ -148,11 +129,6 @@ class LocalLauncher:
         self._server.send("start", worker, incarnation, asdict(settings))
 
     def kill(self, worker: str, incarnation: int | None = None) -> None:
-        """Kill a worker with SIGKILL, and return at once.
-
-        Args:
-            incarnation: only this one; None: the latest.
-        """
         alive = [number for name, number in self._workers if name == worker]
         if incarnation is None:
             incarnation = max(alive, default=None)
@@ -160,17 +136,11 @@ class LocalLauncher:
             self._server.send("kill", worker, incarnation)
 
     def watch(self, every_s: float | None) -> None:
-        """Kill workers whose calls take longer than their limit; see `Launcher`."""
         self._check_s = every_s
         if self._server is not None:
             self._server.send("watch", every_s)
 
     async def close(self, grace_s: float) -> None:
-        """Wait until all workers have ended; kill them after `grace_s`.
-
-        Args:
-            grace_s: seconds; the workers were sent a Stop before.
-        """
         if not self._open:
             return
         self._closing = True
@@ -186,7 +156,8 @@ class LocalLauncher:
                         await self._server.ended.wait()
                 self._kill_server()
                 for server in self._old_servers:
-                    await server.reap()
+                    if server.process.code() is None:  # its socket ends just before
+                        await anyio.to_thread.run_sync(server.process.wait)
         finally:
             self._kill_server()  # asyncio's own cancellation gets through the shield
             self._old_servers.clear()
@@ -228,7 +199,9 @@ class LocalLauncher:
         """Report the workers of a server that has ended: the kernel kills them."""
         self._old_servers.append(server)
         self._server = None
-        text = f"its fork server, process {server.pid}, ended ({server.describe_end()})"
+        code = server.process.code(within_s=_GONE_S)
+        how = "unknown" if code is None else describe_exit(code)
+        text = f"its fork server, process {server.process.pid}, ended ({how})"
         for (worker, incarnation), pid in list(self._workers.items()):
             self._report_exit(WorkerExit(worker, incarnation, pid, None, signal.SIGKILL, text))
 
@@ -237,7 +210,6 @@ class _Connection:
     """The connection to a running fork server.
 
     Args:
-        process: the server's.
         on_frame: called with each message of the server.
         on_end: called when the server is gone.
     """
@@ -250,12 +222,11 @@ class _Connection:
     ) -> None:
         self._on_frame = on_frame
         self._on_end = on_end
-        self._buffer = FrameBuffer()
+        self._unpacker = msgpack.Unpacker()
         self._loop = asyncio.get_running_loop()
         self.ended = anyio.Event()
         self._unsent = bytearray()
-        self._process = process
-        self.pid = process.pid
+        self.process = process
         self._socket = process.socket
         self._socket.setblocking(False)
         self._loop.add_reader(self._socket, self._on_readable)
@@ -263,7 +234,7 @@ class _Connection:
     def send(self, *items: object) -> None:
         """Send a message; never wait."""
         was_empty = not self._unsent
-        self._unsent += pack_frame(*items)
+        self._unsent += msgpack.packb(items)
         if was_empty:
             self._flush()
 
@@ -272,7 +243,7 @@ class _Connection:
             sent = self._socket.send(self._unsent)
         except BlockingIOError:
             sent = 0
-        except (BrokenPipeError, ConnectionError):
+        except ConnectionError:
             return  # the server is gone: `_on_readable` handles that
         del self._unsent[:sent]
         if self._unsent:
@@ -288,7 +259,8 @@ class _Connection:
         except ConnectionError:
             data = b""
         if data:
-            for frame in self._buffer.feed(data):
+            self._unpacker.feed(data)
+            for frame in self._unpacker:
                 self._on_frame(frame)
         else:
             self._close()
@@ -309,20 +281,4 @@ class _Connection:
     def kill(self) -> None:
         """Kill the server; the kernel kills its workers."""
         self._close()
-        self._process.kill()
-
-    async def reap(self) -> None:
-        """Wait until the process has ended."""
-        if self._process.code() is None:  # its socket ends just before
-            await anyio.to_thread.run_sync(self._process.wait)
-
-    def describe_end(self) -> str:
-        """Return how the process ended, as text."""
-        code = self._process.code(within_s=_GONE_S)
-        if code is None:
-            return "unknown"
-        return describe_exit(code)
-
-
-def _ignore(_exit: WorkerExit) -> None:
-    return
+        self.process.kill()

@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import shutil
 import socket
 import sys
 import time
@@ -30,7 +29,7 @@ from msgspec.structs import replace
 from pipedist.cluster.launchers.engines import (
     GRACE_S,
     LOCAL,
-    ConnectedEngine,
+    Engine,
     OnFailed,
     address_towards,
     not_installed,
@@ -39,6 +38,8 @@ from pipedist.cluster.launchers.engines import (
 from pipedist.cluster.launchers.supervisor_process import JoinConfig, SupervisorProcess
 from pipedist.core.temp_dirs import ScratchFolder
 from pipedist.errors import UsageError
+from pipedist.protocol.code_archive import CodeTooLarge, unpack
+from pipedist.protocol.code_archive import take as take_snapshot
 
 AUTO = "auto"
 """The address of the Ray that runs on this host, or that RAY_ADDRESS names."""
@@ -48,9 +49,6 @@ STORE_BYTES = 100 * 2**20
 
 RESTARTS_MAX = 1000
 """How often Ray starts an actor again."""
-
-MODULES_MAX = 10_000
-MODULES_MIB_MAX = 64
 
 _REPLY_S = 10.0
 """How long the address of a Ray cluster may take to accept a connection."""
@@ -62,11 +60,9 @@ T = TypeVar("T")
 
 
 class RayResources(Struct, frozen=True):
-    """Resources that Ray reserves.
+    """Resources that Ray reserves: equal bundles of resources by name.
 
     Args:
-        workers: the number of bundles.
-        bundle: resources of each, by name.
         placement: `pack`: on as few nodes as have the resources; `spread`: on as many.
     """
 
@@ -76,12 +72,9 @@ class RayResources(Struct, frozen=True):
 
 
 class RayActor:
-    """The supervisor of one worker, as long as the actor lives.
-
-    Methods run in threads of the actor.
+    """The supervisor of one worker; methods run in threads of the actor.
 
     Args:
-        join: how the worker joins.
         has_code: the actor's working folder is a copy of the spec's modules.
     """
 
@@ -90,33 +83,14 @@ class RayActor:
         self._supervisor = SupervisorProcess(replace(join, code=code))
 
     def left(self) -> str | None:
-        """Return why the supervisor left, as soon as it has.
-
-        See `SupervisorProcess.wait`.
-        """
         return self._supervisor.wait()
 
     def close(self, grace_s: float) -> None:
-        """End the supervisor; see `SupervisorProcess.close`."""
         self._supervisor.close(grace_s)
 
 
-class RayEngine(ConnectedEngine):
-    """A connection to Ray, and the actors that have the workers.
-
-    Args:
-        address: `local`: a Ray of its own on this host; `auto`: the one that runs here or that RAY_ADDRESS
-            names; `HOST:PORT`, `ray://HOST:PORT`; None: like `auto`, and `local` if there is none. If
-            this process is connected to Ray already, that connection is used, and left open.
-        workers: the number of actors.
-        cpus, gpus: resources that Ray reserves for each.
-        placement: see `RayResources`.
-        place_s: how long Ray may take to reserve the resources, and a client server to reply, seconds.
-        code: the folder whose modules are sent to the nodes; None: nothing is sent.
-
-    Raises:
-        UsageError: Ray is not installed.
-    """
+class RayEngine(Engine):
+    """A connection to Ray, and the actors with the workers; see `RayCluster`."""
 
     def __init__(
         self,
@@ -147,7 +121,6 @@ class RayEngine(ConnectedEngine):
         """Supervisors that have left for good."""
 
     async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
-        """Place the actors; see `Engine.start`."""
         await self._call(self._make_group)
         await self._wait_for_group()
         await self._call(self._make_actors, join)
@@ -185,13 +158,16 @@ class RayEngine(ConnectedEngine):
     def _join_or_start(self) -> str:
         import ray
 
+        address = self._address
+        if address is None or address == AUTO:
+            address = os.environ.get("RAY_ADDRESS") or AUTO
         if ray.is_initialized():
             if self._address not in (None, AUTO):
                 raise UsageError(
                     f"`address: {self._address}` can't be used: this process is connected to Ray already. "
                     "Leave `address` out, or call ray.shutdown() before."
                 )
-        elif (address := _resolve(self._address)) == LOCAL:
+        elif address == LOCAL:
             self._start_local()
         else:
             try:
@@ -226,8 +202,7 @@ class RayEngine(ConnectedEngine):
         environment = {}
         if self._code is not None:
             copy = self._scratch / "code"
-            copy.mkdir()
-            copy_modules(self._code, copy)
+            copy_code(self._code, copy)
             environment = {"working_dir": str(copy)}
         _connect_to(address, environment, self._place_s)
         self._is_ours = True
@@ -289,11 +264,7 @@ class RayEngine(ConnectedEngine):
     # -- on the event loop -------------------------------------------------------------------------
 
     async def _wait_for_group(self) -> None:
-        """Return as soon as Ray has reserved the resources.
-
-        Raises:
-            UsageError: it has not in time.
-        """
+        """Return as soon as Ray has reserved the resources, or raise UsageError."""
         with anyio.move_on_after(self._place_s) as waiting:
             while not await self._call(self._group.wait, _POLL_S):
                 pass
@@ -306,10 +277,7 @@ class RayEngine(ConnectedEngine):
             )
 
     async def _watch(self, actor: Any, on_failed: OnFailed) -> None:
-        """Wait until a supervisor has left for good.
-
-        The end of the last one is reported.
-        """
+        """Wait until a supervisor has left for good; report the last one's end."""
         from ray.exceptions import RayError
 
         while True:
@@ -349,12 +317,7 @@ class RayEngine(ConnectedEngine):
     async def _reply(self, call: Callable[[], Any]) -> Any:
         """Return the reply of an actor.
 
-        A cancellation does not cancel Ray's own future.
-
-        Ray Client closes its connection when a future of it is cancelled.
-
-        Args:
-            call: calls a method of an actor.
+        A cancellation does not cancel Ray's own future: Ray Client closes its connection when one of its is cancelled.
         """
         future: Future[Any] = await self._call(_connected, lambda: call().future())
         loop, is_done = asyncio.get_running_loop(), asyncio.Event()
@@ -369,60 +332,25 @@ class RayEngine(ConnectedEngine):
 
 
 def make_group(resources: RayResources) -> Any:
-    """Request resources of Ray; return the placement group."""
     from ray.util.placement_group import placement_group
 
     bundles = [dict(resources.bundle)] * resources.workers
     return placement_group(bundles, strategy=resources.placement.upper())
 
 
-def copy_modules(code: Path, to: Path) -> None:
-    """Copy the `.py` files below a folder.
-
-    Hidden folders and links are skipped.
-
-    Args:
-        code: the folder of the user's modules.
-        to: an empty folder.
-
-    Raises:
-        UsageError: there are more than MODULES_MAX, or more than MODULES_MIB_MAX MiB.
-    """
-    copied, bytes_left = 0, MODULES_MIB_MAX * 2**20
-    for folder, folders, files in os.walk(code):
-        folders[:] = sorted(name for name in folders if name[0] != "." and name != "__pycache__")
-        below = to / os.path.relpath(folder, code)
-        for name in sorted(files):
-            source = Path(folder, name)
-            if not name.endswith(".py") or source.is_symlink():
-                continue
-            copied += 1
-            bytes_left -= source.stat().st_size
-            if copied > MODULES_MAX or bytes_left < 0:
-                raise UsageError(
-                    f"the modules in {code} can't be sent to nodes: they are more than {MODULES_MAX} files "
-                    f"or {MODULES_MIB_MAX} MiB. Keep the spec's modules in a folder of their own "
-                    "(`code: FOLDER`)."
-                )
-            below.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, below / name)
-
-
-def _resolve(address: str | None) -> str:
-    """Return the address to connect to.
-
-    For `auto` and None, it is that of RAY_ADDRESS, if it is set.
-    """
-    if address not in (None, AUTO):
-        return str(address)
-    return os.environ.get("RAY_ADDRESS") or AUTO
+def copy_code(code: Path, to: Path) -> None:
+    """Write the files of a code folder that may be sent to a new folder."""
+    try:
+        snapshot = take_snapshot(os.path.abspath(code))
+    except (CodeTooLarge, OSError) as error:
+        raise UsageError(f"the code can't be sent to Ray's nodes: {error}") from None
+    unpack(snapshot.to_tree(), snapshot.digest, str(to))
 
 
 def _connect_to(address: str, environment: Mapping[str, object], place_s: float) -> None:
     """Connect this process to a Ray cluster.
 
     Args:
-        address: `auto`, `HOST:PORT` or `ray://HOST:PORT`.
         environment: the `runtime_env` of what is started over the connection.
         place_s: how long a client server may take to start its process for this one, seconds.
 
@@ -455,11 +383,7 @@ def _connect_to(address: str, environment: Mapping[str, object], place_s: float)
 
 
 def _connected(function: Callable[[], T]) -> T:
-    """Call a function of Ray, and detect a lost connection of Ray Client.
-
-    Raises:
-        ConnectionError: the connection is lost.
-    """
+    """Call a function of Ray; raise ConnectionError if Ray Client lost it."""
     import ray
 
     try:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from types import TracebackType
 from typing import Final, Self
 
 from pipedist.worker import boot
@@ -33,9 +32,6 @@ class ServerProcess:
     """A fork server's process, and the launcher's end of its control socket.
 
     It needs no event loop.
-
-    Args:
-        threads: BLAS and OpenMP threads of its workers.
     """
 
     def __init__(self, threads: int) -> None:
@@ -45,14 +41,10 @@ class ServerProcess:
         try:
             with theirs:
                 self._process = _exec(theirs, threads)
+            self.pid = self._process.pid
         except BaseException:
             self.socket.close()
             raise
-
-    @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid
 
     def fits(self, threads: int) -> bool:
         """Return whether a server that is started now would be the same."""
@@ -73,10 +65,7 @@ class ServerProcess:
         self._process.kill()
 
     def wait(self) -> None:
-        """Wait until the process has ended.
-
-        Its socket has, so that takes milliseconds.
-        """
+        """Wait, for milliseconds, until a process has ended whose socket has."""
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -84,10 +73,7 @@ class ServerProcess:
             self._process.wait()
 
     def code(self, within_s: float = 0.0) -> int | None:
-        """Return the exit code, as `Popen.returncode`.
-
-        None: the process runs after `within_s`.
-        """
+        """Return the exit code, as `Popen.returncode`; None: it still runs."""
         try:
             return self._process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -98,58 +84,38 @@ class Spare:
     """Ends a spare server, unless a launcher takes it over.
 
     It does so at the end of `with`, in `end`, and when it is garbage collected or the interpreter ends.
-
-    Args:
-        server: None: there is none.
     """
 
     def __init__(self, server: ServerProcess | None = None) -> None:
-        self._end = weakref.finalize(self, _end_spare, server)
-
-    def end(self) -> None:
-        """End the server, unless a launcher has taken it over.
-
-        May be called twice.
-        """
-        self._end()
+        self.end = weakref.finalize(self, _end_spare, server)
+        """Ends the server, unless a launcher has it; may be called twice."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
 
 
 def prepare(threads: int = 1) -> Spare:
     """Start a spare fork server, unless there is one, and return at once.
 
-    Args:
-        threads: BLAS and OpenMP threads of its workers.
-
-    Returns:
-        The object that ends the spare. If several callers have prepared the same one, the first `end` ends
-        it; the others start a server of their own when they need one.
+    Returns the object that ends the spare. If several callers have prepared the same one, the first `end` ends it; the
+    others start a server of their own when they need one.
     """
     with _lock:
-        for server in _spares:
-            if server.fits(threads):
-                return Spare(server)
-        try:
-            server = ServerProcess(threads)
-        except OSError:
-            return Spare()  # the launcher will try again, and report the error
-        _spares.append(server)
+        server = next((spare for spare in _spares if spare.fits(threads)), None)
+        if server is None:
+            try:
+                server = ServerProcess(threads)
+            except OSError:
+                return Spare()  # the launcher will try again, and report the error
+            _spares.append(server)
         return Spare(server)
 
 
 def take(threads: int) -> ServerProcess:
-    """Return a fork server that the caller owns: a spare one, or a new one.
-
-    Args:
-        threads: BLAS and OpenMP threads of its workers.
-    """
+    """Return a fork server that the caller owns: a spare one, or a new one."""
     with _lock:
         for server in _spares:
             if server.fits(threads):
@@ -192,7 +158,6 @@ def _exec(control: socket.socket, threads: int) -> subprocess.Popen[bytes]:
 
 
 def _stderr() -> int:
-    """Return the descriptor of this process's stderr; DEVNULL if it has none."""
     with contextlib.suppress(OSError, ValueError):
         if sys.__stderr__ is not None:
             return sys.__stderr__.fileno()

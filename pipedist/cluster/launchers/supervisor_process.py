@@ -46,9 +46,7 @@ class JoinConfig(Struct, frozen=True):
     """How a worker joins a cluster.
 
     Args:
-        endpoint: where the run listens.
         keys: the text of a key file for workers.
-        threads: BLAS and OpenMP threads of the worker.
         code: folders that are appended to the worker's `sys.path`.
         join_s: how long the scheduler may take to reply for the first time, seconds.
     """
@@ -67,9 +65,8 @@ class SupervisorProcess:
     """A supervisor process on this host, until `close` or until it leaves.
 
     Args:
-        join: how its worker joins.
-        on_left: called with the reason, in a thread of its own, if the supervisor leaves although neither
-            `close` nor its scheduler has ended it.
+        on_left: called with the reason, in a thread of its own, if the supervisor leaves although neither `close` nor
+            its scheduler has ended it.
     """
 
     def __init__(self, join: JoinConfig, on_left: Callable[[str], None] = lambda _reason: None) -> None:
@@ -91,18 +88,11 @@ class SupervisorProcess:
         return process.pid if process is not None and process.returncode is None else 0
 
     def wait(self, timeout_s: float | None = None) -> str | None:
-        """Return why the supervisor left, "" if it was stopped.
-
-        None: it is there after `timeout_s`.
-        """
+        """Return why the supervisor left; "": it was stopped; None: it is there."""
         return self._reason if self._left.wait(timeout_s) else None
 
     def close(self, grace_s: float) -> None:
-        """End the supervisor, and return as soon as its processes are gone.
-
-        Args:
-            grace_s: how long they may take, seconds; then they are killed.
-        """
+        """Wait until the supervisor has ended; kill it after `grace_s`."""
         with self._lock:
             self._closing = True
             process = self._process
@@ -116,19 +106,18 @@ class SupervisorProcess:
     def _run(self) -> None:
         reason = "it did not start"
         try:
-            keys = os.memfd_create("pipedist-keys", os.MFD_CLOEXEC)
-            try:
+            with open(os.memfd_create("pipedist-keys", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+                keys = file.fileno()
                 os.fchmod(keys, 0o600)
-                os.write(keys, self._join.keys.encode("ascii"))
+                file.write(self._join.keys.encode("ascii"))
                 for _ in range(STARTS_MAX):
                     code = self._run_once(keys)
                     if code is None:
                         break
-                    reason = self._describe(code)
+                    last_lines = " | ".join(tuple(self._last_lines))
+                    reason = ": ".join(filter(None, (boot.describe_exit(code), last_lines))) if code else ""
                     if code >= 0:
                         break
-            finally:
-                os.close(keys)
         except Exception as error:  # nothing awaits this thread: the error is the reason
             reason = f"{type(error).__name__}: {error}"
         self._reason = "" if self._closing else reason
@@ -137,10 +126,7 @@ class SupervisorProcess:
             self._on_left(reason)
 
     def _run_once(self, keys: int) -> int | None:
-        """Run a supervisor until it ends.
-
-        Returns its exit code, None if it was not started.
-        """
+        """Run a supervisor; return its exit code, None if it was not started."""
         join = self._join
         arguments = {
             "parent": os.getpid(),
@@ -178,17 +164,9 @@ class SupervisorProcess:
                 self._last_lines.append(text)
                 print(text, file=sys.stderr, flush=True)  # noqa: T201 - for the engine's logs
 
-    def _describe(self, code: int) -> str:
-        if code == 0:
-            return ""
-        return ": ".join(filter(None, (boot.describe_exit(code), " | ".join(tuple(self._last_lines)))))
-
 
 def _environment(code: tuple[str, ...]) -> dict[str, str]:
-    """Return this process's environment, without `code` in PYTHONPATH.
-
-    `code` comes after installed packages.
-    """
+    """Return the environment, with `code` after installed packages."""
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     kept = os.pathsep.join(entry for entry in path if entry and entry not in code)
     rest = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -27,8 +27,6 @@ LEDGER_BYTES: Final = SEGMENTS_MAX * SLOTS_MAX * 4
 
 
 class _Mapped(Struct, frozen=True):
-    """A peer's segment."""
-
     memory: mmap.mmap
     number: int
     slot_bytes: int
@@ -46,9 +44,6 @@ class _Watch(weakref.ref[NDArray[np.uint8]]):
 
 class Borrowed:
     """What one peer lends us.
-
-    Args:
-        bytes_max: of all its segments.
 
     Raises:
         OSError: no memory for the ledger.
@@ -97,26 +92,17 @@ class Borrowed:
         self._bytes += size_bytes
 
     def has(self, serial: int) -> bool:
-        """Whether a segment is mapped."""
         return serial in self._mapped
 
     def retire(self, serial: int) -> None:
-        """Forget a segment; its memory stays as long as there is a view of it.
-
-        Raises:
-            RemoteProtocolError: there is no such segment.
-        """
+        """Forget a segment; its memory stays as long as there is a view of it."""
         mapped = self._mapped.pop(serial, None)
         if mapped is None:
             raise RemoteProtocolError(f"the end of a segment {serial} that it did not lend")
         self._bytes -= mapped.slots * mapped.slot_bytes
 
     def frame(self, reference: Reference) -> memoryview:
-        """Return a borrowed frame: a read-only view of the peer's memory.
-
-        Raises:
-            RemoteProtocolError: there is no such slot, or it is still in use here.
-        """
+        """Return a borrowed frame: a read-only view of the peer's memory."""
         mapped = self._mapped.get(reference.segment)
         if mapped is None:
             raise RemoteProtocolError(f"a frame in a segment {reference.segment} that it did not lend")

@@ -42,18 +42,12 @@ class _Packet(NamedTuple):
 
     Args:
         kind: its first byte; "" when the peer has closed the link.
-        body: the rest.
         descriptors: the caller closes them.
     """
 
     kind: bytes
     body: bytes
     descriptors: Sequence[int] = ()
-
-    def close(self) -> None:
-        """Close the descriptors."""
-        for descriptor in self.descriptors:
-            os.close(descriptor)
 
 
 def _send(connection: socket.socket, kind: bytes, body: bytes, descriptors: Sequence[int] = ()) -> bool:
@@ -63,10 +57,7 @@ def _send(connection: socket.socket, kind: bytes, body: bytes, descriptors: Sequ
         OSError: the peer is gone.
     """
     try:
-        if descriptors:
-            socket.send_fds(connection, [kind + body], descriptors)
-        else:
-            connection.send(kind + body)
+        socket.send_fds(connection, [kind + body], descriptors)
     except BlockingIOError:
         return False
     return True
@@ -141,11 +132,6 @@ class Link:
         self._unsent: deque[int] = deque()
         """Retired segments that the peer does not know of yet."""
 
-    @property
-    def is_greeted(self) -> bool:
-        """Whether the peer's greeting has come; before that, nothing can be lent to it."""
-        return self._pool is not None
-
     def greet(self, kind: bytes, body: bytes) -> None:
         """Send our greeting.
 
@@ -161,20 +147,14 @@ class Link:
     def lend(self, payload: Sequence[bytes | memoryview]) -> tuple[list[Reference], list[bytes | memoryview]]:
         """Put a payload's large frames into slots, as far as there are any.
 
-        Args:
-            payload: frames; the first one, the header, is never shared.
-
-        Returns:
-            References to the frames in slots, and the frames that are to be sent.
+        The first frame, the header, is never shared. Returns references to the frames in slots, and the frames that are
+        to be sent.
         """
         references: list[Reference] = []
         frames = list(payload[:1])
-        for place in range(1, len(payload)):
-            frame = payload[place]
+        for place, frame in enumerate(payload[1:], 1):
             size_bytes = frame.nbytes if isinstance(frame, memoryview) else len(frame)
-            reference = None
-            if size_bytes >= SHARED_BYTES_MIN:
-                reference = self._lend(place, frame, size_bytes)
+            reference = self._lend(place, frame, size_bytes) if size_bytes >= SHARED_BYTES_MIN else None
             if reference is None:
                 frames.append(frame)
             else:
@@ -182,11 +162,6 @@ class Link:
         return references, frames
 
     def frames(self, references: Sequence[Reference]) -> list[memoryview]:
-        """Return the frames that a message refers to.
-
-        Raises:
-            RemoteProtocolError: one of them is not there.
-        """
         if not all(self._borrowed.has(reference.segment) for reference in references):
             self.read()  # a segment's packet is here before the message that refers to it
         return [self._borrowed.frame(reference) for reference in references]
@@ -200,13 +175,14 @@ class Link:
         for _ in range(_PACKETS_AT_ONCE_MAX):
             if not self.is_open:
                 return
-            notice = _receive(self.connection)
-            if notice is None:
+            packet = _receive(self.connection)
+            if packet is None:
                 return
             try:
-                self._take(notice)
+                self._take(packet)
             finally:
-                notice.close()
+                for descriptor in packet.descriptors:
+                    os.close(descriptor)
 
     def retire(self, serial: int) -> None:
         """Tell the peer, if it knows a segment, that it is over."""
@@ -232,6 +208,8 @@ class Link:
             self._pool.forgive(self._ledger)
 
     def _lend(self, place: int, frame: bytes | memoryview, size_bytes: int) -> Reference | None:
+        if self._pool is None:
+            self.read()  # the greeting, without which nothing is shared yet
         if not self.is_open or self._pool is None or not self._flush():
             return None
         loan = self._pool.lend(frame, self._ledger)
@@ -264,8 +242,8 @@ class Link:
             self._unsent.popleft()
         return True
 
-    def _take(self, notice: _Packet) -> None:
-        kind, body, descriptors = notice
+    def _take(self, packet: _Packet) -> None:
+        kind, body, descriptors = packet
         if kind == b"":
             self._end()
         elif len(descriptors) != _DESCRIPTORS.get(kind, 0):
@@ -293,12 +271,7 @@ _BORROWED_BYTES_MAX: Final = 64 * GIB  # the Router decides, and is trusted
 
 
 def join(ipc_path: str, identity: bytes) -> Link | None:
-    """Open a link to a Router; None where it shares no memory.
-
-    Args:
-        ipc_path: path of the Router's ipc endpoint, in a private directory.
-        identity: of the Dealer.
-    """
+    """Open a link to the Router of an ipc endpoint; None where it shares no memory."""
     if not is_supported():
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -312,12 +285,7 @@ def join(ipc_path: str, identity: bytes) -> Link | None:
     try:
         connection.setblocking(False)
         connection.connect(ipc_path + SHARED_MEMORY_SUFFIX)
-        link = Link(
-            connection,
-            borrowed_bytes_max=_BORROWED_BYTES_MAX,
-            greeting=WELCOME,
-            on_greeting=greeted,
-        )
+        link = Link(connection, borrowed_bytes_max=_BORROWED_BYTES_MAX, greeting=WELCOME, on_greeting=greeted)
         link.greet(HELLO, identity)
     except OSError:  # no such socket, or no memory: frames will do
         connection.close()

@@ -28,11 +28,10 @@ class _Member:
         pidfd: readable at its end, even if a child of it holds the link; -1: none.
     """
 
-    __slots__ = ("identity", "link", "pidfd")
+    link: Link
 
     def __init__(self, pidfd: int) -> None:
         self.identity = b""
-        self.link: Link | None = None
         self.pidfd = pidfd
 
 
@@ -41,9 +40,8 @@ class Listener:
 
     Args:
         ipc_path: path of the Router's ipc endpoint.
-        settings: how much.
-        grace_s: for how long the frames of a process that has ended can still be referred to: its
-            last messages may be on their way.
+        grace_s: for how long the frames of a process that has ended can still be referred to: its last messages may
+            be on their way.
         on_link: called with the identity of a new link. It raises RemoteProtocolError to refuse it.
         on_end: called with the identity of a peer whose process has ended, after the grace.
         on_fault: called with (identity, reason) if a peer breaks a rule; identity b"": unknown.
@@ -93,12 +91,10 @@ class Listener:
     def lend(
         self, identity: bytes, payload: Sequence[bytes | memoryview]
     ) -> tuple[list[Reference], list[bytes | memoryview]]:
-        """Put large frames for a peer into slots; see `Link.lend`."""
         link = self._links.get(identity)
         return ([], list(payload)) if link is None else link.lend(payload)
 
     def frames(self, identity: bytes, references: Sequence[Reference]) -> list[memoryview]:
-        """Return the frames that a peer's message refers to; see `Link.frames`."""
         link = self._links.get(identity)
         if link is None:
             raise RemoteProtocolError("references to memory that it does not share")
@@ -113,7 +109,6 @@ class Listener:
             timer.cancel()
 
     def close(self) -> None:
-        """End all links."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -125,8 +120,7 @@ class Listener:
 
     def _retire(self, serial: int) -> None:
         for member in self._members:
-            if member.link is not None:
-                member.link.retire(serial)
+            member.link.retire(serial)
 
     def _accept(self) -> None:
         while self._socket.fileno() >= 0:
@@ -182,7 +176,6 @@ class Listener:
     def _greeted(self, member: _Member, body: bytes) -> Pool:
         if not 1 <= len(body) <= 255 or body in self._links:
             raise RemoteProtocolError("the identity of another process, or none")
-        assert member.link is not None  # greeted by it
         self._on_link(body)
         member.identity = body
         self._ungreeted.discard(member)
@@ -192,7 +185,6 @@ class Listener:
         return self.pool
 
     def _read(self, member: _Member) -> None:
-        assert member.link is not None  # the reader was added with it
         try:
             member.link.read()
         except RemoteProtocolError as error:
@@ -223,7 +215,6 @@ class Listener:
             return
         self._members.discard(member)
         self._ungreeted.discard(member)
-        assert member.link is not None  # it is a member only with it
         if member.pidfd >= 0:
             self._loop.remove_reader(member.pidfd)
             _close_descriptor(member.pidfd)

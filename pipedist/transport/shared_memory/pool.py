@@ -34,11 +34,7 @@ _SEALS: Final = 0x1 | 0x2 | 0x4 | 0x10  # F_SEAL_SEAL, SHRINK, GROW, FUTURE_WRIT
 def create_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
     """Make memory that only this process can write to.
 
-    Args:
-        name: for people who read /proc.
-
-    Returns:
-        The writable mapping, and the descriptor to hand over.
+    Returns the writable mapping, and the descriptor to hand over. The name is for people who read /proc.
 
     Raises:
         OSError: no memory, no descriptor, or a kernel without these seals.
@@ -58,8 +54,7 @@ def create_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
 def map_received(descriptor: int, size_bytes: int) -> mmap.mmap:
     """Map a peer's memory, read-only, after checking that it can't shrink any more.
 
-    Args:
-        descriptor: as received; stays open.
+    The descriptor stays open.
 
     Raises:
         RemoteProtocolError: it is not what `create_memory` makes.
@@ -97,20 +92,16 @@ class LentSegment:
         number: place of its slots in ledgers: from `number * SLOTS_MAX` on.
     """
 
-    __slots__ = ("__weakref__", "descriptor", "memory", "number", "serial", "slot_bytes", "slots")
-
     def __init__(self, serial: int, number: int, slot_bytes: int, slots: int) -> None:
         self.serial = serial
         self.number = number
         self.slot_bytes = slot_bytes
         self.slots = slots
-        self.memory: mmap.mmap
         self.memory, self.descriptor = create_memory("pipedist-data", slot_bytes * slots)
         weakref.finalize(self, os.close, self.descriptor).atexit = False
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all slots."""
         return self.slot_bytes * self.slots
 
 
@@ -145,15 +136,10 @@ class Loan:
 
     @property
     def is_over(self) -> bool:
-        """Whether the borrower has given the slot back."""
         return self.ledger[self.slot.entry] == self.number
 
 
 class _Shelf:
-    """The slots of one size."""
-
-    __slots__ = ("free", "lent", "slots")
-
     def __init__(self) -> None:
         self.slots = 0
         self.free: list[_Slot] = []
@@ -188,7 +174,6 @@ class Pool:
     """Memory that a process lends to others.
 
     Args:
-        bytes_max: of all segments.
         on_retire: called with the serial of a segment that is not used any more.
     """
 
@@ -198,39 +183,23 @@ class Pool:
         self._shelves: dict[int, _Shelf] = {}
         self._segments: dict[int, LentSegment] = {}
         """By number."""
-        self._size_bytes = 0
+        self.size_bytes = 0
+        """Bytes of all segments, lent or not."""
         self._serials = itertools.count()
         self._loans = itertools.count(1)
         self._misses_left = 0
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all segments, lent or not."""
-        return self._size_bytes
-
-    @property
-    def lent_bytes(self) -> int:
-        """Bytes of the slots that are out now."""
-        for shelf in self._shelves.values():
-            shelf.settle()
-        return sum(size * len(shelf.lent) for size, shelf in self._shelves.items())
-
     def lend(self, frame: bytes | memoryview, ledger: memoryview) -> Loan | None:
         """Copy a frame into a slot and lend it to the owner of a ledger.
 
-        Args:
-            frame: at least SHARED_BYTES_MIN bytes, contiguous.
-
-        Returns:
-            The loan; None where no slot is to be had now, or the frame is too large.
+        The frame is contiguous, and has at least SHARED_BYTES_MIN bytes. None where no slot is to be had now, or the
+        frame is too large.
         """
         source = np.frombuffer(frame, np.uint8)
         if source.size > SLOT_BYTES_MAX:
             return None
         slot_bytes = slot_bytes_for(source.size)
-        shelf = self._shelves.get(slot_bytes)
-        if shelf is None:
-            shelf = self._shelves[slot_bytes] = _Shelf()
+        shelf = self._shelves.setdefault(slot_bytes, _Shelf())
         slot = shelf.find() or self._grow(shelf, slot_bytes)
         if slot is None:
             return None
@@ -254,7 +223,7 @@ class Pool:
         """Free all memory; lent slots stay readable for their borrowers."""
         self._shelves.clear()
         self._segments.clear()
-        self._size_bytes = self._bytes_max = 0
+        self.size_bytes = self._bytes_max = 0
 
     def _grow(self, shelf: _Shelf, slot_bytes: int) -> _Slot | None:
         if self._misses_left:
@@ -262,11 +231,11 @@ class Pool:
             return None
         slots = max(shelf.slots, _FIRST_SEGMENT_BYTES // slot_bytes)
         slots = max(1, min(slots, SEGMENT_BYTES_MAX // slot_bytes))
-        if self._size_bytes + slots * slot_bytes > self._bytes_max or len(self._segments) >= SEGMENTS_MAX:
+        if self.size_bytes + slots * slot_bytes > self._bytes_max or len(self._segments) >= SEGMENTS_MAX:
             self._retire_idle(slot_bytes, slots)
             if shelf.free:
                 return shelf.free.pop()
-        slots = min(slots, (self._bytes_max - self._size_bytes) // slot_bytes)
+        slots = min(slots, (self._bytes_max - self.size_bytes) // slot_bytes)
         if slots < 1 or len(self._segments) >= SEGMENTS_MAX:
             self._misses_left = _MISSES_MAX
             return None
@@ -277,7 +246,7 @@ class Pool:
             self._misses_left = _MISSES_MAX
             return None
         self._segments[number] = segment
-        self._size_bytes += segment.size_bytes
+        self.size_bytes += segment.size_bytes
         shelf.slots += slots
         memory = np.frombuffer(segment.memory, np.uint8)
         for index in range(slots):
@@ -291,7 +260,7 @@ class Pool:
             shelf.settle()
         lent = {loan.slot.segment.serial for shelf in self._shelves.values() for loan in shelf.lent}
         for segment in list(self._segments.values()):
-            has_room = self._size_bytes + slots * slot_bytes <= self._bytes_max
+            has_room = self.size_bytes + slots * slot_bytes <= self._bytes_max
             if has_room and len(self._segments) < SEGMENTS_MAX:
                 return
             if segment.serial not in lent and segment.slot_bytes != slot_bytes:
@@ -302,7 +271,7 @@ class Pool:
         shelf.free = [slot for slot in shelf.free if slot.segment is not segment]
         shelf.slots -= segment.slots
         del self._segments[segment.number]
-        self._size_bytes -= segment.size_bytes
+        self.size_bytes -= segment.size_bytes
         self._on_retire(segment.serial)
 
 

@@ -9,24 +9,22 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
 from typing import Final
 
 import zmq
 
 from pipedist.errors import RemoteProtocolError
+from pipedist.protocol.limits import KIB, MessageLimits
+from pipedist.protocol.wire import first_frame_bytes_max
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.endpoints import Endpoint
 
+COPY_BYTES_MAX: Final = 64 * KIB
+"""Frames up to this size are copied into ZeroMQ's queue: cheaper than sharing them."""
+
 
 class Outbox:
-    """Messages for one peer, in order.
-
-    Args:
-        settings: how many messages and bytes may wait.
-    """
-
-    __slots__ = ("_settings", "messages", "size_bytes")
+    """Messages for one peer, in order, as many as the settings allow."""
 
     def __init__(self, settings: SocketSettings) -> None:
         self._settings = settings
@@ -39,7 +37,7 @@ class Outbox:
         Raises:
             RemoteProtocolError: the queue is full; the text continues the peer's name.
         """
-        size_bytes = bytes_of(parts)
+        size_bytes = sum(map(size_of, parts))
         count, settings = len(self.messages), self._settings
         if count >= settings.outbox_messages_max or self.size_bytes + size_bytes > settings.outbox_bytes_max:
             raise RemoteProtocolError(
@@ -50,17 +48,11 @@ class Outbox:
 
     def pop(self) -> None:
         """Remove the first message, which was sent."""
-        self.size_bytes -= bytes_of(self.messages.popleft())
+        self.size_bytes -= sum(map(size_of, self.messages.popleft()))
 
     def clear(self) -> None:
-        """Remove all messages."""
         self.messages.clear()
         self.size_bytes = 0
-
-
-def bytes_of(parts: Sequence[bytes | memoryview]) -> int:
-    """Return the bytes of all parts."""
-    return sum(size_of(part) for part in parts)
 
 
 def size_of(part: bytes | memoryview) -> int:
@@ -68,13 +60,7 @@ def size_of(part: bytes | memoryview) -> int:
     return part.nbytes if isinstance(part, memoryview) else len(part)
 
 
-def user_of(frame: zmq.Frame) -> str:
-    """Return the key of a frame's sender, Z85."""
-    return str(frame.get("User-Id"))
-
-
 def address_of(frame: zmq.Frame) -> str:
-    """Return the address of a frame's sender, for people."""
     try:
         return plain_address(str(frame.get("Peer-Address")))
     except zmq.ZMQError:
@@ -86,12 +72,26 @@ def plain_address(text: str) -> str:
     return text.removeprefix("::ffff:") if "." in text else text
 
 
+def configure(
+    socket: zmq.Socket[bytes], at: Endpoint, limits: MessageLimits, settings: SocketSettings
+) -> None:
+    """Set the options that both ends of a connection have."""
+    socket.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes_max, first_frame_bytes_max(limits)))
+    socket.setsockopt(zmq.HANDSHAKE_IVL, round(settings.handshake_s * 1000))
+    socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
+    socket.setsockopt(zmq.RCVHWM, settings.queue_messages_max)
+    if at.is_tcp:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, round(settings.heartbeat_s * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(settings.heartbeat_timeout_s * 1000))
+        socket.setsockopt(zmq.IPV6, int(at.is_ipv6))
+
+
 def hang_up(frame: zmq.Frame, endpoint: Endpoint) -> None:
     """Cut the connection on which a frame came; ZeroMQ has no call for it.
 
-    A descriptor may have been closed, and reused, since the frame arrived. So it is duplicated
-    first, and shut down only if it is a connection to our own endpoint; the worst case is that
-    another peer from the same address has to connect anew.
+    A descriptor may have been closed, and reused, since the frame arrived. So it is duplicated first, and shut down
+    only if it is a connection to our own endpoint; the worst case is that another peer from the same address has to
+    connect anew.
     """
     try:
         descriptor = os.dup(int(frame.get(zmq.SRCFD)))
@@ -118,15 +118,9 @@ HANDSHAKE_FAILURES: Final[dict[int, str]] = {
 }
 """Why a handshake failed, as seen by the server."""
 
-FAILURE_EVENTS: Final = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
-_EVENT: Final = struct.Struct("=hi")  # event, value
+FAILURE_EVENTS: Final = sum(HANDSHAKE_FAILURES)  # one bit each
 
 
 def event_of(frame: bytes) -> int:
     """Return the event of a monitor message's first frame."""
-    event: int = _EVENT.unpack(frame)[0]
-    return event
+    return int(struct.unpack("=hi", frame)[0])  # event, value

@@ -24,7 +24,6 @@ class Pump:
     """Hands each frame that arrives on a socket to a function.
 
     Args:
-        socket: the socket; the pump does not close it.
         take: called with each frame, and whether more frames of its message follow, in the loop.
         wake: called first at each wake-up: the socket may be writable again.
         frames_per_wake_up: number of frames after which other callbacks run.
@@ -51,14 +50,12 @@ class Pump:
         """Whether the last frame was not the last one of its message."""
 
     def start(self) -> None:
-        """Begin, in the running loop."""
         self._loop = asyncio.get_running_loop()
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._run)
         self._run_soon()
 
     def stop(self) -> None:
-        """End; frames that were not read stay in the socket."""
         if self._loop is not None:
             self._loop.remove_reader(self._fd)
             self._loop = None

@@ -11,34 +11,38 @@ from typing import TYPE_CHECKING, Final
 import anyio
 import anyio.to_thread
 import zmq
+from zmq.utils import z85
 
 from pipedist.errors import UsageError
-from pipedist.protocol.limits import KIB, MessageLimits
+from pipedist.protocol.limits import MessageLimits
 from pipedist.protocol.wire import first_frame_bytes_max
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.endpoints import Endpoint
 from pipedist.transport.zeromq.connections import (
+    COPY_BYTES_MAX,
     FAILURE_EVENTS,
     HANDSHAKE_FAILURES,
     Outbox,
     address_of,
+    configure,
     event_of,
     hang_up,
+    plain_address,
     size_of,
-    user_of,
 )
 from pipedist.transport.zeromq.pump import Pump
-from pipedist.transport.zeromq.zap import ZAP_DOMAIN, ZapHandler
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
 
-COPY_BYTES_MAX: Final = 64 * KIB
-"""Frames up to this size are copied into ZeroMQ's queue: cheaper than sharing them."""
-
 # Plain ints: the enumerations of pyzmq cost more than the calls that get them.
 _LAST: Final = int(zmq.DONTWAIT)
 _MORE: Final = int(zmq.DONTWAIT | zmq.SNDMORE)
+
+
+_ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
+_ZAP_DOMAIN: Final = b"pipedist"
+_ZAP_FRAMES_MAX: Final = 16
 
 
 class Unwelcome(Exception):
@@ -49,12 +53,9 @@ class ServerSocket:
     """A bound ROUTER; sending never blocks and loses nothing.
 
     Args:
-        endpoint: where to bind.
-        keys: of a CURVE server; None: without.
-        on_message: called with (identity, key, frames, fault): the key under which it came, "" without
-            keys; frames are read-only; a fault names the broken rule, "" for none. It raises Unwelcome.
+        on_message: called with (identity, key, frames, fault): the key under which it came, "" without keys; frames
+            are read-only; a fault names the broken rule, "" for none. It raises Unwelcome.
         on_reject: called with a reason, each time a peer is refused.
-        limits, settings: sizes and times.
 
     Raises:
         UsageError: the endpoint can't be bound.
@@ -92,14 +93,13 @@ class ServerSocket:
             raise
 
     def start(self) -> None:
-        """Begin to listen, in the running loop."""
         if self._zap is not None:
             self._zap.start()
         self._pump.start()
         self._monitor_pump.start()
 
     def send(self, identity: bytes, parts: list[bytes | memoryview]) -> bool:
-        """Send a message, now or as soon as its queue has room; return False where the peer is gone.
+        """Send a message as soon as there is room; return False if the peer is gone.
 
         Raises:
             RemoteProtocolError: too much waits for it already.
@@ -117,11 +117,7 @@ class ServerSocket:
         return True
 
     def silence(self, identity: bytes, last_words: bytes = b"") -> None:
-        """Send nothing more to a peer.
-
-        Args:
-            last_words: a frame, sent if there is room.
-        """
+        """Send nothing more to a peer, but for a last frame if there is room."""
         if last_words:
             self._try_send([identity, last_words])
         self._waiting.pop(identity, None)
@@ -134,20 +130,17 @@ class ServerSocket:
                 if self._waiting:
                     await self._drained.wait()
         finally:
-            self._close_sockets()
+            if self._retry is not None:
+                self._retry.cancel()
+            self._pump.stop()
+            self._monitor_pump.stop()
+            if self._zap is not None:
+                self._zap.close()
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close()
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._context.term)
-
-    def _close_sockets(self) -> None:
-        if self._retry is not None:
-            self._retry.cancel()
-        self._pump.stop()
-        self._monitor_pump.stop()
-        if self._zap is not None:
-            self._zap.close()
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
-        self._socket.close()
 
     # --- opening --------------------------------------------------------------------------
 
@@ -156,32 +149,22 @@ class ServerSocket:
         self._zap = (
             None if self._keys is None else ZapHandler(self._context, self._keys.clients, self._on_reject)
         )
-        self._configure()
+        socket = self._socket
+        configure(socket, self.endpoint, self._limits, self._settings)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        socket.setsockopt(zmq.LINGER, round(self._settings.linger_s * 1000))
+        if self._keys is not None:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+            socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._monitor = self._socket.get_monitor_socket(FAILURE_EVENTS)
         pace = self._settings.frames_per_wake_up
         self._pump = Pump(self._socket, self._take, wake=self._flush, frames_per_wake_up=pace)
         self._monitor_pump = Pump(self._monitor, self._take_event, frames_per_wake_up=pace)
         self._bind()
-
-    def _configure(self) -> None:
-        settings, socket = self._settings, self._socket
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, max(self._limits.frame_bytes_max, self._first_bytes_max))
-        socket.setsockopt(zmq.HANDSHAKE_IVL, round(settings.handshake_s * 1000))
-        socket.setsockopt(zmq.LINGER, round(settings.linger_s * 1000))
-        socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
-        socket.setsockopt(zmq.RCVHWM, settings.queue_messages_max)
-        if self.endpoint.is_tcp:
-            socket.setsockopt(zmq.HEARTBEAT_IVL, round(settings.heartbeat_s * 1000))
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(settings.heartbeat_timeout_s * 1000))
-            socket.setsockopt(zmq.IPV6, int(self.endpoint.is_ipv6))
-        if self._keys is not None:
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
-            socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def _bind(self) -> None:
         text = self.endpoint.text
@@ -236,7 +219,7 @@ class ServerSocket:
         return ""
 
     def _deliver(self, identity: bytes, parts: list[zmq.Frame], fault: str, last: zmq.Frame) -> None:
-        user = user_of(last) if self._keys is not None else ""
+        user = str(last.get("User-Id")) if self._keys is not None else ""
         try:
             self._on_message(identity, user, [part.buffer for part in parts], fault)
         except Unwelcome as error:
@@ -298,6 +281,61 @@ class ServerSocket:
         self._retry = None
         self._flush()
         self._pump.look_again()
+
+
+class ZapHandler:
+    """Lets in the keys (Z85) of a fixed set, each under its own name (`User-Id`: the key); see RFC 27, ZAP.
+
+    A server with ZAP_ENFORCE_DOMAIN and a domain rejects every client if the handler does not reply, or is
+    gone: it fails closed.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        allowed: frozenset[bytes],
+        on_refuse: Callable[[str], None],
+    ) -> None:
+        self._allowed = allowed
+        self._on_refuse = on_refuse
+        self._request: list[bytes] = []
+        self._socket = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind(_ZAP_ENDPOINT)
+        self._pump = Pump(self._socket, self._take, frames_per_wake_up=256)
+
+    def start(self) -> None:
+        self._pump.start()
+
+    def close(self) -> None:
+        """Stop; from now on every client is rejected."""
+        self._pump.stop()
+        self._socket.close()
+
+    def _take(self, frame: zmq.Frame, more: bool) -> None:
+        if len(self._request) < _ZAP_FRAMES_MAX:
+            self._request.append(frame.bytes)
+        if not more:
+            request, self._request = self._request, []
+            user, reason = self._decide(request)
+            if reason:
+                self._on_refuse(reason)
+            reply = (b"400", b"refused", b"", b"") if reason else (b"200", b"OK", user, b"")
+            request_id = request[1] if len(request) > 1 else b""
+            self._socket.send_multipart([b"1.0", request_id, *reply], zmq.DONTWAIT)
+            self._pump.look_again()
+
+    def _decide(self, request: list[bytes]) -> tuple[bytes, str]:
+        if len(request) != 7 or request[0] != b"1.0":
+            return b"", "a malformed request for authentication"
+        _, _, domain, address, _, mechanism, credential = request
+        where = plain_address(address.decode("ascii", "replace"))
+        if domain != _ZAP_DOMAIN or mechanism != b"CURVE" or len(credential) != 32:
+            return b"", f"a peer at {where} without a CURVE key"
+        key = z85.encode(credential)
+        if key not in self._allowed:
+            return b"", f"a peer at {where} with the unknown key {key.decode('ascii')}"
+        return key, ""
 
 
 def _why_not(endpoint: Endpoint, number: int) -> str:

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from pipedist.cluster.launchers.control import FRAME_BYTES_MAX, FrameBuffer, pack_frame
 from pipedist.cluster.launchers.forkserver import OutOfMemoryKills
 from pipedist.cluster.launchers.local import LocalLauncher
 from pipedist.coordinator.launcher import WorkerExit
@@ -266,15 +265,6 @@ def test_endings_are_described() -> None:
     assert describe_exit(3) == "exit code 3"
     assert describe_exit(-signal.SIGSEGV) == "signal 11 (SIGSEGV)"
     assert describe_exit(-50) == "signal 50"
-
-
-def test_control_frames() -> None:
-    buffer = FrameBuffer()
-    stream = pack_frame("start", "w0", 1, {"a": 1}) + pack_frame("kill", "w0", 1)
-    frames = [frame for i in range(len(stream)) for frame in buffer.feed(stream[i : i + 1])]
-    assert frames == [["start", "w0", 1, {"a": 1}], ["kill", "w0", 1]]
-    with pytest.raises(ValueError, match=str(FRAME_BYTES_MAX)):
-        FrameBuffer().feed(b"\xff" * 8)
 
 
 @pytest.mark.asyncio
