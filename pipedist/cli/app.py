@@ -376,12 +376,7 @@ def slurm(time: str, port: int | None, **options: Any) -> None:
 
 @launch.command()
 @_spec
-@click.option(
-    "--image",
-    metavar="IMAGE",
-    required=True,
-    help="Image with pipedist and the user's modules.",
-)
+@click.option("--image", metavar="IMAGE", required=True, help="Image with pipedist and the user's modules.")
 @_prints
 @_nodes
 @_workers_per_node
@@ -390,9 +385,7 @@ def slurm(time: str, port: int | None, **options: Any) -> None:
     "--namespace", metavar="NAME", default="default", show_default=True, help="Kubernetes namespace."
 )
 @click.option(
-    "--claim",
-    metavar="NAME",
-    help="PersistentVolumeClaim for outputs, so that a restarted driver resumes.",
+    "--claim", metavar="NAME", help="PersistentVolumeClaim for outputs, so that a restarted driver resumes."
 )
 @click.option(
     "--spec-in-image",

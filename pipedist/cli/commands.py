@@ -250,10 +250,7 @@ def launch_slurm(options: LaunchOptions, *, time: str, port: int | None) -> int:
 
     _check_prints(options, "sbatch")
     request = JobRequest.of(
-        load(options.spec),
-        nodes=options.nodes,
-        workers_per_node=options.workers_per_node,
-        gpus=options.gpus,
+        load(options.spec), nodes=options.nodes, workers_per_node=options.workers_per_node, gpus=options.gpus
     )
     write_out(slurm_script(request, os.path.abspath(options.spec), time=time, port=port))
     return terminal.OK

@@ -8,15 +8,7 @@ from pipedist.core.gpus import spelled
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.paths import hindrance
 from pipedist.plan.model import PassPlan, Plan
-from pipedist.spec import (
-    GatherSpec,
-    ReduceSpec,
-    RunSpec,
-    StageRef,
-    StateRef,
-    UpdateSpec,
-    references,
-)
+from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, StateRef, UpdateSpec, references
 
 _WHEN = {"step": "after each step", "epoch": "after each epoch", "run": "once, at the end"}
 """The time when a state changes."""

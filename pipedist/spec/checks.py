@@ -212,10 +212,7 @@ class Checks:
             if key in cluster and launcher not in launchers:
                 names = "`launcher: " + "` or `".join(launchers) + "`"
                 self._note(
-                    ("cluster", key),
-                    f"`{key}` requires {names}",
-                    f"no `{key}`, or {names}",
-                    at_key=True,
+                    ("cluster", key), f"`{key}` requires {names}", f"no `{key}`, or {names}", at_key=True
                 )
         address = cluster.get("address")
         expected = ENGINE_ADDRESS_EXPECTED.get(str(launcher))

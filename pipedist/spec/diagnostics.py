@@ -202,13 +202,7 @@ class Problems:
         if self.is_broken(path):
             return
         problem = self._document.problem(
-            path,
-            message,
-            expected=expected,
-            allowed=allowed,
-            given=given,
-            at_key=at_key,
-            fragment=fragment,
+            path, message, expected=expected, allowed=allowed, given=given, at_key=at_key, fragment=fragment
         )
         self._keep(problem, self._document.order(path, at_key=at_key, fragment=fragment))
 

@@ -97,11 +97,7 @@ def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> Training
     core_chain = _with_ancestors(core, links)
     early = _awaited(core_chain, links, core)
     return TrainingStages(
-        feeder,
-        _ordered(updates, links),
-        held_out,
-        frozenset(core_chain - early),
-        frozenset(early),
+        feeder, _ordered(updates, links), held_out, frozenset(core_chain - early), frozenset(early)
     )
 
 

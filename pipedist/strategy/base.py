@@ -66,10 +66,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
 
     @abstractmethod
     async def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Tree:
         """Call `fn` on every replica.
 

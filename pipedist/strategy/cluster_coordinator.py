@@ -111,10 +111,7 @@ class ClusterCoordinator(AsyncOnly):
     # -- public methods ------------------------------------------------------------------------
 
     async def schedule(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> RemoteValue:
         """Schedule a call of `fn` on a worker, and return the future of its result.
 

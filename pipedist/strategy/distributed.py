@@ -40,12 +40,7 @@ class DistributedDataset(AsyncIterableOnly):
     __slots__ = ("__weakref__", "_buffer", "_identity", "_pipelines", "_replicas_per_pipeline")
 
     def __init__(
-        self,
-        pipelines: Sequence[Dataset],
-        replicas_per_pipeline: int,
-        *,
-        identity: bool,
-        buffer_steps: int,
+        self, pipelines: Sequence[Dataset], replicas_per_pipeline: int, *, identity: bool, buffer_steps: int
     ) -> None:
         self._pipelines = tuple(pipelines)
         self._replicas_per_pipeline = replicas_per_pipeline
@@ -165,10 +160,7 @@ class DistributedIterator(AsyncOnly, AsyncIterableOnly):
         return self
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
 

@@ -249,10 +249,7 @@ class DefaultStrategy(BaseStrategy):
         return True
 
     async def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Tree:
         """Call `fn` in this process, and return its result unchanged."""
         require_callable(fn)
