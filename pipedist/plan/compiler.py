@@ -19,7 +19,7 @@ from pipedist.plan.model import PassPlan, Plan
 from pipedist.plan.phases import ConflictingTrainingInputs, dataset_of, links_of, phases
 from pipedist.plan.view import plural
 from pipedist.spec import TORCH_IMPLEMENTATIONS, ReduceSpec, RunSpec, Spec
-from pipedist.spec.training import TrainingStages, training_of
+from pipedist.spec.training import training_of
 
 _UNKNOWN = Supply(None, (), "workers that dial in bring them")
 
@@ -42,15 +42,17 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         functions = _import_functions(spec, callables)
         states = plan_states(spec, callables, functions, problems)
         problems += _check_outputs(spec)
-        training = training_of(tuple(spec.datasets), links_of(spec))
-        ordered = _phases(spec, training, problems)
+        ordered: tuple[tuple[PassPlan, ...], ...] = ()
+        try:
+            ordered = phases(spec, training_of(tuple(spec.datasets), links_of(spec)))
+        except ConflictingTrainingInputs as error:
+            place, expected = ("stages", error.stage, "of"), "one input for all updates"
+            problems.append(spec.document.problem(place, str(error), expected=expected))
         if problems:
             raise PlanError(problems)
         supply = supply or _supply_for(spec, workers)
         plan = Plan(spec, workers, sources, functions, states, ordered, supply, verify)
-        problems += _check_gangs(plan)
-        problems += _check_communication(plan)
-        problems += _check_gpus(plan)
+        problems += [*_check_gangs(plan), *_check_communication(plan), *_check_gpus(plan)]
         if problems:
             raise PlanError(problems)
         stack.pop_all()  # the plan closes its sources
@@ -116,17 +118,6 @@ def _check_outputs(spec: Spec) -> Iterator[Problem]:
             yield spec.document.problem(("outputs", name), complaint)
 
 
-def _phases(
-    spec: Spec, training: TrainingStages | None, problems: list[Problem]
-) -> tuple[tuple[PassPlan, ...], ...]:
-    try:
-        return phases(spec, training)
-    except ConflictingTrainingInputs as error:
-        place, expected = ("stages", error.stage, "of"), "one input for all updates"
-        problems.append(spec.document.problem(place, str(error), expected=expected))
-        return ()
-
-
 def _check_gangs(plan: Plan) -> Iterator[Problem]:
     """Check that the runs of a gang have an input for empty shards too."""
     for pass_ in plan.passes:
@@ -158,25 +149,22 @@ def _check_communication(plan: Plan) -> Iterator[Problem]:
             first = next(iter(options))
             place = ("stages", name, "collectives")
             if collectives != options[first]:
-                yield plan.spec.document.problem(
-                    place,
-                    f"`{name}` and `{first}` run in the same gang but have different `collectives` settings",
-                    expected=f"the same as in `{first}`, or `collectives: true`",
+                message = (
+                    f"`{name}` and `{first}` run in the same gang but have different `collectives` settings"
                 )
+                expected = f"the same as in `{first}`, or `collectives: true`"
+                yield plan.spec.document.problem(place, message, expected=expected)
             elif name == first and (implementation := collectives.implementation) in TORCH_IMPLEMENTATIONS:
+                at = (*place, "implementation")
                 if replicas > plan.workers:
-                    yield plan.spec.document.problem(
-                        (*place, "implementation"),
-                        f"`{implementation}` needs a worker for each replica: there are {plural(replicas, 'replica')} "
-                        f"on {plural(plan.workers, 'worker')}",
-                        expected=f"--workers {replicas}, or `implementation: auto`",
-                    )
+                    division = f"{plural(replicas, 'replica')} on {plural(plan.workers, 'worker')}"
+                    message = f"`{implementation}` needs a worker for each replica: there are {division}"
+                    expected = f"--workers {replicas}, or `implementation: auto`"
+                    yield plan.spec.document.problem(at, message, expected=expected)
                 if find_spec("torch") is None:
-                    yield plan.spec.document.problem(
-                        (*place, "implementation"),
-                        f"`{implementation}` uses torch.distributed, but torch is not installed",
-                        expected="pip install torch, or `implementation: auto`",
-                    )
+                    message = f"`{implementation}` uses torch.distributed, but torch is not installed"
+                    expected = "pip install torch, or `implementation: auto`"
+                    yield plan.spec.document.problem(at, message, expected=expected)
 
 
 def _supply_for(spec: Spec, workers: int) -> Supply:
@@ -220,5 +208,5 @@ def _check_gpus(plan: Plan) -> Iterator[Problem]:
 
 def _there(supply: Supply) -> str:
     count = len(supply.gpus)
-    there = "there is none" if count == 0 else "there is 1" if count == 1 else f"there are {count}"
-    return f"{there} here ({supply.how})"
+    there = f"are {count}" if count > 1 else "is 1" if count else "is none"
+    return f"there {there} here ({supply.how})"

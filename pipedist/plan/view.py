@@ -25,10 +25,8 @@ def as_text(plan: Plan) -> str:
     spec = plan.spec
     replicas = spec.replicas
     sizes = {d.batch for d in spec.datasets.values()}
-    head = (
-        f"{plural(replicas, 'replica')} (part of the result) "
-        f"on {plural(plan.workers, 'worker')} (never part of it)"
-    )
+    workers = plural(plan.workers, "worker")
+    head = f"{plural(replicas, 'replica')} (part of the result) on {workers} (never part of it)"
     if len(sizes) == 1:
         batch = sizes.pop()
         head += f"; {batch} element{'s' * (batch != 1)} per step, {-(-batch // replicas)} per replica"
@@ -126,7 +124,8 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
             lines.append(f"  gather  {name}: axis {stage.gather} of {stage.of}, per {stage.per}{target}")
         elif isinstance(stage, ReduceSpec):
             how = plan.functions[name].label + " (on workers)" if stage.op is None else stage.op
-            axis = "" if stage.op is None else f", axis {_axis(stage)}"
+            axes: Any = list(stage.axis) if isinstance(stage.axis, tuple) else stage.axis
+            axis = "" if stage.op is None else f", axis {'null' if axes is None else axes}"
             lines.append(f"  reduce  {name}: {how} of {stage.of}{axis}, per {stage.per}{target}")
     for name in pass_.updates:
         lines.append(f"  update  {name}: {_update(plan, name)}")
@@ -157,11 +156,6 @@ def _update(plan: Plan, name: str) -> str:
         text += f", until {state.until.label}"
     target = plan.spec.outputs.get(name)
     return text if target is None else f"{text} -> {target}"
-
-
-def _axis(stage: ReduceSpec) -> str:
-    axis: Any = stage.axis
-    return "null" if axis is None else str(list(axis) if isinstance(axis, tuple) else axis)
 
 
 def _call(plan: Plan, name: str) -> str:

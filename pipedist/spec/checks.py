@@ -153,13 +153,13 @@ class Checks:
                 self._axis(path, stage.raw)
             if stage.verb in ("run", "update"):
                 self._arguments(stage.raw, path)
-            if stage.verb == "update" and "function" in (init := _dict(stage.raw.get("init"))):
+            if stage.verb == "update" and "function" in (init := as_dict(stage.raw.get("init"))):
                 self._arguments(init, (*path, "init"))
 
     def _arguments(self, section: object, path: Path) -> None:
         """The keys of a section's `with` can be keyword arguments."""
         path = (*path, "with")
-        for name in _dict(_dict(section).get("with")):
+        for name in as_dict(as_dict(section).get("with")):
             if name == "ctx":
                 message = "`ctx` is reserved: a parameter of this name gets the ReplicaContext"
                 self._note_key((*path, "ctx"), message, "another name")
@@ -246,7 +246,7 @@ class Checks:
         for dataset in training.held_out:
             feed = f"each epoch of `{training.feeder}`"
             reason = f"`{dataset}` is read once after {feed}, because its stages read a state"
-            epochs = _dict(self._datasets[dataset]).get("epochs", 1)
+            epochs = as_dict(self._datasets[dataset]).get("epochs", 1)
             if type(epochs) is int and epochs > 1:
                 place = ("datasets", dataset, "epochs")
                 self._note_key(place, f"`epochs` has no effect: {reason}", "no `epochs`")
@@ -434,5 +434,5 @@ def _cycle(edges: Mapping[str, Mapping[str, Path]]) -> list[str]:
     return []
 
 
-def _dict(value: object) -> dict[Any, object]:
+def as_dict(value: object) -> dict[Any, object]:
     return value if isinstance(value, dict) else {}

@@ -16,7 +16,7 @@ from typing import Any
 
 from pipedist.core.types import Tree
 from pipedist.errors import Problem, SpecError, UsageError
-from pipedist.spec.checks import Checks, StageSummary, summarize
+from pipedist.spec.checks import Checks, StageSummary, as_dict, summarize
 from pipedist.spec.datasets import DatasetSpec
 from pipedist.spec.diagnostics import Document, Path, Problems, nearest
 from pipedist.spec.fields import is_endpoint
@@ -137,9 +137,9 @@ class Loader:
         }
         summaries = self._respell(tree, validation)
         section = validation.validate(tree)
-        datasets = _mapping(tree.get("datasets"))
+        datasets = as_dict(tree.get("datasets"))
         checks = Checks(datasets, summaries, interpolation.references, problems)
-        checks.check(outputs=_mapping(tree.get("outputs")), cluster=_mapping(tree.get("cluster")))
+        checks.check(outputs=as_dict(tree.get("outputs")), cluster=as_dict(tree.get("cluster")))
         problems.raise_all()
         assert section is not None, "a spec without a model has a problem"
         return self._spec(stem, section, values)
@@ -229,10 +229,6 @@ class Loader:
 
     def _below(self, path: str) -> str:
         return os.path.normpath(os.path.join(self._folder, path))
-
-
-def _mapping(value: object) -> dict[Any, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def with_cluster(spec: Spec, choice: str) -> Spec:

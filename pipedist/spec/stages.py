@@ -149,22 +149,14 @@ def _collectives(value: object) -> object:
     return {} if value is True else value if value is False else mapping(value)
 
 
-_Per = Literal["run", "epoch", "step"]
-
-
-def _of() -> Any:
-    return Field(
-        description="The input of the stage: the name of a dataset or of a run.", examples=["delays"]
-    )
-
-
-def _per() -> Any:
-    return Field(
-        default="run",
+_Per = Annotated[
+    Literal["run", "epoch", "step"],
+    Field(
         description="How often there is a value: one for the whole run, one for each epoch, or one for each "
         "step.",
         examples=["step"],
-    )
+    ),
+]
 
 
 def _with() -> Any:
@@ -177,7 +169,11 @@ def _with() -> Any:
     )
 
 
-_Input = Annotated[str, Expected("the name of a dataset or of a run")]
+_Input = Annotated[
+    str,
+    Expected("the name of a dataset or of a run"),
+    Field(description="The input of the stage: the name of a dataset or of a run.", examples=["delays"]),
+]
 
 
 class RunSpec(Section):
@@ -267,7 +263,7 @@ class ReduceSpec(Section):
         "`combine(a, b)`, which runs on the workers.",
         examples=["sum"],
     )
-    of: _Input = _of()
+    of: _Input
     axis: Annotated[
         _Axis
         | Annotated[tuple[_Axis, ...], satisfies(lambda axes: axes and len(set(axes)) == len(axes))]
@@ -286,7 +282,7 @@ class ReduceSpec(Section):
         "by element across the calls. Required with a built-in op, and an error with a function.",
         examples=[0],
     )
-    per: _Per = _per()
+    per: _Per = "run"
 
     @property
     def op(self) -> str | None:
@@ -305,8 +301,8 @@ class GatherSpec(Section):
     gather: Annotated[_Axis, Expected(f"an integer from {-AXIS_MAX - 1} to {AXIS_MAX}")] = Field(
         description="The axis along which the components are concatenated.", examples=[0]
     )
-    of: _Input = _of()
-    per: _Per = _per()
+    of: _Input
+    per: _Per = "run"
 
 
 class UpdateSpec(Section):
