@@ -18,8 +18,7 @@ from pipedist.errors import SpecError, UsageError
 if TYPE_CHECKING:
     from pipedist.cluster.templates import JobRequest
 
-REPLY_S = 10.0
-"""Time for a run to reply to `pipedist why`."""
+REPLY_S = 10.0  # time for a run to reply to `pipedist why`
 
 
 def validate_specs(paths: Sequence[str]) -> int:

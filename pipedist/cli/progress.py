@@ -16,12 +16,10 @@ from pipedist.protocol import messages
 if TYPE_CHECKING:
     from pipedist.runs.result import Progress
 
-_WINDOW_S = 10.0
-"""Window over which rates are computed."""
+_WINDOW_S = 10.0  # over which rates are computed
 _FIRST_LINE_S = 2.0
 _LINE_EVERY_S = 5.0
-_SAME_LINE_EVERY_S = 60.0
-"""Interval at which an unchanged line is repeated, for a run that waits for workers."""
+_SAME_LINE_EVERY_S = 60.0  # for a run that waits for workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +172,8 @@ def open_reporter(name: str) -> Reporter:
 
 
 def describe(name: str, totals: ProgressTotals, pace: Pace) -> str:
-    total = totals.elements_total
     done = f"{totals.elements_done:,} elements"
-    if total:
+    if total := totals.elements_total:
         percent = 100 * totals.elements_done // total
         done = f"{percent}%, {totals.elements_done:,} of {total:,} elements"
     return f"{_title(name, totals)}: {', '.join([done, *_details(totals, pace)])}"

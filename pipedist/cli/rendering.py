@@ -25,23 +25,16 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+# if standard output is no terminal: paths are never wrapped
 PLAIN_WIDTH = 1_000_000
-"""Width if standard output is no terminal: paths are never wrapped."""
-PLAIN_VALUE_WIDTH = 60
-"""Width of the column of values then, in characters."""
+PLAIN_VALUE_WIDTH = 60  # of the column of values
 
-INLINE_SIZE_MAX = 16
-"""Elements of an array that is shown in full, at most."""
-INLINE_CHARACTERS_MAX = 120
-"""Length of the text of a tree that is shown in full, at most."""
-LEAVES_MAX = 12
-"""Leaves of a large tree that are listed."""
-CELL_DIGITS = 7
-"""Significant digits of a float in a table of records."""
-SCANNED_BYTES_MAX = 4 * 2**20
-"""Size of a text file whose rows are counted, at most."""
-RECORDS_MAX = 20
-"""Rows of a table of records that are shown."""
+INLINE_SIZE_MAX = 16  # elements of an array that is shown in full
+INLINE_CHARACTERS_MAX = 120  # of the text of a tree that is shown in full
+LEAVES_MAX = 12  # leaves of a large tree that are listed
+CELL_DIGITS = 7  # significant digits of a float in a table of records
+SCANNED_BYTES_MAX = 4 * 2**20  # size of a text file whose rows are counted
+RECORDS_MAX = 20  # rows of a table of records that are shown
 
 
 @dataclass(frozen=True, slots=True)

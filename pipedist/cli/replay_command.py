@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from pipedist.runs.call_replay import Replayed
     from pipedist.runs.replay import Replay
 
-FORMAT = 1
-"""Version of the JSON document."""
+FORMAT = 1  # version of the JSON document
 
 
 class _CtrlC(KeyboardInterrupt):
@@ -111,10 +110,9 @@ def _use_threads(threads: int) -> None:
 def _introduction(replay: Replay) -> list[str]:
     key = replay.key
     ids = replay.elements
+    which = f"{len(ids)} element{'s' * (len(ids) != 1)}"
     if len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1:
         which = f"elements {ids[0]} to {ids[-1]}"
-    else:
-        which = f"{len(ids)} element{'s' * (len(ids) != 1)}"
     states = "".join(f", {name} of version {version}" for name, version in replay.states.items())
     line = f"stage {key.stage}, step {key.step}, replica {key.replica} of run {replay.run}: {which}{states}"
     return [line, *replay.notes]

@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from pipedist.spec import Spec, StageSpec
 
 QUARANTINED_SHOWN = 5
-"""Quarantined elements that are listed on standard error, at most."""
-
 _REFRESH_S = 0.2
-"""Interval at which progress is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +154,7 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
                     tasks.cancel_scope.cancel()
             finally:
                 reporter.close()
-            if outcome is None:
-                raise RuntimeError("the run ended without an outcome")
+            assert outcome is not None, "the run ended without an outcome"
             return outcome
 
 

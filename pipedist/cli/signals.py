@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from pipedist.runs.run import Run
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_END_S = 5.0
-"""Time for a run to end at once; after that the process exits."""
+_END_S = 5.0  # time for a run to end at once; after that the process exits
 
 
 class Interruption:

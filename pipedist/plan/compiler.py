@@ -189,12 +189,10 @@ def _check_gpus(plan: Plan) -> Iterator[Problem]:
                 continue
             place = ("stages", name, "resources", "gpus")
             if max(owned, default=0.0) < stage.gpus:
-                yield plan.spec.document.problem(
-                    place,
-                    f"`{name}` needs {spelled(stage.gpus)} per call, but {_there(plan.supply)}",
-                    expected="a host with as many; or workers that dial in from one (`launcher: connect`); "
-                    "or no `resources`, if the function does not need them",
-                )
+                message = f"`{name}` needs {spelled(stage.gpus)} per call, but {_there(plan.supply)}"
+                expected = "a host with as many; or workers that dial in from one (`launcher: connect`); "
+                expected += "or no `resources`, if the function does not need them"
+                yield plan.spec.document.problem(place, message, expected=expected)
             elif pass_.gang and plan.gpu_owners(pass_) < plan.spec.replicas:
                 yield plan.spec.document.problem(
                     place,

@@ -8,10 +8,10 @@ from pipedist.core.gpus import spelled
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.sources.paths import hindrance
 from pipedist.plan.model import PassPlan, Plan
-from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, StateRef, references
+from pipedist.spec import GatherSpec, ReduceSpec, StageRef, StateRef, references
 
 _WHEN = {"step": "after each step", "epoch": "after each epoch", "run": "once, at the end"}
-"""The time when a state changes."""
+_REPLICAS_SHOWN = 8
 
 
 def plural(count: int, noun: str) -> str:
@@ -55,12 +55,8 @@ def _extent(plan: Plan, name: str) -> str:
     if division is None:
         return f"as many elements as it yields, {plural(dataset.epochs, 'epoch')}"
     steps = f"{plural(division.steps_per_epoch, 'step')} of {dataset.batch:,}"
-    text = f"{plural(division.length, 'element')}, {steps}"
-    if dataset.epochs > 1:
-        text += f" per epoch, {plural(dataset.epochs, 'epoch')}"
-    if dataset.shuffle:
-        text += ", shuffled"
-    return text
+    epochs = f" per epoch, {plural(dataset.epochs, 'epoch')}" if dataset.epochs > 1 else ""
+    return f"{plural(division.length, 'element')}, {steps}{epochs}{', shuffled' if dataset.shuffle else ''}"
 
 
 def element_ranges(plan: Plan, name: str) -> list[tuple[int, list[tuple[int, int]]]]:
@@ -70,9 +66,6 @@ def element_ranges(plan: Plan, name: str) -> list[tuple[int, list[tuple[int, int
         return []
     shown = sorted({0, division.steps_per_epoch - 1})
     return [(s, [division.bounds(s, r)[1:] for r in range(division.replicas)]) for s in shown]
-
-
-_REPLICAS_SHOWN = 8
 
 
 def _ranges(plan: Plan, name: str) -> list[str]:
@@ -168,8 +161,7 @@ def _refs(plan: Plan, name: str, kind: type[StageRef] | type[StateRef]) -> list[
 
 
 def _after(plan: Plan, name: str) -> tuple[str, ...]:
-    stage = plan.spec.stages[name]
-    return stage.after if isinstance(stage, RunSpec) else ()
+    return getattr(plan.spec.stages[name], "after", ())
 
 
 def _waits(plan: Plan, name: str) -> str:

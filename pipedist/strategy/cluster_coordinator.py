@@ -261,12 +261,9 @@ class ClusterCoordinator(AsyncOnly):
         self, closure: ScheduledClosure, using: ExitStack, parts: list[Slots], error: BaseException | None
     ) -> None:
         using.__exit__(type(error) if error is not None else None, error, None)
-        if error is None:
-            closure.outcome = (parts[0][SLOT], None)
-        elif isinstance(error, Exception):
-            closure.outcome = (None, error)
-        else:
-            closure.outcome = (None, RunCancelled(f"closure {closure.value.label} was abandoned: {error!r}"))
+        if error is not None and not isinstance(error, Exception):
+            error = RunCancelled(f"closure {closure.value.label} was abandoned: {error!r}")
+        closure.outcome = (parts[0][SLOT], None) if error is None else (None, error)
         self._advance()
 
     def _commit_next(self) -> bool:

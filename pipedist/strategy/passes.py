@@ -98,9 +98,7 @@ def serialized(fn: Callable[..., Any]) -> FunctionRef:
 
 
 def _same(tokens: list[Any], cached: list[Any]) -> bool:
-    if len(tokens) != len(cached):
-        return False
-    return all(
+    return len(tokens) == len(cached) and all(
         new is old or (type(new) is bytes and type(old) is bytes and new == old)
         for new, old in zip(tokens, cached, strict=True)
     )
@@ -284,25 +282,22 @@ class FunctionPasses:
             self._open.popitem(last=False)[1].handle.close()
 
     def _new(self, function: FunctionRef) -> PassHandle:
-        stage = StageProgram(
-            name=function.label, function=function, of=-1, kwargs={}, form="apply", collectives=self._gang
-        )
+        name, gang = function.label, self._gang
+        stage = StageProgram(name, function=function, of=-1, kwargs={}, form="apply", collectives=gang)
         assigned = Emit(variables.SLOT, of=variables.EMIT_OF)
         program = Program(
             seed=(self._seed << _SEED_SHIFT) + self._opened,
             replicas=self._replicas,
             reader=None,
             stages=(stage,),
-            emits=(Emit(SLOT, of=0), assigned) if self._gang else (Emit(SLOT, of=0),),
-            gang=self._gang,
+            emits=(Emit(SLOT, of=0), assigned) if gang else (Emit(SLOT, of=0),),
+            gang=gang,
             devices=self._devices,
             communication=self._communication,
         )
         self._opened += 1
-        settings = PassSettings(
-            replicas=self._replicas, ordered=False, fail_fast=False, pulled=False, gang=self._gang
-        )
-        return self.coordinator.open_pass(program, name=function.label, settings=settings)
+        settings = PassSettings(self._replicas, ordered=False, fail_fast=False, pulled=False, gang=gang)
+        return self.coordinator.open_pass(program, name=name, settings=settings)
 
     def _shrink(self) -> None:
         idle = [function for function, entry in self._open.items() if entry.users == 0]
