@@ -39,12 +39,7 @@ RECORDS_MAX = 20  # rows of a table of records that are shown
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One finished value.
-
-    Args:
-        name, verb: those of its stage; the verb as in "reduce sum", "gather 0".
-        value: the path of the file if it was streamed into a file.
-    """
+    """One finished value, or the path of the file into which it was streamed, with the name and verb of its stage."""
 
     name: str
     verb: str

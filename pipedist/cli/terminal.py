@@ -65,7 +65,6 @@ def _exit_code(interrupt: KeyboardInterrupt) -> int:
 
 
 def report(error: PipedistError) -> None:
-    """Print an error that pipedist raised."""
     # Spec errors begin with `file:line:column:`, which editors parse: no prefix.
     prefix = "" if isinstance(error, SpecError) else "pipedist: "
     write_error(f"{prefix}{error}\n")

@@ -24,7 +24,6 @@ class PassPlan(Struct, frozen=True):
     """One read of one dataset in one phase; every call executes all of `runs`, in order.
 
     Args:
-        phase: from 0; a phase starts when the previous one is complete.
         root: the input of the calls: the dataset, or a run of an earlier phase, whose committed values are
             read again.
         folds: the reduce and gather stages of the root and the runs.
@@ -32,7 +31,6 @@ class PassPlan(Struct, frozen=True):
         updates: the updates that its steps feed, in the order in which they are applied.
         follows: the dataset after each of whose epochs this pass reads its own once; "" if there is none.
         gang: the calls of a step run at the same time.
-        gpus: the number of GPUs that a call needs.
     """
 
     phase: int
@@ -64,10 +62,7 @@ class PassPlan(Struct, frozen=True):
 class StatePlan(Struct, frozen=True):
     """The first value of a state, and the end of its epochs; its update is in `Plan.functions`.
 
-    Args:
-        per: how often it changes.
-        init: the function that returns its first value, with `arguments`; None if `value` is its first value.
-        until: the function that decides when the epochs end; None if none does.
+    `init` returns the first value, with `arguments`; if it is None, that is `value`.
     """
 
     per: Granularity
@@ -80,12 +75,8 @@ class StatePlan(Struct, frozen=True):
 class Plan(Struct, frozen=True):
     """A spec that can be executed here. `workers` and `verify` are never part of the result.
 
-    Args:
-        functions: references to the functions of runs, updates and combines, by stage.
-        states: the states, by the name of their update.
-        phases: the passes of each phase; those of one phase run together.
-        supply: the GPUs of the workers.
-        verify: execute every call twice, and compare the results.
+    The passes of one phase run together, after those of the phase before it. `functions` are those of runs,
+    updates and combines, by stage.
     """
 
     spec: Spec
@@ -99,7 +90,6 @@ class Plan(Struct, frozen=True):
 
     @property
     def passes(self) -> tuple[PassPlan, ...]:
-        """Every pass, in the order of phases."""
         return tuple(p for phase in self.phases for p in phase)
 
     def division(self, dataset: str) -> Division | None:
@@ -139,7 +129,6 @@ class Plan(Struct, frozen=True):
 
     @property
     def gpus_needed(self) -> float:
-        """GPUs that a call needs at most, over all passes."""
         return max((p.gpus for p in self.passes), default=0.0)
 
     @property
@@ -152,6 +141,5 @@ class Plan(Struct, frozen=True):
         return sum(gpus >= pass_.gpus for gpus in self.supply.owned or ())
 
     def close(self) -> None:
-        """Close the sources."""
         for source in self.sources.values():
             source.close()

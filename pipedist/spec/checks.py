@@ -48,7 +48,6 @@ class StageSummary:
 
 
 def summarize(verb: str | None, raw: object) -> StageSummary:
-    """Return the summary of a stage, which may have problems."""
     keys = raw if isinstance(raw, dict) else {}
     of, per, after = keys.get("of"), keys.get("per", "run"), keys.get("after", ())
     names = (after,) if isinstance(after, str) else after if isinstance(after, list | tuple) else ()

@@ -116,7 +116,6 @@ class ScheduledClosure:
     outcome: tuple[Tree, Exception | None] | None = None
 
     def needs(self) -> list[RemoteValue]:
-        """Return the RemoteValues among its arguments."""
         return [leaf for leaf in trees.flatten(self.arguments)[0] if isinstance(leaf, RemoteValue)]
 
     def filled(self) -> Tree:

@@ -107,7 +107,7 @@ def require_outside(what: str, advice: str) -> None:
 
 @contextmanager
 def scope_of(strategy: _Owner) -> Iterator[_Owner]:
-    """Make a strategy current while the context is open, unless another one is."""
+    """Make a strategy current while the context is open; raise RuntimeError if another one is current."""
     require_cross_replica("scope")
     current = _current.get()
     if current is not None and current is not strategy:
