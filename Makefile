@@ -110,7 +110,7 @@ check: lint types architecture  ## Check style, types and architecture.
 
 .PHONY: docs
 docs: $(INSTALLED)  ## Write docs/language.md, and the HTML reference of the Python API to build/docs.
-	$(BIN)/python -m pipedist.spec.reference > docs/language.md
+	$(BIN)/python docs/build_language.py > docs/language.md
 	$(BIN)/python -m tests.architecture.package_table > docs/dev/packages.md
 	$(BIN)/python docs/build_api.py build/docs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import click
 
@@ -12,7 +12,7 @@ from pipedist.errors import PipedistError
 _REUSE: Final = "--resume-reuse"
 """The internal form of `--resume=reuse`: an option with an optional value would consume SPEC."""
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class RunCommand(click.Command):
@@ -65,16 +65,13 @@ def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None
         ctx.exit()
 
 
-def _argument(name: str, metavar: str, **more: Any) -> Callable[[_Command], _Command]:
-    return click.argument(name, metavar=metavar, **more)
+def _count(name: str, text: str, *, least: int = 1, most: int | None = None, **more: Any) -> _Decorator:
+    """Return an option that is a number."""
+    return click.option(name, metavar="N", type=click.IntRange(least, most), help=text, **more)
 
 
-def _count(least: int = 1, most: int | None = None) -> click.IntRange:
-    return click.IntRange(least, most)
-
-
-_spec = _argument("spec", "SPEC")
-_run = _argument("run", "RUN")
+_spec = click.argument("spec", metavar="SPEC")
+_run = click.argument("run", metavar="RUN")
 _sets = click.option(
     "--set",
     "sets",
@@ -82,11 +79,9 @@ _sets = click.option(
     multiple=True,
     help="Set a parameter; the value is YAML. May be repeated.",
 )
-_workers = click.option(
+_workers = _count(
     "--workers",
-    metavar="N",
-    type=_count(),
-    help="Number of worker processes; never changes a result. Default: from the spec, or the usable cores.",
+    "Number of worker processes; never changes a result. Default: from the spec, or the usable cores.",
 )
 _cluster = click.option(
     "--cluster",
@@ -145,7 +140,7 @@ def run(resume: bool, reuse: bool, **options: Any) -> None:
 
 
 @app.command()
-@_argument("specs", "SPEC...", nargs=-1, required=True)
+@click.argument("specs", metavar="SPEC...", nargs=-1, required=True)
 def validate(specs: tuple[str, ...]) -> None:
     """Check spec files, without reading data or importing code."""
     from pipedist.cli.commands import validate_specs
@@ -178,11 +173,11 @@ def plan(spec: str, form: str, workers: int | None, cluster: str | None, sets: t
 
 @app.command()
 @_spec
-@click.option("--seeds", metavar="N", type=_count(), help="Number of seeds, from 0 on.  [default: 100]")
-@click.option("--seed", metavar="K", type=_count(0), help="Simulate this seed only; not with --seeds.")
+@_count("--seeds", "Number of seeds, from 0 on.  [default: 100]")
 @click.option(
-    "--workers", metavar="N", type=_count(), default=3, show_default=True, help="Number of simulated workers."
+    "--seed", metavar="K", type=click.IntRange(0), help="Simulate this seed only; not with --seeds."
 )
+@_count("--workers", "Number of simulated workers.", default=3, show_default=True)
 @click.option(
     "--faults",
     metavar="KIND=RATE,...",
@@ -243,9 +238,9 @@ def replay(run: str, call: str, element: tuple[int, ...], pdb: bool, as_json: bo
 
     Exit codes: 0 the call returned; 1 it failed; 2 there is no such call, or its inputs are gone.
     """
-    from pipedist.cli.replay_command import ReplayOptions, execute
+    from pipedist.cli.replay_command import execute
 
-    _end(lambda: execute(ReplayOptions(run, call, element, pdb, as_json)))
+    _end(lambda: execute(run, call, element, debug=pdb, as_json=as_json))
 
 
 @app.command()
@@ -276,13 +271,11 @@ def schema() -> None:
 @app.command()
 @click.option("--connect", metavar="ENDPOINT", required=True, help="Endpoint of the run: tcp://HOST:PORT.")
 @click.option("--key-file", metavar="FILE", required=True, help="The cluster's key file.")
-@click.option(
+@_count(
     "--threads",
-    metavar="N",
-    type=_count(),
+    "BLAS and OpenMP threads; must equal the spec's threads_per_replica.",
     default=1,
     show_default=True,
-    help="BLAS and OpenMP threads; must equal the spec's threads_per_replica.",
 )
 @click.option(
     "--grace-s",
@@ -334,18 +327,12 @@ def launch() -> None:
 
 
 _prints = click.option("--print", "prints", is_flag=True, help="Print the text; nothing is submitted.")
-_nodes = click.option(
-    "--nodes", metavar="N", type=_count(), default=1, show_default=True, help="Number of hosts with workers."
-)
-_workers_per_node = click.option(
+_nodes = _count("--nodes", "Number of hosts with workers.", default=1, show_default=True)
+_workers_per_node = _count(
     "--workers-per-node",
-    metavar="N",
-    type=_count(),
-    help="Number of workers of each host. Default: the spec's workers, divided among the hosts.",
+    "Number of workers of each host. Default: the spec's workers, divided among the hosts.",
 )
-_gpus = click.option(
-    "--gpus", metavar="N", type=_count(0), default=0, show_default=True, help="Number of GPUs of each host."
-)
+_gpus = _count("--gpus", "Number of GPUs of each host.", least=0, default=0, show_default=True)
 
 
 @launch.command()
@@ -361,27 +348,20 @@ _gpus = click.option(
     show_default=True,
     help="Time limit of the job, as for sbatch.",
 )
-@click.option(
-    "--port", metavar="N", type=_count(1, 65_535), help="Port of the run. Default: derived from the job id."
-)
+@_count("--port", "Port of the run. Default: derived from the job id.", most=65_535)
 def slurm(time: str, port: int | None, **options: Any) -> None:
     """Print a batch script for sbatch.
 
     The job executes the run on its first host, and workers on all hosts.
     """
-    from pipedist.cli import commands
+    from pipedist.cli.commands import LaunchOptions, launch_slurm
 
-    _end(lambda: commands.launch_slurm(commands.LaunchOptions(**options), time=time, port=port))
+    _end(lambda: launch_slurm(LaunchOptions(**options), time=time, port=port))
 
 
 @launch.command()
 @_spec
-@click.option(
-    "--image",
-    metavar="IMAGE",
-    required=True,
-    help="Image with pipedist and the user's modules.",
-)
+@click.option("--image", metavar="IMAGE", required=True, help="Image with pipedist and the user's modules.")
 @_prints
 @_nodes
 @_workers_per_node
@@ -390,9 +370,7 @@ def slurm(time: str, port: int | None, **options: Any) -> None:
     "--namespace", metavar="NAME", default="default", show_default=True, help="Kubernetes namespace."
 )
 @click.option(
-    "--claim",
-    metavar="NAME",
-    help="PersistentVolumeClaim for outputs, so that a restarted driver resumes.",
+    "--claim", metavar="NAME", help="PersistentVolumeClaim for outputs, so that a restarted driver resumes."
 )
 @click.option(
     "--spec-in-image",
@@ -403,11 +381,6 @@ def kubernetes(
     image: str, namespace: str, claim: str | None, spec_in_image: str | None, **options: Any
 ) -> None:
     """Print a JobSet with a job for the driver and one for the workers."""
-    from pipedist.cli import commands
+    from pipedist.cli.commands import LaunchOptions, launch_kubernetes
 
-    wanted = commands.LaunchOptions(**options)
-    _end(
-        lambda: commands.launch_kubernetes(
-            wanted, image=image, namespace=namespace, claim=claim, spec_in_image=spec_in_image
-        )
-    )
+    _end(lambda: launch_kubernetes(LaunchOptions(**options), image, namespace, claim, spec_in_image))

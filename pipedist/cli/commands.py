@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
@@ -15,16 +15,14 @@ from pipedist.cli import terminal
 from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
 from pipedist.errors import SpecError, UsageError
 
-REPLY_S = 10.0
-"""Time for a run to reply to `pipedist why`."""
+if TYPE_CHECKING:
+    from pipedist.cluster.templates import JobRequest
+
+REPLY_S = 10.0  # time for a run to reply to `pipedist why`
 
 
 def validate_specs(paths: Sequence[str]) -> int:
-    """Check spec files; print OK for each valid one, all problems of the others to stderr.
-
-    Returns:
-        0, or 2 if any file has a problem.
-    """
+    """Check spec files; print OK for each valid one, all problems of the others to stderr."""
     from pipedist.spec import load
 
     code = terminal.OK
@@ -42,18 +40,7 @@ def validate_specs(paths: Sequence[str]) -> int:
 def print_plan(
     path: str, form: str, workers: int | None, sets: Sequence[str], cluster: str | None = None
 ) -> int:
-    """Print what `pipedist run` would execute.
-
-    Args:
-        path: path of the spec.
-        form: text, mermaid or json.
-        workers: number of worker processes; None: from the spec.
-        sets: texts NAME=VALUE.
-        cluster: NAME[:ADDRESS] in place of the spec's launcher.
-
-    Raises:
-        UsageError: a package that the launcher needs is not installed.
-    """
+    """Print what `pipedist run` would execute; `form` is text, mermaid or json."""
     import json
 
     from pipedist.cluster.base import usable_cores
@@ -82,7 +69,6 @@ def print_plan(
 
 
 def print_schema() -> int:
-    """Print the JSON Schema of specs."""
     import json
 
     from pipedist.spec.schema import json_schema
@@ -92,14 +78,7 @@ def print_schema() -> int:
 
 
 def audit_run(run: str) -> int:
-    """Verify the journal of the run in an output folder, and print the findings.
-
-    Returns:
-        0, or 1 if an element is not accounted for.
-
-    Raises:
-        UsageError: there is no run in the folder, or it has no journal.
-    """
+    """Verify the journal of the run in an output folder; return 1 if an element is not accounted for."""
     from pipedist.journal.audit import audit
     from pipedist.outputs.run_record import PRIVATE, read_record, read_results
 
@@ -115,16 +94,9 @@ def audit_run(run: str) -> int:
 
 
 def new_key_files(output: str) -> int:
-    """Create the keys of a cluster: one file for the run's host, one for those of its workers.
+    """Create the keys of a cluster: one file for the run's host, and one beside it for those of its workers.
 
-    Args:
-        output: the run's file; the workers' file is beside it (`pipedist.transport.keys.workers_file`).
-
-    Returns:
-        0.
-
-    Raises:
-        UsageError: a file exists already or can't be written; then neither is created.
+    If one of them exists already or can't be written, neither is created.
     """
     import shlex
 
@@ -160,21 +132,11 @@ def new_key_files(output: str) -> int:
 
 
 def explain_run(run: str, *, as_json: bool) -> int:
-    """Print what the run in an output folder waits for.
-
-    Args:
-        run: the output folder.
-        as_json: print one JSON document instead of lines.
-
-    Returns:
-        0; 1 if the run is not executing, and a summary of its journal was printed.
-
-    Raises:
-        UsageError: there is no run in the folder, or it does not reply.
-    """
+    """Print what the run in an output folder waits for; return 1 if it is not executing."""
     import json
 
-    from pipedist.outputs.run_record import LIVE, PRIVATE, read_record
+    from pipedist.journal.audit import audit
+    from pipedist.outputs.run_record import LIVE, PRIVATE, is_there, read_record
     from pipedist.runs.diagnostics import VERSION, lines, query_status
 
     path = Path(run)
@@ -196,40 +158,29 @@ def explain_run(run: str, *, as_json: bool) -> int:
             )
         write_out((reply.decode() if as_json else "\n".join(lines(status))) + "\n")
         return terminal.OK
-    state = record.state if record.state in ("finished", "failed") else "unfinished"
-    journal = _journal(path / PRIVATE / "journal", finished=state == "finished")
-    status = {"pipedist_why": VERSION, "run": record.run, "state": state, "journal": journal}
-    write_out((json.dumps(status) if as_json else "\n".join([_ended(status, path), *journal])) + "\n")
+    state = record.state if record.state in _ENDED else "unfinished"
+    folder = path / PRIVATE / "journal"
+    journal = ["it has no journal"]
+    if is_there(folder / "journal", path):
+        journal = audit(folder, finished=state == "finished").lines()
+    if as_json:
+        text = json.dumps({"pipedist_why": VERSION, "run": record.run, "state": state, "journal": journal})
+    else:
+        text = "\n".join([f"run {record.run} in {path} {_ENDED[state]}", *journal])
+    write_out(text + "\n")
     return terminal.FAILED
 
 
-def _ended(status: dict[str, Any], path: Path) -> str:
-    reason = {
-        "finished": "has finished: it waits for nothing",
-        "failed": "has failed. Fix the problem, then rerun with --resume",
-        "unfinished": "is not executing: no process on this host replies (it was interrupted or killed, or it "
-        "runs on another host). Continue it with --resume",
-    }
-    return f"run {status['run']} in {path} {reason[status['state']]}"
-
-
-def _journal(folder: Path, *, finished: bool) -> list[str]:
-    from pipedist.journal.audit import audit
-    from pipedist.outputs.run_record import is_there
-
-    if not is_there(folder / "journal", folder.parent.parent):
-        return ["it has no journal"]
-    return audit(folder, finished=finished).lines()
+_ENDED = {
+    "finished": "has finished: it waits for nothing",
+    "failed": "has failed. Fix the problem, then rerun with --resume",
+    "unfinished": "is not executing: no process on this host replies (it was interrupted or killed, or it "
+    "runs on another host). Continue it with --resume",
+}
 
 
 class LaunchOptions(Struct, frozen=True):
-    """Options common to the `launch` commands.
-
-    Args:
-        spec: path of the spec, as typed.
-        nodes, workers_per_node, gpus: see `pipedist.cluster.templates.request.Request`.
-        prints: print the text; nothing is ever submitted.
-    """
+    """Options common to the `launch` commands, as `pipedist.cli.app` describes them."""
 
     spec: str
     nodes: int
@@ -239,45 +190,22 @@ class LaunchOptions(Struct, frozen=True):
 
 
 def launch_slurm(options: LaunchOptions, *, time: str, port: int | None) -> int:
-    """Print a batch script.
+    from pipedist.cluster.templates import slurm_script
 
-    Raises:
-        SpecError: the spec has mistakes.
-        UsageError: the options contradict each other or the spec.
-    """
-    from pipedist.cluster.templates import JobRequest, slurm_script
-    from pipedist.spec import load
-
-    _check_prints(options, "sbatch")
-    request = JobRequest.of(
-        load(options.spec),
-        nodes=options.nodes,
-        workers_per_node=options.workers_per_node,
-        gpus=options.gpus,
-    )
+    request = _job_request(options, "sbatch")
     write_out(slurm_script(request, os.path.abspath(options.spec), time=time, port=port))
     return terminal.OK
 
 
 def launch_kubernetes(
-    options: LaunchOptions, *, image: str, namespace: str, claim: str | None, spec_in_image: str | None
+    options: LaunchOptions, image: str, namespace: str, claim: str | None, spec_in_image: str | None
 ) -> int:
-    """Print a JobSet, after comments with the commands that create the objects it refers to.
-
-    Raises:
-        SpecError: the spec has mistakes.
-        UsageError: the options contradict each other or the spec.
-    """
+    """Print a JobSet, after comments with the commands that create the objects it refers to."""
     from ruamel.yaml import YAML
 
-    from pipedist.cluster.templates import JobRequest, jobset, jobset_commands
-    from pipedist.spec import load
+    from pipedist.cluster.templates import jobset, jobset_commands
 
-    _check_prints(options, "kubectl apply -f -")
-    spec = load(options.spec)
-    request = JobRequest.of(
-        spec, nodes=options.nodes, workers_per_node=options.workers_per_node, gpus=options.gpus
-    )
+    request = _job_request(options, "kubectl apply -f -")
     manifest = jobset(
         request,
         image=image,
@@ -297,8 +225,14 @@ def launch_kubernetes(
     return terminal.OK
 
 
-def _check_prints(options: LaunchOptions, submit: str) -> None:
+def _job_request(options: LaunchOptions, submit: str) -> JobRequest:
+    from pipedist.cluster.templates import JobRequest
+    from pipedist.spec import load
+
     if not options.prints:
         raise UsageError(
             f"pipedist does not submit jobs. Print the script with --print, and pass it to `{submit}`"
         )
+    return JobRequest.of(
+        load(options.spec), nodes=options.nodes, workers_per_node=options.workers_per_node, gpus=options.gpus
+    )

@@ -16,25 +16,15 @@ from pipedist.protocol import messages
 if TYPE_CHECKING:
     from pipedist.runs.result import Progress
 
-_WINDOW_S = 10.0
-"""Window over which rates are computed."""
+_WINDOW_S = 10.0  # over which rates are computed
 _FIRST_LINE_S = 2.0
 _LINE_EVERY_S = 5.0
-_SAME_LINE_EVERY_S = 60.0
-"""Interval at which an unchanged line is repeated, for a run that waits for workers."""
+_SAME_LINE_EVERY_S = 60.0  # for a run that waits for workers
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressTotals:
-    """Progress of a run, summed over the passes of its current phase.
-
-    Args:
-        elements_done: elements of the committed steps.
-        elements_total: elements of the phase; None if that is not known before its end.
-        calls_done: finished replica calls.
-        workers: worker processes that have joined.
-        phase, phases: the current phase, from 0, and their number.
-    """
+    """Progress of a run, summed over the passes of its current phase, whose total may be unknown (None)."""
 
     elements_done: int
     elements_total: int | None
@@ -45,7 +35,6 @@ class ProgressTotals:
 
     @classmethod
     def of(cls, progress: Progress) -> Self:
-        """Return the totals of a run's progress."""
         counts = [count.elements_total for count in progress.passes]
         known = [total for total in counts if total is not None]
         return cls(
@@ -60,12 +49,7 @@ class ProgressTotals:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Speed of a run.
-
-    Args:
-        elements_per_s, calls_per_s: rates over the last seconds.
-        left_s: estimated seconds until the phase is complete; None if unknown.
-    """
+    """Rates over the last seconds, and the estimated time until the phase is complete; None if unknown."""
 
     elements_per_s: float
     calls_per_s: float
@@ -80,7 +64,6 @@ class Pacer:
         self._phase = -1
 
     def pace(self, totals: ProgressTotals, now_s: float) -> Pace:
-        """Return the pace at `now_s`, the time of a monotonic clock in seconds."""
         if totals.phase != self._phase:
             self._phase = totals.phase
             self._seen.clear()
@@ -102,12 +85,10 @@ class Reporter(ABC):
     """Shows progress and logs of a run."""
 
     @abstractmethod
-    def update(self, totals: ProgressTotals) -> None:
-        """Show the progress of the run."""
+    def update(self, totals: ProgressTotals) -> None: ...
 
     @abstractmethod
-    def line(self, text: str) -> None:
-        """Show a line of text."""
+    def line(self, text: str) -> None: ...
 
     def log(self, worker: str, log: messages.LogLine) -> None:
         """Show the output of a replica function; each line begins with its call."""
@@ -161,9 +142,8 @@ class LiveReporter(Reporter):
         self._console = Console(stderr=True, highlight=False)
         text = TextColumn("{task.description}", markup=False)
         details = TextColumn("{task.fields[details]}", markup=False)
-        self._bar = Bar(
-            text, BarColumn(), TaskProgressColumn(), details, console=self._console, transient=True
-        )
+        columns = (text, BarColumn(), TaskProgressColumn(), details)
+        self._bar = Bar(*columns, console=self._console, transient=True)
         self._task: Any = self._bar.add_task(name, total=None, details="starting")
         self._bar.start()
 
@@ -192,10 +172,8 @@ def open_reporter(name: str) -> Reporter:
 
 
 def describe(name: str, totals: ProgressTotals, pace: Pace) -> str:
-    """Return progress as one line of text."""
-    total = totals.elements_total
     done = f"{totals.elements_done:,} elements"
-    if total:
+    if total := totals.elements_total:
         percent = 100 * totals.elements_done // total
         done = f"{percent}%, {totals.elements_done:,} of {total:,} elements"
     return f"{_title(name, totals)}: {', '.join([done, *_details(totals, pace)])}"

@@ -23,36 +23,23 @@ from pipedist.outputs import encoding
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
+# if standard output is no terminal: paths are never wrapped
 PLAIN_WIDTH = 1_000_000
-"""Width if standard output is no terminal: paths are never wrapped."""
-PLAIN_VALUE_WIDTH = 60
-"""Width of the column of values then, in characters."""
+PLAIN_VALUE_WIDTH = 60  # of the column of values
 
-INLINE_SIZE_MAX = 16
-"""Elements of an array that is shown in full, at most."""
-INLINE_CHARACTERS_MAX = 120
-"""Length of the text of a tree that is shown in full, at most."""
-LEAVES_MAX = 12
-"""Leaves of a large tree that are listed."""
-CELL_DIGITS = 7
-"""Significant digits of a float in a table of records."""
-SCANNED_BYTES_MAX = 4 * 2**20
-"""Size of a text file whose rows are counted, at most."""
-RECORDS_MAX = 20
-"""Rows of a table of records that are shown."""
+INLINE_SIZE_MAX = 16  # elements of an array that is shown in full
+INLINE_CHARACTERS_MAX = 120  # of the text of a tree that is shown in full
+LEAVES_MAX = 12  # leaves of a large tree that are listed
+CELL_DIGITS = 7  # significant digits of a float in a table of records
+SCANNED_BYTES_MAX = 4 * 2**20  # size of a text file whose rows are counted
+RECORDS_MAX = 20  # rows of a table of records that are shown
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One finished value.
-
-    Args:
-        name: name of the stage.
-        verb: operation of the stage: "reduce sum", "gather 0".
-        value: its value; the path of the file if it was streamed into a file.
-        file: the file that it was written to, or None.
-    """
+    """One finished value, or the path of the file into which it was streamed, with the name and verb of its stage."""
 
     name: str
     verb: str
@@ -62,15 +49,13 @@ class Row:
 
 def render(rows: Iterable[Row], ledger: Mapping[str, int], timings: Mapping[str, float]) -> str:
     """Return the results as text for standard output, with its width and colours."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = _table()
     for title in ("stage", "verb"):
         table.add_column(title, overflow="fold")
-    plain = not _has_width()
+    plain = not (_is_terminal() or "COLUMNS" in os.environ)
     table.add_column("value", overflow="fold", max_width=PLAIN_VALUE_WIDTH if plain else None)
     listed = list(rows)
     any_file = any(row.file for row in listed)
@@ -94,9 +79,11 @@ def render(rows: Iterable[Row], ledger: Mapping[str, int], timings: Mapping[str,
     )
     console.print(table, *below, sep="\n")
     console.print()
-    console.print(Text(ledger_line(ledger)))
+    kinds = ", ".join(f"{ledger[kind]:,} {kind}" for kind in ("committed", "quarantined", "lost"))
+    console.print(Text(f"{_counted(ledger['elements'], 'element')}: {kinds}"))
     if timings:
-        console.print(Text(timings_line(timings)))
+        times = (f"{name.removesuffix('_s')} {duration(seconds)}" for name, seconds in timings.items())
+        console.print(Text(", ".join(times)))
     # Padding of the columns is removed: output may go to a file.
     return "\n".join(line.rstrip(" ") for line in page.getvalue().split("\n"))
 
@@ -106,7 +93,6 @@ class _Page(io.StringIO):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Encoding of standard output."""
         return (sys.stdout.encoding if sys.stdout is not None else None) or "utf-8"
 
 
@@ -114,34 +100,22 @@ def _is_terminal() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
 
 
-def _records_table(name: str, found: Records) -> RenderableType:
+def _table() -> Table:
     from rich import box
     from rich.table import Table
+
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+
+
+def _records_table(name: str, found: Records) -> Table:
     from rich.text import Text
 
-    inner = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    inner = _table()
     for index, title in enumerate([name, *found.names]):
         inner.add_column(Text(title), overflow="fold", justify="left" if index == 0 else "right")
     for row in found.rows:
         inner.add_row(*map(Text, row))
     return inner
-
-
-def _has_width() -> bool:
-    """Return whether standard output or the user defines a width."""
-    return _is_terminal() or "COLUMNS" in os.environ
-
-
-def ledger_line(ledger: Mapping[str, int]) -> str:
-    """Return the ledger as one line."""
-    kinds = ", ".join(f"{ledger[kind]:,} {kind}" for kind in ("committed", "quarantined", "lost"))
-    count = ledger["elements"]
-    return f"{count:,} element{'s' * (count != 1)}: {kinds}"
-
-
-def timings_line(timings: Mapping[str, float]) -> str:
-    """Return the timings as one line."""
-    return ", ".join(f"{name.removesuffix('_s')} {duration(seconds)}" for name, seconds in timings.items())
 
 
 def shown(path: Path) -> str:
@@ -164,13 +138,14 @@ def summarize(value: Tree) -> str:
             return text
     leaves, structure = trees.flatten(value)
     names = trees.treedef_paths(structure)
-    lines = [
-        f"{name}: {summarize(leaf)}"
-        for name, leaf in zip(names[:LEAVES_MAX], leaves[:LEAVES_MAX], strict=True)
-    ]
-    if len(leaves) > LEAVES_MAX:
-        lines.append(f"... {len(leaves) - LEAVES_MAX:,} more")
-    return "\n".join(lines)
+    named = list(zip(names, leaves, strict=True))
+    return _lines([f"{name}: {summarize(leaf)}" for name, leaf in named[:LEAVES_MAX]], len(leaves))
+
+
+def _lines(lines: list[str], count: int) -> str:
+    """Return the first of `count` lines as one text."""
+    more = [f"... {count - LEAVES_MAX:,} more"] if count > LEAVES_MAX else []
+    return "\n".join(lines + more)
 
 
 def summarize_file(path: Path) -> str:
@@ -187,9 +162,7 @@ def summarize_file(path: Path) -> str:
             for name in names[:LEAVES_MAX]:
                 with archive.open(name) as member:
                     lines.append(f"{name.removesuffix('.npy')}: {_header(member)}")
-        if len(names) > LEAVES_MAX:
-            lines.append(f"... {len(names) - LEAVES_MAX:,} more")
-        return "\n".join(lines)
+        return _lines(lines, len(names))
     size = path.stat().st_size
     if path.suffix == ".parquet":
         import pyarrow.parquet
@@ -230,13 +203,7 @@ def _counted(count: int, noun: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """A dict or list of records, as cells.
-
-    Args:
-        count: number of records.
-        names: names of the columns after the key.
-        rows: the key and the cells; at most `RECORDS_MAX`, and one that counts the others.
-    """
+    """A dict or list of records, as cells: at most `RECORDS_MAX` rows, and one that counts the others."""
 
     count: int
     names: list[str]

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,41 +19,17 @@ if TYPE_CHECKING:
     from pipedist.runs.call_replay import Replayed
     from pipedist.runs.replay import Replay
 
-FORMAT = 1
-"""Version of the JSON document."""
+FORMAT = 1  # version of the JSON document
 
 
 class _CtrlC(KeyboardInterrupt):
     """Ctrl-C on the terminal, as distinct from a KeyboardInterrupt that the function raised."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayOptions:
-    """Options of `pipedist replay`.
+def execute(run: str, call: str, elements: tuple[int, ...], *, debug: bool, as_json: bool) -> int:
+    """Execute a call again, and print its outcome; return 1 if it failed.
 
-    Args:
-        run: the run's output folder.
-        call: STAGE/STEP/REPLICA.
-        elements: ids of the only elements to execute; empty: those that were committed.
-        debug: stop in the debugger where the call fails.
-        as_json: one JSON document instead of text.
-    """
-
-    run: str
-    call: str
-    elements: tuple[int, ...] = ()
-    debug: bool = False
-    as_json: bool = False
-
-
-def execute(options: ReplayOptions) -> int:
-    """Execute a call again, and print its outcome.
-
-    Returns:
-        0; 1 if the call failed.
-
-    Raises:
-        UsageError: there is no such call, or its inputs are gone.
+    `elements` are the ids of the only elements to execute; empty: those that were committed.
     """
     import faulthandler
 
@@ -62,39 +37,39 @@ def execute(options: ReplayOptions) -> int:
 
     faulthandler.enable()  # a call that kills the process shows where
     try:
-        return _execute(options)
+        return _execute(Path(run), call, elements, debug, as_json)
     except JournalError as error:  # exit code 1 means that the call failed
         raise UsageError(str(error)) from error
 
 
-def _execute(options: ReplayOptions) -> int:
+def _execute(folder: Path, call: str, elements: tuple[int, ...], debug: bool, as_json: bool) -> int:
     from pipedist.runs.programs import CallKey
     from pipedist.runs.replay import open_replay, threads_of
 
-    key, folder = CallKey.of(options.call), Path(options.run)
+    key = CallKey.of(call)
     _use_threads(threads_of(folder))
     # The user's modules may print, and so may the call.
-    with stdout_to_stderr(), open_replay(folder, key, options.elements) as replay:
-        if not options.as_json:
+    with stdout_to_stderr(), open_replay(folder, key, elements) as replay:
+        if not as_json:
             write_error("".join(f"pipedist: {line}\n" for line in _introduction(replay)))
         with _recognizing_ctrl_c(replay.call.program.gang):
             outcome = replay.execute()
     if isinstance(outcome.error, _CtrlC):
         write_error(f"pipedist: Ctrl-C ended the call here:\n{_traceback(outcome)}")
-        if options.debug:
+        if debug:
             _debug(outcome.error)
         raise outcome.error
-    if options.as_json:
+    if as_json:
         _print_document(replay, outcome)
     elif outcome.failure is None:
         write_out(_text(outcome) + "\n")
-    if outcome.failure is not None:
-        if not options.as_json:
-            write_error(_failure_text(replay, outcome))
-        if options.debug and outcome.error is not None:
-            _debug(outcome.error)
-        return terminal.FAILED
-    return terminal.OK
+    else:
+        write_error(_failure_text(replay, outcome))
+    if outcome.failure is None:
+        return terminal.OK
+    if debug and outcome.error is not None:
+        _debug(outcome.error)
+    return terminal.FAILED
 
 
 @contextmanager
@@ -135,10 +110,9 @@ def _use_threads(threads: int) -> None:
 def _introduction(replay: Replay) -> list[str]:
     key = replay.key
     ids = replay.elements
+    which = f"{len(ids)} element{'s' * (len(ids) != 1)}"
     if len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1:
         which = f"elements {ids[0]} to {ids[-1]}"
-    else:
-        which = f"{len(ids)} element{'s' * (len(ids) != 1)}"
     states = "".join(f", {name} of version {version}" for name, version in replay.states.items())
     line = f"stage {key.stage}, step {key.step}, replica {key.replica} of run {replay.run}: {which}{states}"
     return [line, *replay.notes]

@@ -24,28 +24,12 @@ if TYPE_CHECKING:
     from pipedist.spec import Spec, StageSpec
 
 QUARANTINED_SHOWN = 5
-"""Quarantined elements that are listed on standard error, at most."""
-
 _REFRESH_S = 0.2
-"""Interval at which progress is shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of `pipedist run`.
-
-    Args:
-        spec: path of the spec, as typed.
-        workers: number of worker processes; None: from the spec.
-        cluster: launcher of the workers; None: from the spec.
-        output: folder of the outputs; None: `out/NAME`.
-        sets: texts NAME=VALUE.
-        resume, restart: how to treat an unfinished run in the folder.
-        as_json: one JSON document instead of a table.
-        verify: execute every call twice, and compare.
-        key_file: key file for workers that connect over TCP; None: from the spec.
-        force: accept workers of other versions or processor types.
-    """
+    """Options of `pipedist run`, as `pipedist.cli.app` describes them."""
 
     spec: str
     workers: int | None = None
@@ -65,8 +49,6 @@ class RunOutcome:
     """The outcome of a run.
 
     Args:
-        spec: what ran.
-        result: the result of a finished run.
         error: why the run failed, or which output could not be written.
         document: the results document; None if the run was interrupted.
         notice: the notice about the output folder that was printed before the run.
@@ -82,15 +64,7 @@ class RunOutcome:
 
 
 def execute(options: RunOptions) -> int:
-    """Execute a spec, and print its results.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        SpecError: the spec is invalid; nothing ran.
-        UsageError: the options contradict each other; nothing ran.
-    """
+    """Execute a spec, print its results, and return the exit code."""
     if options.resume and options.restart:
         raise UsageError(
             "--resume and --restart exclude each other. --resume continues the run in the output folder, "
@@ -111,9 +85,8 @@ def execute(options: RunOptions) -> int:
                 raise
             return interruption.exit_code
     if isinstance(outcome.error, RunCancelled):
-        again = ""
-        if _has_folder(outcome, options):
-            again = ". Continue it with --resume, or start again with --restart"
+        has_folder = options.output is not None or outcome.spec.outputs
+        again = ". Continue it with --resume, or start again with --restart" if has_folder else ""
         write_error(f"pipedist: {outcome.error}{again}\n")
         return interruption.exit_code or terminal.FAILED
     if outcome.error is not None:
@@ -125,22 +98,17 @@ def execute(options: RunOptions) -> int:
     if outcome.result is not None:
         _show(outcome, outcome.result, options)
         if options.verify and outcome.result.restored is None:
-            write_error(_verify_notice(options))
+            calls = "every remaining call" if options.resume else "every call"
+            write_error(
+                f"pipedist: {calls} was executed twice in one process, with equal results. This does not detect "
+                "differences between processes (process ids, host names, the order of sets). Run again with "
+                "other --workers and another --output, and compare the files\n"
+            )
         if outcome.error is None:
             return terminal.QUARANTINED if outcome.result.ledger.quarantined else terminal.OK
     elif options.as_json:
         _print_document(outcome.document)
     return terminal.FAILED
-
-
-def _verify_notice(options: RunOptions) -> str:
-    """Return what `--verify` has checked, and what it can't check."""
-    calls = "every remaining call" if options.resume else "every call"
-    return (
-        f"pipedist: {calls} was executed twice in one process, with equal results. This does not detect "
-        "differences between processes (process ids, host names, the order of sets). Run again with other "
-        "--workers and another --output, and compare the files\n"
-    )
 
 
 async def _run(options: RunOptions, interruption: Interruption, stalls: StallReporter) -> RunOutcome:
@@ -186,8 +154,7 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
                     tasks.cancel_scope.cancel()
             finally:
                 reporter.close()
-            if outcome is None:
-                raise RuntimeError("the run ended without an outcome")
+            assert outcome is not None, "the run ended without an outcome"
             return outcome
 
 
@@ -262,11 +229,7 @@ def _show(outcome: RunOutcome, result: Result, options: RunOptions) -> None:
 
 
 def _quarantine_text(result: Result, *, replays: bool) -> str:
-    """Return a text that lists the first quarantined elements, and the file with all of them.
-
-    Args:
-        replays: add the commands that replay their calls.
-    """
+    """Return a text that lists the first quarantined elements, and the commands that replay their calls."""
     from pipedist.cli.rendering import shown
 
     entries = result.quarantined
@@ -297,10 +260,6 @@ def _replays(listed: Path) -> list[str]:
             element = entry["element"] if entry["alone"] else None
             commands.append(CallKey.of(entry["call"]).command(listed.parent, element))
     return commands
-
-
-def _has_folder(outcome: RunOutcome, options: RunOptions) -> bool:
-    return options.output is not None or bool(outcome.spec.outputs)
 
 
 def _print_document(document: Mapping[str, object] | None) -> None:

@@ -16,39 +16,29 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from types import FrameType, TracebackType
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
 
 from pipedist.cli.terminal import Interrupted, interrupted
 
+if TYPE_CHECKING:
+    from pipedist.runs.run import Run
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_END_S = 5.0
-"""Time for a run to end at once; after that the process exits."""
-
-
-class Stoppable(Protocol):
-    """A run that can be interrupted."""
-
-    def drain(self) -> object:
-        """Start no new calls."""
-
-    def cancel(self) -> object:
-        """End at once."""
+_END_S = 5.0  # time for a run to end at once; after that the process exits
 
 
 class Interruption:
     """Handles the signals while its context is open; only in the main thread.
 
-    Args:
-        show: prints a line for the user; called in the run's event loop.
-        end: exits the process at once with a code.
+    `show` prints a line for the user, in the run's event loop; `end` exits the process at once with a code.
     """
 
     def __init__(self, show: Callable[[str], None], end: Callable[[int], None] = os._exit) -> None:
         self.show = show
         self._end = end
-        self._run: Stoppable | None = None
+        self._run: Run | None = None
         self._task: asyncio.Task[Any] | None = None
         """The task that opens and closes the run."""
         self._has_run = False
@@ -65,9 +55,7 @@ class Interruption:
         self._before = {number: signal.signal(number, self._on_signal) for number in handled}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._cancel_watchdog()
@@ -83,7 +71,7 @@ class Interruption:
             self._task = None
 
     @contextlib.contextmanager
-    def watching(self, run: Stoppable, grace_s: float) -> Iterator[None]:
+    def watching(self, run: Run, grace_s: float) -> Iterator[None]:
         """Let signals drain and cancel the run while this context is open."""
         self._loop = asyncio.get_running_loop()
         self._run = run
@@ -138,26 +126,8 @@ class Interruption:
             self._loop.call_soon_threadsafe(call, *args)
 
 
-WHY_SIGNAL = signal.SIGUSR1
-
-
-class Explainable(Protocol):
-    """A run that can explain what it waits for."""
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the run last made progress."""
-
-    def why(self) -> Mapping[str, Any]:
-        """Return what the run waits for."""
-
-
 class StallTimer:
-    """Decides when a standstill is reported: after a time, then each time it has doubled.
-
-    Args:
-        first_s: seconds without progress until the first report.
-    """
+    """Decides when a standstill is reported: after a time, then each time it has doubled."""
 
     def __init__(self, first_s: float) -> None:
         self._first_s = first_s
@@ -176,30 +146,24 @@ class StallTimer:
 
 
 class StallReporter:
-    """Reports what a run waits for; its context handles SIGUSR1, in the main thread only.
-
-    Args:
-        show: prints lines for the user.
-    """
+    """Reports what a run waits for; its context handles SIGUSR1, in the main thread only."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.show = show
-        self._run: Explainable | None = None
+        self._run: Run | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer = StallTimer(1.0)
         self._before: Any = None
 
     def __enter__(self) -> Self:
-        self._before = signal.signal(WHY_SIGNAL, self._on_signal)
+        self._before = signal.signal(signal.SIGUSR1, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        signal.signal(WHY_SIGNAL, self._before)
+    def __exit__(self, *_error: object) -> None:
+        signal.signal(signal.SIGUSR1, self._before)
 
     @contextlib.contextmanager
-    def watching(self, run: Explainable, stall_s: float) -> Iterator[None]:
+    def watching(self, run: Run, stall_s: float) -> Iterator[None]:
         """Report on this run while the context is open, inside its event loop."""
         self._loop = asyncio.get_running_loop()
         self._run = run
@@ -215,7 +179,6 @@ class StallReporter:
             self.explain()
 
     def explain(self) -> None:
-        """Print what the run waits for."""
         from pipedist.runs.diagnostics import lines
 
         if self._run is None:

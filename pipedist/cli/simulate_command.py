@@ -11,25 +11,12 @@ from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
 from pipedist.errors import UsageError
 
 SEEDS = 100
-"""Number of seeds by default."""
-
 FAILURES_SHOWN_MAX = 5
-"""Seeds with a violation that are listed, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulateOptions:
-    """Options of `pipedist simulate`.
-
-    Args:
-        spec: path of the spec, as typed.
-        seeds: number of seeds, from 0 on; None: 100, or only `seed`.
-        seed: the only seed; None: use `seeds`.
-        workers: number of simulated workers.
-        faults: text KIND=RATE,...; None: `DEFAULT_FAULTS`.
-        costs: text STAGE=SECONDS,... for stages that are not executed.
-        sets: texts NAME=VALUE.
-    """
+    """Options of `pipedist simulate`, as `pipedist.cli.app` describes them."""
 
     spec: str
     seeds: int | None = None
@@ -44,25 +31,8 @@ DEFAULT_FAULTS = "drop=0.01,duplicate=0.01,delay=0.02,cut=0.01,partition=0.01,cr
 """Faults of a simulation without `--faults`."""
 
 
-_NOT_SIMULATED = """\
-The spec fails without injected faults. Fix it first; no seeds were simulated.
-"""
-
-_ONLY_COMPARED = """\
-The spec fails without injected faults. The seed was only compared with that failure.
-"""
-
-
 def execute(options: SimulateOptions) -> int:
-    """Simulate a spec, and print the findings.
-
-    Returns:
-        0, or 1 if a seed differs from the run without faults, or if that run fails.
-
-    Raises:
-        SpecError: the spec is invalid.
-        UsageError: the options contradict each other or can't be parsed.
-    """
+    """Simulate a spec, and print the findings; return 1 if the run without faults fails, or a seed differs."""
     if options.seed is not None and options.seeds is not None:
         raise UsageError(
             "--seeds and --seed exclude each other. --seeds N simulates 0 to N-1, --seed K simulates K only"
@@ -115,16 +85,17 @@ def execute(options: SimulateOptions) -> int:
         raise interrupted
     if failure is not None:
         terminal.report(failure)
-        write_error(_NOT_SIMULATED if not seeds else _ONLY_COMPARED)
+        effect = (
+            "The seed was only compared with that failure"
+            if seeds
+            else "Fix it first; no seeds were simulated"
+        )
+        write_error(f"The spec fails without injected faults. {effect}.\n")
     return terminal.FAILED if failures or failure is not None else terminal.OK
 
 
 def parse_costs(text: str | None) -> dict[str, float]:
-    """Return seconds by stage, parsed from "slow=0.05,other=2".
-
-    Raises:
-        UsageError: the text can't be parsed.
-    """
+    """Return seconds by stage, parsed from "slow=0.05,other=2"."""
     costs: dict[str, float] = {}
     for part in filter(None, (part.strip() for part in (text or "").split(","))):
         stage, equals, value = part.partition("=")

@@ -22,10 +22,7 @@ QUARANTINED = 3
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that ends the process before a run starts.
-
-    Not SystemExit, which a user's module may raise itself.
-    """
+    """A signal that ends the process before a run starts; not SystemExit, which a user's module may raise."""
 
     def __init__(self, exit_code: int) -> None:
         self.exit_code = exit_code
@@ -68,7 +65,6 @@ def _exit_code(interrupt: KeyboardInterrupt) -> int:
 
 
 def report(error: PipedistError) -> None:
-    """Print an error that pipedist raised."""
     # Spec errors begin with `file:line:column:`, which editors parse: no prefix.
     prefix = "" if isinstance(error, SpecError) else "pipedist: "
     write_error(f"{prefix}{error}\n")
@@ -84,18 +80,15 @@ def report_defect() -> int:
     write_error(
         "pipedist: this is a defect in pipedist, not in your spec; please report it with the traceback below "
         f"(pipedist {__version__}, Python {platform.python_version()}, {platform.system()})\n"
+        f"{traceback.format_exc()}"
     )
-    write_error(traceback.format_exc())
     return FAILED
 
 
 def write_out(text: str) -> None:
-    """Write to standard output.
+    """Write to standard output, or raise OutputError, such as for a full disk.
 
     If the reader has closed the pipe (`pipedist plan | head`), the rest is dropped without an error.
-
-    Raises:
-        OutputError: standard output can't be written for another reason, such as a full disk.
     """
     encoding = sys.stdout.encoding or "utf-8"
     try:

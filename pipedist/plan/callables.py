@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ class CallSignature(Struct, frozen=True):
         args: names of the positional arguments, for error messages.
         names: names of the keyword arguments.
         name: name of the function in error messages; "": its own name.
-        serves_calls: the function of a run: it may have a parameter `ctx`, and may be a class, which is
-            constructed with the keyword arguments, and whose instances are called.
+        serves_calls: it is the function of a run: it may have a parameter `ctx`, and may be a class.
     """
 
     args: tuple[str, ...]
@@ -36,12 +35,7 @@ class CallSignature(Struct, frozen=True):
 
 
 class Callables:
-    """Imports and checks the functions of a spec.
-
-    Args:
-        spec: the spec.
-        problems: receives the problems.
-    """
+    """Imports and checks the functions of a spec."""
 
     def __init__(self, spec: Spec, problems: list[Problem]) -> None:
         self._spec = spec
@@ -57,22 +51,24 @@ class Callables:
         """Return a reference to a function; None, and a problem, if it can't be imported.
 
         Args:
-            place: path of the function's name in the spec.
-            arguments: path of its keyword arguments.
+            place, arguments: paths of the function's name and of its keyword arguments in the spec.
         """
-        report = self._problems.append
+
+        def report(path: tuple[str, ...], message: str) -> None:
+            self._problems.append(self._spec.document.problem(path, message))
+
         try:
             ref = reference(fn)
             found = load(ref, [str(self._spec.code)]) if ref.name else fn
         except (FunctionNotFound, UsageError) as error:
-            report(self._spec.problem(place, str(error)))
+            report(place, str(error))
             return None
         if not callable(found):
             return ref
         if form.serves_calls and (wrong := uncallable(found, ref.label)):
-            report(self._spec.problem(place, wrong))
+            report(place, wrong)
         elif complaint := _unfit(found, form):
-            report(self._spec.problem(arguments if form.names else place, complaint))
+            report(arguments if form.names else place, complaint)
         return ref
 
 
@@ -91,26 +87,15 @@ def _unfit(fn: Callable[..., Any], form: CallSignature) -> str | None:
         signature.bind(*(None for _ in args), **kwargs)
     except TypeError as error:
         label = getattr(fn, "__name__", str(fn))
-        given = _listed((*args, *(f"{name}=..." for name in form.names)))
+        given = ", ".join((*args, *(f"{name}=..." for name in form.names)))
         return f"{label}{signature} can't be called as {form.name or label}({given}): {error}"
     return None
-
-
-def _listed(parts: Iterable[str]) -> str:
-    return ", ".join(parts)
 
 
 def plan_states(
     spec: Spec, callables: Callables, functions: dict[str, FunctionRef], problems: list[Problem]
 ) -> dict[str, StatePlan]:
-    """Return the plan of each state.
-
-    Args:
-        spec: a checked spec.
-        callables: imports the functions.
-        functions: receives the update functions.
-        problems: receives the problems.
-    """
+    """Return the plan of each state; `functions` and `problems` receive the update functions and the problems."""
     states = {}
     for name, stage in spec.stages.items():
         if not isinstance(stage, UpdateSpec):
@@ -139,13 +124,10 @@ def plan_states(
                     value = read_value(Path(spec.folder) / path)
                 except (OSError, ValueError) as error:
                     reason = getattr(error, "strerror", None) or str(error)
-                    problems.append(
-                        spec.problem(
-                            (*place, "init", "file"),
-                            f"the first value of the state can't be read from {path}: {reason}",
-                            expected=f"a {Path(path).suffix} file, relative to the spec's folder",
-                        )
-                    )
+                    message = f"the first value of the state can't be read from {path}: {reason}"
+                    expected = f"a {Path(path).suffix} file, relative to the spec's folder"
+                    key = (*place, "init", "file")
+                    problems.append(spec.document.problem(key, message, expected=expected))
         source = spec.stages[stage.of]
         per: Granularity = source.per if isinstance(source, ReduceSpec | GatherSpec) else "run"
         states[name] = StatePlan(per, init, arguments, value, until)
@@ -153,12 +135,7 @@ def plan_states(
 
 
 def read_value(path: Path) -> Tree:
-    """Return the content of a .npy, .npz or .json file: an array, a dict of arrays, or any tree.
-
-    Raises:
-        OSError: the file can't be read.
-        ValueError: it has another format, or contains Python objects.
-    """
+    """Return the content of a .npy, .npz or .json file: an array, a dict of arrays, or any tree."""
     if path.suffix == ".json":
         return json.loads(path.read_text(encoding="utf-8"))
     loaded = np.load(path, allow_pickle=False)

@@ -16,10 +16,10 @@ from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.errors import PlanError, Problem, UsageError
 from pipedist.plan.callables import Callables, CallSignature, plan_states
 from pipedist.plan.model import PassPlan, Plan
-from pipedist.plan.phases import ConflictingTrainingInputs, links_of, phases
+from pipedist.plan.phases import ConflictingTrainingInputs, dataset_of, links_of, phases
 from pipedist.plan.view import plural
-from pipedist.spec import TORCH_IMPLEMENTATIONS, ReduceSpec, RunSpec, Spec, StageSpec
-from pipedist.spec.training import TrainingStages, training_of
+from pipedist.spec import TORCH_IMPLEMENTATIONS, ReduceSpec, RunSpec, Spec
+from pipedist.spec.training import training_of
 
 _UNKNOWN = Supply(None, (), "workers that dial in bring them")
 
@@ -28,9 +28,7 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
     """Plan a spec.
 
     Args:
-        spec: a checked spec.
-        workers: number of worker processes; it decides only whether the plan is possible, and how GPUs are
-            divided.
+        workers: decides only whether the plan is possible, and how GPUs are divided.
         verify: execute every call twice.
         supply: the GPUs of an open cluster; None: those of the spec's own cluster.
 
@@ -44,27 +42,30 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         functions = _import_functions(spec, callables)
         states = plan_states(spec, callables, functions, problems)
         problems += _check_outputs(spec)
-        training = training_of(tuple(spec.datasets), links_of(spec))
-        ordered = _phases(spec, training, problems)
+        ordered: tuple[tuple[PassPlan, ...], ...] = ()
+        try:
+            ordered = phases(spec, training_of(tuple(spec.datasets), links_of(spec)))
+        except ConflictingTrainingInputs as error:
+            place, expected = ("stages", error.stage, "of"), "one input for all updates"
+            problems.append(spec.document.problem(place, str(error), expected=expected))
         if problems:
             raise PlanError(problems)
         supply = supply or _supply_for(spec, workers)
         plan = Plan(spec, workers, sources, functions, states, ordered, supply, verify)
-        problems += _check_gangs(plan)
-        problems += _check_communication(plan)
-        problems += _check_gpus(plan)
+        problems += [*_check_gangs(plan), *_check_communication(plan), *_check_gpus(plan)]
         if problems:
             raise PlanError(problems)
         stack.pop_all()  # the plan closes its sources
     return plan
 
 
-# -- sources and functions ---------------------------------------------------------------------------
-
-
 def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict[str, Source]:
     sources: dict[str, Source] = {}
-    tolerant = {_dataset_of(spec, name) for name, stage in spec.stages.items() if _quarantines(stage)}
+    tolerant = {  # their elements that can't be read are quarantined
+        dataset_of(spec, name)
+        for name, stage in spec.stages.items()
+        if isinstance(stage, RunSpec) and stage.on_error == "quarantine"
+    }
     for name, dataset in spec.datasets.items():
         place = ("datasets", name)
         config = dict(dataset.config)
@@ -72,7 +73,7 @@ def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict
             try:
                 config["call"] = load(reference(config["call"]), [str(spec.code)])
             except (FunctionNotFound, UsageError) as error:
-                problems.append(spec.problem((*place, "function", "call"), str(error)))
+                problems.append(spec.document.problem((*place, "function", "call"), str(error)))
                 continue
         try:
             source = open_source(dataset.kind, config, folder=Path(spec.folder))
@@ -81,31 +82,15 @@ def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict
                 source.probe()
         except SourceError as error:
             key = [part for part in (error.key, error.name) if part]
-            problem = spec.problem((*place, dataset.kind, *key), str(error), expected=error.expected)
+            problem = spec.document.problem((*place, dataset.kind, *key), str(error), expected=error.expected)
             problems.append(replace(problem, nearest=error.nearest))
             continue
         sources[name] = source
         if dataset.shuffle and not source.random_access:
-            problems.append(
-                spec.problem(
-                    (*place, "shuffle"),
-                    "shuffle needs random access, but this dataset can only be read sequentially",
-                    expected="a source of arrays or files, or shuffle: false",
-                )
-            )
+            message = "shuffle needs random access, but this dataset can only be read sequentially"
+            expected = "a source of arrays or files, or shuffle: false"
+            problems.append(spec.document.problem((*place, "shuffle"), message, expected=expected))
     return sources
-
-
-def _quarantines(stage: StageSpec) -> bool:
-    """Return whether a stage quarantines elements, including those that can't be read."""
-    return isinstance(stage, RunSpec) and stage.on_error == "quarantine"
-
-
-def _dataset_of(spec: Spec, name: str) -> str:
-    """Return the dataset that a stage reads, directly or through other stages."""
-    while name in spec.stages:
-        name = spec.stages[name].of
-    return name
 
 
 def _import_functions(spec: Spec, callables: Callables) -> dict[str, FunctionRef]:
@@ -130,19 +115,7 @@ def _check_outputs(spec: Spec) -> Iterator[Problem]:
         from pipedist.outputs import missing_package  # most embedded runs write no files
     for name, path in spec.outputs.items():
         if complaint := missing_package(path):
-            yield spec.problem(("outputs", name), complaint)
-
-
-def _phases(
-    spec: Spec, training: TrainingStages | None, problems: list[Problem]
-) -> tuple[tuple[PassPlan, ...], ...]:
-    try:
-        return phases(spec, training)
-    except ConflictingTrainingInputs as error:
-        problems.append(
-            spec.problem(("stages", error.stage, "of"), str(error), expected="one input for all updates")
-        )
-        return ()
+            yield spec.document.problem(("outputs", name), complaint)
 
 
 def _check_gangs(plan: Plan) -> Iterator[Problem]:
@@ -156,10 +129,9 @@ def _check_gangs(plan: Plan) -> Iterator[Problem]:
         for name in pass_.runs if parts < division.replicas else ():
             stage = plan.spec.stages[name]
             source = plan.spec.stages.get(stage.of)
-            if not getattr(stage, "collectives", False) or source is None:
-                continue
-            if not getattr(source, "collectives", False):
-                yield plan.spec.problem(
+            joins = getattr(stage, "collectives", False) and source is not None
+            if joins and not getattr(source, "collectives", False):
+                yield plan.spec.document.problem(
                     ("stages", name, "of"),
                     f"step {last} of an epoch has {plural(parts, 'shard')} for "
                     f"{plural(division.replicas, 'replica')}. An empty shard has no value of `{stage.of}`, but "
@@ -177,33 +149,26 @@ def _check_communication(plan: Plan) -> Iterator[Problem]:
             first = next(iter(options))
             place = ("stages", name, "collectives")
             if collectives != options[first]:
-                yield plan.spec.problem(
-                    place,
-                    f"`{name}` and `{first}` run in the same gang but have different `collectives` settings",
-                    expected=f"the same as in `{first}`, or `collectives: true`",
+                message = (
+                    f"`{name}` and `{first}` run in the same gang but have different `collectives` settings"
                 )
+                expected = f"the same as in `{first}`, or `collectives: true`"
+                yield plan.spec.document.problem(place, message, expected=expected)
             elif name == first and (implementation := collectives.implementation) in TORCH_IMPLEMENTATIONS:
+                at = (*place, "implementation")
                 if replicas > plan.workers:
-                    yield plan.spec.problem(
-                        (*place, "implementation"),
-                        f"`{implementation}` needs a worker for each replica: there are {plural(replicas, 'replica')} "
-                        f"on {plural(plan.workers, 'worker')}",
-                        expected=f"--workers {replicas}, or `implementation: auto`",
-                    )
+                    division = f"{plural(replicas, 'replica')} on {plural(plan.workers, 'worker')}"
+                    message = f"`{implementation}` needs a worker for each replica: there are {division}"
+                    expected = f"--workers {replicas}, or `implementation: auto`"
+                    yield plan.spec.document.problem(at, message, expected=expected)
                 if find_spec("torch") is None:
-                    yield plan.spec.problem(
-                        (*place, "implementation"),
-                        f"`{implementation}` uses torch.distributed, but torch is not installed",
-                        expected="pip install torch, or `implementation: auto`",
-                    )
+                    message = f"`{implementation}` uses torch.distributed, but torch is not installed"
+                    expected = "pip install torch, or `implementation: auto`"
+                    yield plan.spec.document.problem(at, message, expected=expected)
 
 
 def _supply_for(spec: Spec, workers: int) -> Supply:
-    """Return the GPUs of the workers of a spec's own cluster.
-
-    Args:
-        workers: number of workers.
-    """
+    """Return the GPUs of the workers of a spec's own cluster."""
     needed = max((s.gpus for s in spec.stages.values() if isinstance(s, RunSpec)), default=0.0)
     if not needed:
         return Supply((0.0,) * workers, (), "no stage needs any")
@@ -224,14 +189,12 @@ def _check_gpus(plan: Plan) -> Iterator[Problem]:
                 continue
             place = ("stages", name, "resources", "gpus")
             if max(owned, default=0.0) < stage.gpus:
-                yield plan.spec.problem(
-                    place,
-                    f"`{name}` needs {spelled(stage.gpus)} per call, but {_there(plan.supply)}",
-                    expected="a host with as many; or workers that dial in from one (`launcher: connect`); "
-                    "or no `resources`, if the function does not need them",
-                )
+                message = f"`{name}` needs {spelled(stage.gpus)} per call, but {_there(plan.supply)}"
+                expected = "a host with as many; or workers that dial in from one (`launcher: connect`); "
+                expected += "or no `resources`, if the function does not need them"
+                yield plan.spec.document.problem(place, message, expected=expected)
             elif pass_.gang and plan.gpu_owners(pass_) < plan.spec.replicas:
-                yield plan.spec.problem(
+                yield plan.spec.document.problem(
                     place,
                     f"`{name}` is in a gang: its {plan.spec.replicas} replicas run at the same time, each on a "
                     f"worker with {spelled(pass_.gpus)}, but only {plan.gpu_owners(pass_)} of {plan.workers} "
@@ -243,5 +206,5 @@ def _check_gpus(plan: Plan) -> Iterator[Problem]:
 
 def _there(supply: Supply) -> str:
     count = len(supply.gpus)
-    there = "there is none" if count == 0 else "there is 1" if count == 1 else f"there are {count}"
-    return f"{there} here ({supply.how})"
+    there = f"are {count}" if count > 1 else "is 1" if count else "is none"
+    return f"there {there} here ({supply.how})"

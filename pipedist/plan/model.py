@@ -21,20 +21,16 @@ DEFAULT_COLLECTIVES: Final = CollectivesSpec(implementation="auto", timeout_s=No
 
 
 class PassPlan(Struct, frozen=True):
-    """One read of one dataset in one phase; every call executes all of `runs`.
+    """One read of one dataset in one phase; every call executes all of `runs`, in order.
 
     Args:
-        phase: number of the phase, from 0; a phase starts when the previous one is complete.
-        dataset: the dataset that is divided into steps and shards.
         root: the input of the calls: the dataset, or a run of an earlier phase, whose committed values are
             read again.
-        runs: the run stages, in the order of execution.
         folds: the reduce and gather stages of the root and the runs.
         kept: runs whose values a later phase reads.
         updates: the updates that its steps feed, in the order in which they are applied.
         follows: the dataset after each of whose epochs this pass reads its own once; "" if there is none.
         gang: the calls of a step run at the same time.
-        gpus: GPUs that a call needs; the maximum of its runs.
     """
 
     phase: int
@@ -66,12 +62,7 @@ class PassPlan(Struct, frozen=True):
 class StatePlan(Struct, frozen=True):
     """The first value of a state, and the end of its epochs; its update is in `Plan.functions`.
 
-    Args:
-        per: run, epoch or step: how often it changes.
-        init: the function that returns its first value; None if `value` is its first value.
-        arguments: keyword arguments of `init`.
-        value: its first value, if `init` is None.
-        until: the function that decides when the epochs end; None if none does.
+    `init` returns the first value, with `arguments`; if it is None, that is `value`.
     """
 
     per: Granularity
@@ -82,17 +73,10 @@ class StatePlan(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True):
-    """A spec that can be executed here.
+    """A spec that can be executed here. `workers` and `verify` are never part of the result.
 
-    Args:
-        spec: the planned spec.
-        workers: number of worker processes; never part of the result.
-        sources: the opened source of each dataset.
-        functions: references to the functions of runs, updates and combines, by stage.
-        states: the states, by the name of their update.
-        phases: the passes of each phase; those of one phase run together.
-        supply: the GPUs of the workers.
-        verify: execute every call twice, and compare the results; never part of the result.
+    The passes of one phase run together, after those of the phase before it. `functions` are those of runs,
+    updates and combines, by stage.
     """
 
     spec: Spec
@@ -106,7 +90,6 @@ class Plan(Struct, frozen=True):
 
     @property
     def passes(self) -> tuple[PassPlan, ...]:
-        """Every pass, in the order of phases."""
         return tuple(p for phase in self.phases for p in phase)
 
     def division(self, dataset: str) -> Division | None:
@@ -146,7 +129,6 @@ class Plan(Struct, frozen=True):
 
     @property
     def gpus_needed(self) -> float:
-        """GPUs that a call needs at most, over all passes."""
         return max((p.gpus for p in self.passes), default=0.0)
 
     @property
@@ -159,6 +141,5 @@ class Plan(Struct, frozen=True):
         return sum(gpus >= pass_.gpus for gpus in self.supply.owned or ())
 
     def close(self) -> None:
-        """Close the sources."""
         for source in self.sources.values():
             source.close()

@@ -12,7 +12,6 @@ possible, because its epochs may end early.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from graphlib import TopologicalSorter
 
 from pipedist.plan.model import PassPlan
@@ -22,11 +21,7 @@ from pipedist.spec.training import Links, TrainingStages
 
 
 class ConflictingTrainingInputs(Exception):
-    """The updates of a spec have two inputs that are not read in one pass.
-
-    Args:
-        stage: a stage whose input differs from that of the others.
-    """
+    """The updates of a spec have two inputs that are not read in one pass; that of `stage` differs."""
 
     def __init__(self, stage: str, of: str, other: str) -> None:
         self.stage = stage
@@ -50,12 +45,15 @@ def links_of(spec: Spec) -> dict[str, Links]:
     return links
 
 
-def phases(spec: Spec, training: TrainingStages | None) -> tuple[tuple[PassPlan, ...], ...]:
-    """Return the passes of each phase.
+def dataset_of(spec: Spec, name: str) -> str:
+    """Return the dataset that a stage or pass reads, directly or through other stages."""
+    while name in spec.stages:
+        name = spec.stages[name].of
+    return name
 
-    Raises:
-        ConflictingTrainingInputs: the updates have two inputs.
-    """
+
+def phases(spec: Spec, training: TrainingStages | None) -> tuple[tuple[PassPlan, ...], ...]:
+    """Return the passes of each phase, or raise ConflictingTrainingInputs."""
     places = _Places(spec, training)
     groups: dict[tuple[int, str], list[str]] = {}
     for name in places.order:
@@ -67,7 +65,7 @@ def phases(spec: Spec, training: TrainingStages | None) -> tuple[tuple[PassPlan,
     order = sorted(groups.items(), key=lambda group: (group[0][0], group[0][1] in held_out, group[0][1]))
     for (number, root), names in order:
         runs = [name for name in names if isinstance(spec.stages[name], RunSpec)]
-        dataset = places.dataset_of(root)
+        dataset = dataset_of(spec, root)
         trains = training is not None and (number, root) == places.training_pass
         passes.append(
             PassPlan(
@@ -97,21 +95,13 @@ class _Places:
         self.phase: dict[str, int] = {}
         self.root: dict[str, str] = {}
         self.training_pass: tuple[int, str] | None = None
-        members = training.members if training is not None else frozenset()
-        early = training.early if training is not None else frozenset()
         self.order = self._topological()
-        for name in (n for n in self.order if n in early and n not in members):
-            self._put(name, 0)
         if training is not None:
+            for name in (n for n in self.order if n in training.early - training.members):
+                self._put(name, 0)
             self._put_training(training)
         for name in (n for n in self.order if n not in self.phase):
             self._put(name, self._least(name))
-
-    def dataset_of(self, root: str) -> str:
-        """Return the dataset that a pass reads, directly or through kept values."""
-        while root in self._spec.stages:
-            root = self._spec.stages[root].of
-        return root
 
     def _put(self, name: str, least: int) -> None:
         stage = self._spec.stages[name]
@@ -132,7 +122,7 @@ class _Places:
         )
         for name in members:
             self._put(name, number)
-        fed = [name for name in members if self.dataset_of(name) == training.feeder]
+        fed = [name for name in members if dataset_of(self._spec, name) == training.feeder]
         root = self.root[fed[0]]
         for name in fed:
             if self.root[name] != root:
@@ -143,19 +133,16 @@ class _Places:
         """Return the earliest phase of a stage; it is after a training that may end the stage's epochs early."""
         if self._training is None or self.training_pass is None:
             return 0
-        feeder = self._training.feeder
-        if self._spec.stages[name].of != feeder:
-            return 0
         number, root = self.training_pass
-        return number if root == feeder else number + 1
+        if self._spec.stages[name].of != self._training.feeder:
+            return 0
+        return number if root == self._training.feeder else number + 1
 
     def _topological(self) -> list[str]:
         """Return all stages in dependency order; independent stages keep their order in the spec."""
         graph: TopologicalSorter[str] = TopologicalSorter()
         for name, links in self._links.items():
-            graph.add(name, *(o for o in _needs(links) if o in self._spec.stages))
+            graph.add(
+                name, *(o for o in (self._spec.stages[name].of, *links.waits) if o in self._spec.stages)
+            )
         return list(graph.static_order())
-
-
-def _needs(links: Links) -> Iterable[str]:
-    return (*([] if links.of is None else [links.of]), *links.waits)

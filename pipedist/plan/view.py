@@ -5,21 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from pipedist.core.gpus import spelled
-from pipedist.core.types import Tree
+from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.sources.paths import hindrance
 from pipedist.plan.model import PassPlan, Plan
-from pipedist.spec import (
-    GatherSpec,
-    ReduceSpec,
-    RunSpec,
-    StageRef,
-    StateRef,
-    UpdateSpec,
-    references,
-)
+from pipedist.spec import GatherSpec, ReduceSpec, StageRef, StateRef, references
 
 _WHEN = {"step": "after each step", "epoch": "after each epoch", "run": "once, at the end"}
-"""The time when a state changes."""
+_REPLICAS_SHOWN = 8
 
 
 def plural(count: int, noun: str) -> str:
@@ -30,14 +22,11 @@ def plural(count: int, noun: str) -> str:
 
 
 def as_text(plan: Plan) -> str:
-    """Return the plan as text for people."""
     spec = plan.spec
     replicas = spec.replicas
     sizes = {d.batch for d in spec.datasets.values()}
-    head = (
-        f"{plural(replicas, 'replica')} (part of the result) "
-        f"on {plural(plan.workers, 'worker')} (never part of it)"
-    )
+    workers = plural(plan.workers, "worker")
+    head = f"{plural(replicas, 'replica')} (part of the result) on {workers} (never part of it)"
     if len(sizes) == 1:
         batch = sizes.pop()
         head += f"; {batch} element{'s' * (batch != 1)} per step, {-(-batch // replicas)} per replica"
@@ -66,12 +55,8 @@ def _extent(plan: Plan, name: str) -> str:
     if division is None:
         return f"as many elements as it yields, {plural(dataset.epochs, 'epoch')}"
     steps = f"{plural(division.steps_per_epoch, 'step')} of {dataset.batch:,}"
-    text = f"{plural(division.length, 'element')}, {steps}"
-    if dataset.epochs > 1:
-        text += f" per epoch, {plural(dataset.epochs, 'epoch')}"
-    if dataset.shuffle:
-        text += ", shuffled"
-    return text
+    epochs = f" per epoch, {plural(dataset.epochs, 'epoch')}" if dataset.epochs > 1 else ""
+    return f"{plural(division.length, 'element')}, {steps}{epochs}{', shuffled' if dataset.shuffle else ''}"
 
 
 def element_ranges(plan: Plan, name: str) -> list[tuple[int, list[tuple[int, int]]]]:
@@ -81,9 +66,6 @@ def element_ranges(plan: Plan, name: str) -> list[tuple[int, list[tuple[int, int
         return []
     shown = sorted({0, division.steps_per_epoch - 1})
     return [(s, [division.bounds(s, r)[1:] for r in range(division.replicas)]) for s in shown]
-
-
-_REPLICAS_SHOWN = 8
 
 
 def _ranges(plan: Plan, name: str) -> list[str]:
@@ -104,11 +86,10 @@ def _delivery(plan: Plan, name: str) -> str:
     source = plan.sources[name]
     if not source.portable:
         return f"shards are sent to the workers: {source.why_not_portable}"
-    if plan.spec.cluster.launcher == "local":
-        return "workers read their own shards"
-    if why := hindrance(source):
+    is_local = plan.spec.cluster.launcher == "local"
+    if not is_local and (why := hindrance(source)):
         return f"workers on this host read their own shards; other workers receive theirs: {why}"
-    if source.config["kind"] == "range":
+    if is_local or source.config["kind"] == "range":
         return "workers read their own shards"
     return (
         "workers that see the same files (path, size, time of change) read their own shards; "
@@ -128,9 +109,7 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
     if pass_.gpus:
         lines.append(f"  {_gpus(plan, pass_)}")
     for name in pass_.runs:
-        lines.append(
-            f"  run     {name}: {plan.functions[name].label} of {_of(plan, name)}{_waits(plan, name)}"
-        )
+        lines.append(f"  run     {name}: {_call(plan, name)}{_waits(plan, name)}")
     for name in pass_.folds:
         stage = plan.spec.stages[name]
         target = f" -> {plan.spec.outputs[name]}" if name in plan.spec.outputs else ""
@@ -138,7 +117,8 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
             lines.append(f"  gather  {name}: axis {stage.gather} of {stage.of}, per {stage.per}{target}")
         elif isinstance(stage, ReduceSpec):
             how = plan.functions[name].label + " (on workers)" if stage.op is None else stage.op
-            axis = "" if stage.op is None else f", axis {_axis(stage)}"
+            axes: Any = list(stage.axis) if isinstance(stage.axis, tuple) else stage.axis
+            axis = "" if stage.op is None else f", axis {'null' if axes is None else axes}"
             lines.append(f"  reduce  {name}: {how} of {stage.of}{axis}, per {stage.per}{target}")
     for name in pass_.updates:
         lines.append(f"  update  {name}: {_update(plan, name)}")
@@ -162,7 +142,7 @@ def _gang(plan: Plan, pass_: PassPlan) -> str:
 
 def _update(plan: Plan, name: str) -> str:
     state = plan.states[name]
-    text = f"{plan.functions[name].label} of {_of(plan, name)}, {_WHEN[state.per]}{_waits(plan, name)}"
+    text = f"{_call(plan, name)}, {_WHEN[state.per]}{_waits(plan, name)}"
     if state.init is not None:
         text += f", from {state.init.label}"
     if state.until is not None:
@@ -171,24 +151,17 @@ def _update(plan: Plan, name: str) -> str:
     return text if target is None else f"{text} -> {target}"
 
 
-def _axis(stage: ReduceSpec) -> str:
-    axis: Any = stage.axis
-    return "null" if axis is None else str(list(axis) if isinstance(axis, tuple) else axis)
-
-
-def _of(plan: Plan, name: str) -> str:
-    return str(plan.spec.stages[name].of)
+def _call(plan: Plan, name: str) -> str:
+    return f"{plan.functions[name].label} of {plan.spec.stages[name].of}"
 
 
 def _refs(plan: Plan, name: str, kind: type[StageRef] | type[StateRef]) -> list[str]:
-    stage = plan.spec.stages[name]
-    with_ = stage.with_ if isinstance(stage, RunSpec | UpdateSpec) else {}
-    return [ref.name for ref in references(with_) if isinstance(ref, kind)]
+    found = references(getattr(plan.spec.stages[name], "with_", {}))
+    return [ref.name for ref in found if isinstance(ref, kind)]
 
 
 def _after(plan: Plan, name: str) -> tuple[str, ...]:
-    stage = plan.spec.stages[name]
-    return stage.after if isinstance(stage, RunSpec) else ()
+    return getattr(plan.spec.stages[name], "after", ())
 
 
 def _waits(plan: Plan, name: str) -> str:
@@ -201,7 +174,6 @@ def _waits(plan: Plan, name: str) -> str:
 
 
 def as_mermaid(plan: Plan) -> str:
-    """Return the plan as a Mermaid flow chart."""
     spec = plan.spec
     ids = {name: f"n{i}" for i, name in enumerate([*spec.datasets, *spec.stages])}
     lines = ["flowchart LR"]
@@ -240,7 +212,6 @@ def _quoted(text: str) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Return the plan as a JSON document."""
     spec = plan.spec
     datasets: dict[str, Tree] = {}
     for name, dataset in spec.datasets.items():
@@ -286,12 +257,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for phase in plan.phases
         ],
         "states": {
-            name: {
-                "per": state.per,
-                "init": None if state.init is None else state.init.label,
-                "until": None if state.until is None else state.until.label,
-            }
+            name: {"per": state.per, "init": _label(state.init), "until": _label(state.until)}
             for name, state in plan.states.items()
         },
         "outputs": dict(spec.outputs),
     }
+
+
+def _label(function: FunctionRef | None) -> str | None:
+    return None if function is None else function.label

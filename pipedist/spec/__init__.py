@@ -1,8 +1,7 @@
 """The spec language: YAML text or a dict becomes a frozen, typed `Spec`, or every problem is raised at once.
 
-The entry points are `load` and `with_cluster`; `python -m pipedist.spec.reference` writes the language
-reference. The code runs in the process of the driver and of the command line. Workers never import this
-package, nor pydantic: programs that are sent to them hold plain values.
+The entry points are `load` and `with_cluster`. The code runs in the process of the driver and of the command
+line. Workers never import this package, nor pydantic: programs that are sent to them hold plain values.
 """
 
 from __future__ import annotations

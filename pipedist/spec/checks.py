@@ -11,6 +11,7 @@ import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
@@ -34,14 +35,9 @@ _TABLES = (".csv", ".parquet")
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """The keys of a stage that other stages depend on.
+    """The keys of a stage that other stages depend on, and all its keys as written (`raw`).
 
-    Args:
-        verb: run, reduce, gather or update; None if it has none.
-        of: its input; None if that is missing or not a name.
-        per: run, epoch or step.
-        after: the stages it waits for.
-        raw: all its keys, as written.
+    `verb` is None if the stage has none, `of` if it is missing or not a name.
     """
 
     verb: str | None
@@ -52,7 +48,6 @@ class StageSummary:
 
 
 def summarize(verb: str | None, raw: object) -> StageSummary:
-    """Return the summary of a stage, which may have problems."""
     keys = raw if isinstance(raw, dict) else {}
     of, per, after = keys.get("of"), keys.get("per", "run"), keys.get("after", ())
     names = (after,) if isinstance(after, str) else after if isinstance(after, list | tuple) else ()
@@ -66,14 +61,7 @@ def summarize(verb: str | None, raw: object) -> StageSummary:
 
 
 class Checks:
-    """Checks one spec, and adds every problem.
-
-    Args:
-        datasets: the datasets as written, by name.
-        stages: the summaries of the stages, by name.
-        references: the references in the `with` of stages, with their places.
-        problems: receives the problems.
-    """
+    """Checks one spec, of which `datasets`, `outputs` and `cluster` are as written, and adds every problem."""
 
     def __init__(
         self,
@@ -86,14 +74,10 @@ class Checks:
         self._stages = stages
         self._references = references
         self._note = problems.add
+        self._note_key = partial(problems.add, at_key=True)
         self._acyclic = True
 
     def check(self, *, outputs: Mapping[object, object], cluster: Mapping[object, object]) -> None:
-        """Check the whole spec.
-
-        Args:
-            outputs, cluster: these sections as written.
-        """
         self._names()
         self._keys()
         self._edges()
@@ -109,15 +93,11 @@ class Checks:
                 if isinstance(name, str) and "${" in name:
                     continue  # a problem of the interpolation
                 if not isinstance(name, str) or not NAME.fullmatch(name):
-                    self._note((section, name), f"{name!r} is not a valid name", NAME_EXPECTED, at_key=True)
+                    self._note_key((section, name), f"{name!r} is not a valid name", NAME_EXPECTED)
         for name in self._stages:
             if name in self._datasets:
-                self._note(
-                    ("stages", name),
-                    f"the stage `{name}` has the name of a dataset",
-                    "a name of its own",
-                    at_key=True,
-                )
+                message = f"the stage `{name}` has the name of a dataset"
+                self._note_key(("stages", name), message, "a name of its own")
 
     def _edges(self) -> None:
         """The inputs of a stage, and the stages it waits for, exist and are of the right kind."""
@@ -126,11 +106,9 @@ class Checks:
             if stage.of is not None and stage.verb is not None:
                 self._check_input((*path, "of"), stage.verb, stage.of)
             for index, other in enumerate(stage.after):
-                at: Path = (
-                    (*path, "after", index) if not isinstance(stage.raw["after"], str) else (*path, "after")
-                )
                 if other not in self._stages:
-                    self._unknown(at, "stage", other, self._stages)
+                    at = () if isinstance(stage.raw["after"], str) else (index,)
+                    self._unknown((*path, "after", *at), "stage", other, self._stages)
         for path, reference in self._references:
             if isinstance(reference, StageRef):
                 self._check_value(path, reference)
@@ -174,23 +152,19 @@ class Checks:
                 self._axis(path, stage.raw)
             if stage.verb in ("run", "update"):
                 self._arguments(stage.raw, path)
-            if stage.verb == "update" and "function" in (init := _dict(stage.raw.get("init"))):
+            if stage.verb == "update" and "function" in (init := as_dict(stage.raw.get("init"))):
                 self._arguments(init, (*path, "init"))
 
     def _arguments(self, section: object, path: Path) -> None:
         """The keys of a section's `with` can be keyword arguments."""
         path = (*path, "with")
-        for name in _dict(_dict(section).get("with")):
+        for name in as_dict(as_dict(section).get("with")):
             if name == "ctx":
-                self._note(
-                    (*path, "ctx"),
-                    "`ctx` is reserved: a parameter of this name gets the ReplicaContext",
-                    "another name",
-                    at_key=True,
-                )
+                message = "`ctx` is reserved: a parameter of this name gets the ReplicaContext"
+                self._note_key((*path, "ctx"), message, "another name")
             elif not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
                 at = (*path, name) if isinstance(name, str | int) else path
-                self._note(at, f"{name!r} is not the name of an argument", "a Python identifier", at_key=True)
+                self._note_key(at, f"{name!r} is not the name of an argument", "a Python identifier")
 
     def _cluster(self, cluster: Mapping[object, object]) -> None:
         """A key of some launchers is present with them, and only with them."""
@@ -202,28 +176,17 @@ class Checks:
             ("key_file", "`key_file: FILE`, a file made by `pipedist keys FILE`"),
         ):
             if launcher == "connect" and key not in cluster:
-                self._note(
-                    ("cluster",),
-                    f"`{key}` is missing, and `launcher: connect` requires it",
-                    example,
-                    at_key=True,
-                )
+                message = f"`{key}` is missing, and `launcher: connect` requires it"
+                self._note_key(("cluster",), message, example)
         for key, launchers in LAUNCHERS_OF.items():
             if key in cluster and launcher not in launchers:
                 names = "`launcher: " + "` or `".join(launchers) + "`"
-                self._note(
-                    ("cluster", key),
-                    f"`{key}` requires {names}",
-                    f"no `{key}`, or {names}",
-                    at_key=True,
-                )
-        address = cluster.get("address")
-        expected = ENGINE_ADDRESS_EXPECTED.get(str(launcher))
+                self._note_key(("cluster", key), f"`{key}` requires {names}", f"no `{key}`, or {names}")
+        address, expected = cluster.get("address"), ENGINE_ADDRESS_EXPECTED.get(launcher)
         is_read = isinstance(address, str) and re.match(ENGINE_ADDRESS_PATTERN, address)
-        if is_read and expected and not fits_engine(str(address), str(launcher)):
-            self._note(
-                ("cluster", "address"), f"`address` must be {expected}, got {describe(address)}", expected
-            )
+        if is_read and expected and not fits_engine(str(address), launcher):
+            message = f"`address` must be {expected}, got {describe(address)}"
+            self._note(("cluster", "address"), message, expected)
 
     def _states(self) -> None:
         """States are fed and read as the language requires."""
@@ -234,16 +197,13 @@ class Checks:
         ]
         for name, stage in self._stages.items():
             waits += [(("stages", name, "after"), name, other, "") for other in stage.after]
+        states = [(path[1], ref.name) for path, ref in self._references if isinstance(ref, StateRef)]
         links = {
             name: Links(
                 stage.verb,
                 stage.of,
-                tuple(other for _, waiting, other, _ in waits if waiting == name),
-                tuple(
-                    reference.name
-                    for path, reference in self._references
-                    if isinstance(reference, StateRef) and path[1] == name
-                ),
+                tuple(awaited for _, waiting, awaited, _ in waits if waiting == name),
+                tuple(state for reading, state in states if reading == name),
                 stage.per,
             )
             for name, stage in self._stages.items()
@@ -264,11 +224,8 @@ class Checks:
         first = next(name for name in updates if roots[name] == training.feeder)
         for name, root in roots.items():
             if root not in (training.feeder, None):
-                self._note(
-                    ("stages", name, "of"),
-                    f"`{name}` is fed by the dataset `{root}`, but `{first}` by `{training.feeder}`",
-                    "one dataset that feeds all updates",
-                )
+                message = f"`{name}` is fed by the dataset `{root}`, but `{first}` by `{training.feeder}`"
+                self._note(("stages", name, "of"), message, "one dataset that feeds all updates")
 
     def _until(self, links: Mapping[str, Links]) -> None:
         """An `until` is called before the last epoch is over."""
@@ -277,28 +234,24 @@ class Checks:
             if link.verb != "update" or source is None or source.verb not in ("reduce", "gather"):
                 continue
             if self._stages[name].raw.get("until") is not None and granularity(name, links) == "run":
-                self._note(
+                self._note_key(
                     ("stages", name, "until"),
                     f"`until` has no effect: `{link.of}` has one value for the run, after all epochs",
                     f"`per: step` or `per: epoch` in `{link.of}`, or no `until`",
-                    at_key=True,
                 )
 
     def _held_out(self, training: TrainingStages, links: Mapping[str, Links]) -> None:
         """A held-out dataset has no epochs of its own, and its folds have a value per epoch."""
         for dataset in training.held_out:
-            feeder = training.feeder
-            reason = (
-                f"`{dataset}` is read once after each epoch of `{feeder}`, because its stages read a state"
-            )
-            epochs = _dict(self._datasets[dataset]).get("epochs", 1)
+            feed = f"each epoch of `{training.feeder}`"
+            reason = f"`{dataset}` is read once after {feed}, because its stages read a state"
+            epochs = as_dict(self._datasets[dataset]).get("epochs", 1)
             if type(epochs) is int and epochs > 1:
                 place = ("datasets", dataset, "epochs")
-                self._note(place, f"`epochs` has no effect: {reason}", "no `epochs`", at_key=True)
+                self._note_key(place, f"`epochs` has no effect: {reason}", "no `epochs`")
             for name, link in links.items():
-                if link.verb not in ("reduce", "gather") or link.per == "epoch":
-                    continue
-                if root_of(name, self._datasets, links) == dataset:
+                needs_epochs = link.verb in ("reduce", "gather") and link.per != "epoch"
+                if needs_epochs and root_of(name, self._datasets, links) == dataset:
                     is_written = "per" in self._stages[name].raw
                     self._note(
                         ("stages", name, "per") if is_written else ("stages", name),
@@ -315,8 +268,7 @@ class Checks:
     ) -> None:
         """A stage that takes part in the training cannot wait for its end.
 
-        Args:
-            waits: (place, waiting stage, awaited stage, the text at the place to point at or "").
+        Each wait is (place, waiting stage, awaited stage, the text at the place to point at or "").
         """
         for path, name, awaited, token in waits:
             if name not in training.members | training.early or awaited not in links:
@@ -337,23 +289,14 @@ class Checks:
             path: Path = ("outputs", str(name))
             stage = self._stages.get(str(name))
             valued = [other for other, s in self._stages.items() if s.verb in ("reduce", "gather", "update")]
+            expected = _one_of(valued, "a reduce, gather or update")
             if stage is None:
-                is_dataset = name in self._datasets
-                self._note(
-                    path,
-                    f"`{name}` is a dataset, not a stage" if is_dataset else f"there is no stage `{name}`",
-                    _one_of(valued, "a reduce, gather or update"),
-                    allowed=valued,
-                    given=str(name),
-                    at_key=True,
-                )
+                message = f"there is no stage `{name}`"
+                if name in self._datasets:
+                    message = f"`{name}` is a dataset, not a stage"
+                self._note_key(path, message, expected, allowed=valued, given=str(name))
             elif stage.verb == "run":
-                self._note(
-                    path,
-                    f"`{name}` is a run, which has no single value",
-                    _one_of(valued, "a reduce, gather or update"),
-                    at_key=True,
-                )
+                self._note_key(path, f"`{name}` is a run, which has no single value", expected)
             if isinstance(written, str):
                 self._file(path, str(name), written, files)
 
@@ -364,22 +307,16 @@ class Checks:
             return
         base, ending = posixpath.splitext(posixpath.basename(normal))
         if ending not in OUTPUT_ENDINGS or written.endswith("/"):
-            self._note(
-                path,
-                f"{written!r} does not end in a known format",
-                listing(OUTPUT_ENDINGS),
-                allowed=OUTPUT_ENDINGS,
-                given=ending or base,
-            )
+            message, known = f"{written!r} does not end in a known format", OUTPUT_ENDINGS
+            self._note(path, message, listing(known), allowed=known, given=ending or base)
             return
         if normal in _RESERVED_FILES or normal.startswith("."):
             self._note(path, f"{normal!r} is reserved: pipedist writes it itself", "another name")
             return
         for other, owner in files.items():
             if normal == other or normal.startswith(f"{other}/") or other.startswith(f"{normal}/"):
-                self._note(
-                    path, f"{written!r} is also the path of the output of `{owner}`", "a file of its own"
-                )
+                message = f"{written!r} is also the path of the output of `{owner}`"
+                self._note(path, message, "a file of its own")
                 return
         files[normal] = name
         stage = self._stages.get(name)
@@ -395,55 +332,37 @@ class Checks:
         stage = self._stages.get(of)
         if stage is None and not self._datasets:
             return  # a problem of the whole spec
-        if stage is None and of not in self._datasets:
+        kind = "dataset" if of in self._datasets else stage.verb if stage is not None else "missing"
+        if kind == "missing":
             self._unknown(path, "dataset or stage" if "dataset" in kinds else "stage", of, allowed)
-        elif of in self._datasets and "dataset" in kinds:
-            return
-        elif of in self._datasets or (
-            stage is not None and stage.verb is not None and stage.verb not in kinds
-        ):
-            kind = "dataset" if stage is None or of in self._datasets else stage.verb
-            self._note(
-                path,
-                f"`of` must be {readable}, but `{of}` is {_article(str(kind))}",
-                _one_of(allowed, f"the name of {readable}"),
-            )
+        elif kind is not None and kind not in kinds:
+            message = f"`of` must be {readable}, but `{of}` is {_article(kind)}"
+            self._note(path, message, _one_of(allowed, f"the name of {readable}"))
 
     def _check_value(self, path: Path, reference: StageRef) -> None:
         allowed = [
             name for name, s in self._stages.items() if s.verb in ("reduce", "gather") and s.per == "run"
         ]
-        stage = self._stages.get(reference.name)
+        name, token = reference.name, str(reference)
+        stage = self._stages.get(name)
         expected = _one_of(allowed, "a reduce or gather with `per: run`")
-        token = str(reference)
         if stage is None:
-            message = f"there is no stage `{reference.name}`"
-            self._note(path, message, expected, allowed=allowed, given=reference.name, fragment=token)
+            message = f"there is no stage `{name}`"
+            self._note(path, message, expected, allowed=allowed, given=name, fragment=token)
         elif stage.verb == "update":
-            name = reference.name
             expected = f"${{state.{name}}}; in a stage with `after: {name}` it is the last value"
             self._note(path, f"`{name}` is an update, whose value is a state", expected, fragment=token)
         elif stage.verb == "run":
-            self._note(
-                path, f"`{reference.name}` is a run, which has no single value", expected, fragment=token
-            )
+            self._note(path, f"`{name}` is a run, which has no single value", expected, fragment=token)
         elif stage.verb is not None and stage.per != "run":
-            message = f"`{reference.name}` has a value per {stage.per}, not one for the run"
+            message = f"`{name}` has a value per {stage.per}, not one for the run"
             self._note(path, message, expected, fragment=token)
 
     def _check_state(self, path: Path, reference: StateRef) -> None:
-        allowed = [name for name, stage in self._stages.items() if stage.verb == "update"]
-        stage = self._stages.get(reference.name)
+        name, stage = reference.name, self._stages.get(reference.name)
         if stage is None or stage.verb not in ("update", None):
-            message = f"there is no update `{reference.name}`"
-            self._note(
-                path,
-                message,
-                _one_of(allowed, "the name of an update"),
-                allowed=allowed,
-                given=reference.name,
-                fragment=str(reference),
-            )
+            allowed = [other for other, each in self._stages.items() if each.verb == "update"]
+            self._unknown(path, "update", name, allowed, fragment=str(reference))
 
     def _is_chained(self, name: str, other: str) -> bool:
         """Return whether both are updates that are applied at the same times."""
@@ -456,30 +375,22 @@ class Checks:
     def _axis(self, path: Path, raw: Mapping[str, object]) -> None:
         op = raw.get("reduce")
         if isinstance(op, str) and op in OPS and "axis" not in raw:
-            self._note(
+            self._note_key(
                 path,
                 f"`axis` is missing, and `reduce: {op}` requires it",
                 "an integer or a list of integers (along these axes of the components, over all calls), or null "
                 "(element by element, across calls)",
-                at_key=True,
             )
         elif "axis" in raw and (callable(op) or (isinstance(op, str) and ":" in op)):
-            self._note(
-                (*path, "axis"),
-                f"`axis` requires a built-in op, and `reduce` is {describe(op)}",
-                "no `axis`",
-                at_key=True,
-            )
+            message = f"`axis` requires a built-in op, and `reduce` is {describe(op)}"
+            self._note_key((*path, "axis"), message, "no `axis`")
 
-    def _unknown(self, path: Path, kind: str, given: str, allowed: Iterable[str]) -> None:
+    def _unknown(
+        self, path: Path, kind: str, given: str, allowed: Iterable[str], *, fragment: str = ""
+    ) -> None:
         allowed = list(allowed)
-        self._note(
-            path,
-            f"there is no {kind} `{given}`",
-            _one_of(allowed, f"the name of a {kind}"),
-            allowed=allowed,
-            given=given,
-        )
+        message, expected = f"there is no {kind} `{given}`", _one_of(allowed, f"the name of {_article(kind)}")
+        self._note(path, message, expected, allowed=allowed, given=given, fragment=fragment)
 
 
 def _one_of(names: Sequence[str], otherwise: str) -> str:
@@ -501,9 +412,9 @@ def _table_misfit(ending: str, stage: StageSummary) -> tuple[str, str] | None:
         )
     axis = stage.raw.get("gather")
     if type(axis) is int and axis > 0:
+        dimensions = f"{axis + 1} or more dimensions"
         return (
-            f"a `{ending}` file holds one-dimensional columns, but a gather along axis {axis} has {axis + 1} or "
-            "more dimensions",
+            f"a `{ending}` file holds one-dimensional columns, but a gather along axis {axis} has {dimensions}",
             "a .npz or .json file",
         )
     return None
@@ -515,13 +426,12 @@ def _cycle(edges: Mapping[str, Mapping[str, Path]]) -> list[str]:
     try:
         TopologicalSorter(known).prepare()
     except CycleError as error:
-        cycle: list[str] = error.args[1][
-            :0:-1
-        ]  # graphlib lists what is waited for first, and one stage twice
+        # graphlib lists what is waited for first, and one stage twice
+        cycle: list[str] = error.args[1][:0:-1]
         first = cycle.index(next(name for name in edges if name in cycle))
         return cycle[first:] + cycle[:first]
     return []
 
 
-def _dict(value: object) -> dict[Any, object]:
+def as_dict(value: object) -> dict[Any, object]:
     return value if isinstance(value, dict) else {}

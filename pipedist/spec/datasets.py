@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from pipedist.spec.fields import (
     Arguments,
@@ -16,6 +16,7 @@ from pipedist.spec.fields import (
     Section,
     filled_mapping,
     mapping,
+    satisfies,
     summary,
 )
 
@@ -43,18 +44,12 @@ def _path() -> Any:
     )
 
 
-def _not_zero(value: int) -> int:
-    if value == 0:
-        raise ValueError("no step")
-    return value
-
-
 class RangeSource(Section):
     """The integers from `start` up to, but not including, `stop`. A shard of n elements is int64[n]."""
 
     start: Int64 = Field(default=0, description="The first integer.", examples=[0])
     stop: Int64 = Field(description="The end of the integers, itself excluded.", examples=[10])
-    step: Annotated[Int64, AfterValidator(_not_zero), Expected("an integer other than 0")] = Field(
+    step: Annotated[Int64, satisfies(lambda step: step != 0), Expected("an integer other than 0")] = Field(
         default=1, description="The distance between two integers; a negative one counts down.", examples=[2]
     )
 
@@ -149,18 +144,6 @@ class ArraysSource(Section):
     arrays: Any
 
 
-Source = (
-    RangeSource
-    | NpySource
-    | NpzSource
-    | CsvSource
-    | ParquetSource
-    | JsonlSource
-    | TextSource
-    | FilesSource
-    | FunctionSource
-    | ArraysSource
-)
 SOURCES: Final[Mapping[str, type[Section]]] = {
     "range": RangeSource,
     "npy": NpySource,
@@ -180,14 +163,6 @@ def _source(model: type[Section], *examples: object) -> Any:
     return Field(default=None, description=summary(model), examples=list(examples))
 
 
-def _range(value: object) -> object:
-    return {"stop": value} if type(value) is int else mapping(value)
-
-
-def _in_memory(value: object) -> object:
-    return {"arrays": value}
-
-
 class DatasetSpec(Section):
     """A dataset: exactly one source, and how it is divided into steps."""
 
@@ -195,7 +170,7 @@ class DatasetSpec(Section):
         RangeSource,
         ExpectedShape(
             "an integer, or a mapping with `stop` and optionally `start` and `step`",
-            _range,
+            lambda value: {"stop": value} if type(value) is int else mapping(value),
             RangeSource | int,
         ),
     ] = _source(RangeSource, 10)
@@ -209,7 +184,9 @@ class DatasetSpec(Section):
     text: TextSource = _source(TextSource, {"path": "logs/**/*.log"})
     files: FilesSource = _source(FilesSource, {"path": "pages/*.html"})
     function: FunctionSource = _source(FunctionSource, {"call": "digits:load", "with": {"seed": 1}})
-    arrays: Annotated[ArraysSource, ExpectedShape("a tree of arrays", _in_memory)] = _source(ArraysSource)
+    arrays: Annotated[ArraysSource, ExpectedShape("a tree of arrays", lambda value: {"arrays": value})] = (
+        _source(ArraysSource)
+    )
     batch: Annotated[
         int, Field(ge=1, le=BATCH_ELEMENTS_MAX), Expected("a positive whole number of elements")
     ] = Field(
@@ -240,18 +217,15 @@ class DatasetSpec(Section):
         return next(name for name in SOURCES if name in self.model_fields_set)
 
     @property
-    def source(self) -> Source:
-        """The source."""
-        found: Source = getattr(self, self.kind)
+    def source(self) -> Section:
+        found: Section = getattr(self, self.kind)
         return found
 
     @property
     def config(self) -> dict[str, Any]:
         """The source's keys and values, as plain dicts, lists and scalars; keys without a value are absent."""
-        source: Section = self.source
-        values = {
-            field.alias or name: getattr(source, name) for name, field in type(source).model_fields.items()
-        }
+        fields = type(self.source).model_fields
+        values = {field.alias or name: getattr(self.source, name) for name, field in fields.items()}
         return {
             name: list(value) if name == "path" else value
             for name, value in values.items()

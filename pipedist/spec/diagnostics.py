@@ -38,13 +38,8 @@ class Place:
 class Document:
     """A spec as nested plain values, before any check.
 
-    Args:
-        name: the file's path as typed, "" for a dict.
-        value: nested dicts, lists and scalars.
-        lines: the text's lines, empty for a dict.
-        keys, values: places of keys and of values, by path; empty for a dict.
-        moved: canonical path -> path in the document, for values written elsewhere (the short form
-            `dataset`, misspelled keys).
+    A dict has no name ("") and no lines, and its keys and values have no places. `moved` maps canonical paths
+    to those in the document, for values written elsewhere (the short form `dataset`, misspelled keys).
     """
 
     name: str
@@ -68,10 +63,9 @@ class Document:
         """Return a problem at a value, or at the nearest written value around it.
 
         Args:
-            path: the value.
+            path: canonical; `("datasets", "dataset", ...)` also if the document has `dataset:`.
             message: the fact, one line, no final full stop.
-            expected: the expected value.
-            allowed: allowed names; the nearest to `given` is suggested.
+            allowed: names, of which the nearest to `given` is suggested.
             given: the text that was written instead; default: the text at `path`, or the key itself.
             at_key: the place is that of the key, not that of its value.
             fragment: a part of the value at which the caret points, if it is on the same line.
@@ -85,9 +79,8 @@ class Document:
         if not self.lines:
             return Problem(message, printable(self._dotted(path)), expected=expected, nearest=suggestion)
         place = self._place(path, at_key, fragment)
-        excerpt, column = self._excerpt(place)
         where = f"{self.name}:{place.line}:{place.column}"
-        return Problem(message, where, excerpt, column, expected, suggestion)
+        return Problem(message, where, *self._excerpt(place), expected, suggestion)
 
     def order(self, path: Path, *, at_key: bool = False, fragment: str = "") -> tuple[int, ...]:
         """Return a key that sorts places in the order of the document."""
@@ -104,14 +97,9 @@ class Document:
             value = value[part]
         return tuple(order)
 
-    def move(self, path: Path, written: Path) -> None:
-        """Record that the value with the canonical path `path` is written at `written`."""
-        self.moved[path] = written
-
     def written(self, path: Path) -> Path:
         """Return the path in the document of a value with a canonical path."""
-        # the last moves are the innermost
-        for known, written in reversed(self.moved.items()):
+        for known, written in reversed(self.moved.items()):  # the last moves are the innermost
             if path[: len(known)] == known:
                 path = written + path[len(known) :]
         return path
@@ -173,13 +161,10 @@ class Problems:
 
     At `PROBLEMS_MAX` problems it raises those that it has, so that a file full of mistakes costs as little
     time as a file with a few.
-
-    Args:
-        document: the source of the places.
     """
 
     def __init__(self, document: Document) -> None:
-        self._document = document
+        self.document = document
         self._found: dict[Problem, tuple[tuple[int, ...], int]] = {}
         self._broken: set[Path] = set()
 
@@ -201,45 +186,29 @@ class Problems:
         """
         if self.is_broken(path):
             return
-        problem = self._document.problem(
-            path,
-            message,
-            expected=expected,
-            allowed=allowed,
-            given=given,
-            at_key=at_key,
-            fragment=fragment,
+        problem = self.document.problem(
+            path, message, expected=expected, allowed=allowed, given=given, at_key=at_key, fragment=fragment
         )
-        self._keep(problem, self._document.order(path, at_key=at_key, fragment=fragment))
+        self._keep(problem, self.document.order(path, at_key=at_key, fragment=fragment))
 
     def add_outside(
         self, where: str, message: str, *, expected: str = "", allowed: Iterable[str] = (), given: str = ""
     ) -> None:
         """Add a problem outside the document, such as one of a `--set`; these come first."""
-        self._keep(
-            Problem(printable(message), printable(where), expected=expected, nearest=nearest(given, allowed)),
-            (),
-        )
+        suggestion = nearest(given, allowed)
+        self._keep(Problem(printable(message), printable(where), expected=expected, nearest=suggestion), ())
 
     def break_at(self, path: Path) -> None:
         """Record that the value at `path` has its problem: later ones at or below it are ignored."""
-        self._broken.add(self._document.written(path))
+        self._broken.add(self.document.written(path))
 
     def is_broken(self, path: Path) -> bool:
         """Return whether the value at `path`, or one that holds it, is known to be broken."""
-        path = self._document.written(path)
+        path = self.document.written(path)
         return any(path[:length] in self._broken for length in range(len(path) + 1))
 
-    def move(self, path: Path, written: Path) -> None:
-        """Record that the value with the canonical path `path` is written at `written`."""
-        self._document.move(path, written)
-
     def raise_all(self) -> None:
-        """Raise the problems found so far, if there are any.
-
-        Raises:
-            SpecError: there is at least one problem; it lists all of them, in the order of their places.
-        """
+        """Raise the problems found so far, if there are any, as a SpecError."""
         if self._found:
             raise SpecError(self._sorted())
 

@@ -56,12 +56,7 @@ def summary(model: type[Section]) -> str:
 
 
 class Expected:
-    """Replaces every error of a type by one phrase.
-
-    Args:
-        phrase: completes "`key` must be ...".
-        words: allowed words; the nearest one is suggested.
-    """
+    """Replaces every error of a type by one phrase; the nearest of the allowed words is suggested."""
 
     def __init__(self, phrase: str, *words: str) -> None:
         self.phrase = phrase
@@ -80,7 +75,6 @@ class ExpectedShape(Expected):
     """Checks the shape of a container, and keeps the errors of the values in it.
 
     Args:
-        phrase: completes "`key` must be ...".
         read: returns the value in its longest form, or raises ValueError.
         written: the type of the value as written, for the JSON Schema; None if it is the type itself.
     """
@@ -109,12 +103,7 @@ def message_error(message: str, expected: str) -> PydanticCustomError:
 
 
 def expected_phrase(annotation: Any, metadata: list[Any]) -> str:
-    """Return the phrase for the values of a field, or "".
-
-    Args:
-        annotation: its type; a phrase may also stand inside an optional type.
-        metadata: what `Annotated` adds to the type.
-    """
+    """Return the phrase for the values of a field, or ""; it may also stand inside an optional type."""
     for item in reversed(metadata):
         if isinstance(item, Expected):
             return item.phrase
@@ -170,16 +159,15 @@ def is_endpoint(text: str) -> bool:
     return bool(re.match(ENDPOINT_PATTERN, text)) and (port == "*" or int(port) <= PORT_MAX)
 
 
-def _path(value: str) -> str:
-    if not value or "\0" in value:
-        raise ValueError("no path")
-    return value
+def satisfies(is_valid: Callable[[Any], bool]) -> AfterValidator:
+    """Return a validator of values for which a function returns true."""
 
+    def check(value: Any) -> Any:
+        if not is_valid(value):
+            raise ValueError("the value is not valid")
+        return value
 
-def _endpoint(value: str) -> str:
-    if not is_endpoint(value):
-        raise ValueError("no endpoint")
-    return value
+    return AfterValidator(check)
 
 
 Function = Annotated[
@@ -193,7 +181,11 @@ Function = Annotated[
 Arguments = Annotated[dict[Any, Any], ExpectedShape("a mapping of argument names to values", mapping)]
 """The keyword arguments of a function."""
 
-_Path = Annotated[str, AfterValidator(_path), WithJsonSchema({"type": "string", "minLength": 1})]
+_Path = Annotated[
+    str,
+    satisfies(lambda path: path and "\0" not in path),
+    WithJsonSchema({"type": "string", "minLength": 1}),
+]
 PathText = Annotated[_Path, Expected("a path")]
 """A path, relative to the spec's folder."""
 
@@ -217,7 +209,7 @@ Names = Annotated[
 
 Endpoint = Annotated[
     str,
-    AfterValidator(_endpoint),
+    satisfies(is_endpoint),
     WithJsonSchema({"type": "string", "pattern": ENDPOINT_PATTERN}),
     Expected('"tcp://ADDRESS:PORT"'),
 ]

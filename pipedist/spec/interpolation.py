@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from pipedist.core.types import Tree
 from pipedist.errors import SpecError
-from pipedist.spec.diagnostics import Document, Path, Problems
+from pipedist.spec.diagnostics import Path, Problems
 from pipedist.spec.scalars import ScalarError, as_text, describe, listing, resolve_plain
 from pipedist.spec.validation import STAGE_KEYS
 
@@ -41,7 +41,7 @@ _UNRESOLVED = object()
 
 @dataclass(frozen=True, slots=True)
 class StageRef:
-    """A placeholder for the finished value of the reduce or gather `name`."""
+    """The finished value of the reduce or gather `name`."""
 
     name: str
 
@@ -51,7 +51,7 @@ class StageRef:
 
 @dataclass(frozen=True, slots=True)
 class StateRef:
-    """A placeholder for the state of the update `name` before the step."""
+    """The state of the update `name` before the step."""
 
     name: str
 
@@ -68,11 +68,7 @@ class Setting:
 
 
 def read_setting(text: str) -> object:
-    """Read the value of a `--set` or an environment variable: a YAML scalar or flow list.
-
-    Raises:
-        ScalarError: a number that a spec cannot hold, or a list or quoted text that is not YAML.
-    """
+    """Read a `--set` or an environment variable, a YAML scalar or flow list; raise ScalarError if it is neither."""
     stripped = text.strip()
     if not stripped.startswith(("[", '"', "'")):
         return resolve_plain(stripped)
@@ -87,17 +83,9 @@ def read_setting(text: str) -> object:
 
 
 class Interpolation:
-    """Replaces the references of one document.
+    """Replaces the references of one document, whose folder is absolute."""
 
-    Args:
-        document: the source of the places.
-        problems: receives unresolved references.
-        env: the environment variables.
-        folder: the spec's folder, absolute.
-    """
-
-    def __init__(self, document: Document, problems: Problems, env: Mapping[str, str], folder: str) -> None:
-        self._document = document
+    def __init__(self, problems: Problems, env: Mapping[str, str], folder: str) -> None:
         self._problems = problems
         self._env = env
         self._folder = folder
@@ -111,60 +99,52 @@ class Interpolation:
     def read_params(
         self, declared: object, given: Mapping[str, object], sets: Sequence[str]
     ) -> dict[str, object]:
-        """Read the `params` section, `given`, and `--set`; later ones override earlier ones.
-
-        Returns:
-            The value of each parameter.
-        """
+        """Return the values of the `params` section, `given`, and `--set`; later ones override earlier ones."""
         params: dict[str, Setting] = {}
         if not isinstance(declared, dict):
-            self._problems.add(
-                ("params",),
-                f"`params` must be a mapping of names to values, got {describe(declared)}",
-                expected="a mapping of names to values",
-            )
+            expected = "a mapping of names to values"
+            message = f"`params` must be {expected}, got {describe(declared)}"
+            self._problems.add(("params",), message, expected)
             self._problems.break_at(("params",))
             declared = {}
         for name, default in declared.items():
             path = ("params", name)
             if not isinstance(name, str) or not NAME.fullmatch(name):
-                self._problems.add(path, f"{name!r} is not a valid name", expected=NAME_EXPECTED, at_key=True)
+                self._problems.add(path, f"{name!r} is not a valid name", NAME_EXPECTED, at_key=True)
             failed = len(self._failed)
             value = self.replace(default, path)
             if len(self._failed) > failed:
                 self._failed_params.add(name)
             params[name] = Setting(value, _text_of(value))
         for name, value in given.items():
-            if self._declared(name, params, "params", name):
+            if self._is_declared(name, params, "params"):
                 params[name] = Setting(value, _text_of(value))
                 self._failed_params.discard(name)
         for setting in sets:
             name, equals, text = setting.partition("=")
+            where = f"--set {setting}"
             if not equals or not name:
-                self._problems.add_outside(
-                    f"--set {setting}", "the setting has no name and value", expected="--set NAME=VALUE"
-                )
-            elif self._declared(name, params, f"--set {setting}", name):
+                message = "the setting has no name and value"
+                self._problems.add_outside(where, message, expected="--set NAME=VALUE")
+            elif self._is_declared(name, params, where):
                 try:
                     params[name] = Setting(read_setting(text), text)
                     self._failed_params.discard(name)
                 except ScalarError as error:
-                    self._problems.add_outside(f"--set {setting}", error.message, expected=error.expected)
+                    self._problems.add_outside(where, error.message, expected=error.expected)
         self._params = params
         return {name: setting.value for name, setting in params.items()}
 
-    def _declared(self, name: str, params: Mapping[str, Setting], where: str, given: str) -> bool:
-        if name in params:
-            return True
-        expected = listing(params) if params else "a spec with `params`; this one has none"
-        self._problems.add_outside(
-            where, f"the spec has no parameter `{name}`", expected=expected, allowed=params, given=given
-        )
-        return False
+    def _is_declared(self, name: str, params: Mapping[str, Setting], where: str) -> bool:
+        if name not in params:
+            message = f"the spec has no parameter `{name}`"
+            expected = listing(params) if params else "a spec with `params`; this one has none"
+            self._problems.add_outside(where, message, expected=expected, allowed=params, given=name)
+        return name in params
 
     def origin(self, path: Path) -> str:
         """Return the reference that the value at `path` came from, or "" if it is written out."""
-        return self._origins.get(self._document.written(path), "")
+        return self._origins.get(self._problems.document.written(path), "")
 
     def replace(self, value: object, path: Path) -> object:
         """Return a value with its references replaced; a value without any stays the same object."""
@@ -173,9 +153,7 @@ class Interpolation:
         self._nodes += 1
         if len(path) > DEPTH_MAX or self._nodes > NODES_MAX:
             limit = f"{DEPTH_MAX} levels" if len(path) > DEPTH_MAX else f"{NODES_MAX} values"
-            self._problems.add(
-                path, f"the document has more than {limit}", expected="a smaller tree, or one array"
-            )
+            self._problems.add(path, f"the document has more than {limit}", "a smaller tree, or one array")
             self._problems.raise_all()
         if isinstance(value, str):
             replaced_text = self._string(value, path) if "${" in value else value
@@ -186,12 +164,8 @@ class Interpolation:
             replaced: dict[object, object] = {}
             for key, item in value.items():
                 if isinstance(key, str) and "${" in key:
-                    self._problems.add(
-                        (*path, key),
-                        f"`{key}` is a key, and references are replaced only in values",
-                        expected="a key without `${`",
-                        at_key=True,
-                    )
+                    message = f"`{key}` is a key, and references are replaced only in values"
+                    self._problems.add((*path, key), message, "a key without `${`", at_key=True)
                 replaced[key] = self.replace(item, (*path, key))
             return replaced if _differs(replaced.values(), value.values()) else value
         if type(value) is list or type(value) is tuple:
@@ -204,7 +178,7 @@ class Interpolation:
         if lone is not None and lone[1] is not None:
             value = self._resolve(lone[1], lone[0], path, alone=True)
             if isinstance(value, Setting):
-                self._origins[self._document.written(path)] = lone[0]
+                self._origins[self._problems.document.written(path)] = lone[0]
                 return value.value
             return value
         parts: list[str] = []
@@ -224,19 +198,14 @@ class Interpolation:
                 if isinstance(value, Setting):
                     if value.text is None:
                         kind = describe(value.value)
-                        self._fail(
-                            path,
-                            token[0],
-                            f"{token[0]} is {kind}, and only a scalar can be part of a text",
-                            "a scalar",
-                        )
+                        message = f"{token[0]} is {kind}, and only a scalar can be part of a text"
+                        self._fail(path, token[0], message, "a scalar")
                     parts.append(value.text or "")
             seen.add(token[0])
         parts.append(text[end:])
         if sum(map(len, parts)) > TEXT_CHARACTERS_MAX:
-            self._fail(
-                path, "", f"the text is longer than {TEXT_CHARACTERS_MAX} characters", "a shorter text"
-            )
+            message = f"the text is longer than {TEXT_CHARACTERS_MAX} characters"
+            self._fail(path, "", message, "a shorter text")
         return "".join(parts)
 
     def _resolve(self, body: str, token: str, path: Path, *, alone: bool) -> object:
@@ -249,71 +218,53 @@ class Interpolation:
             return self._variable(name, token, path)
         if kind in ("stages", "state") and name:
             return self._later(kind, name, token, path, alone=alone)
+        message = f"unknown reference {token}"
         expected = "${params.NAME}, ${env.NAME}, ${spec.dir}, ${stages.NAME} or ${state.NAME}"
         if kind == "spec":
-            self._fail(path, token, f"unknown reference {token}", "${spec.dir}", ["spec.dir"], body)
-        elif dot:
-            self._fail(path, token, f"unknown reference {token}", expected, _KINDS, kind)
-        else:
-            self._fail(
-                path,
-                token,
-                f"unknown reference {token}",
-                expected,
-                [f"params.{n}" for n in self._params or ()],
-                f"params.{body}",
-            )
-        return _UNRESOLVED
+            return self._fail(path, token, message, "${spec.dir}", ["spec.dir"], body)
+        if dot:
+            return self._fail(path, token, message, expected, _KINDS, kind)
+        params = [f"params.{name}" for name in self._params or ()]
+        return self._fail(path, token, message, expected, params, f"params.{body}")
 
     def _param(self, name: str, token: str, path: Path) -> object:
         if self._params is None:
             message = f"{token} is not available in `params`"
-            self._fail(path, token, message, "a value, ${env.NAME} or ${spec.dir}")
-        elif name not in self._params:
+            return self._fail(path, token, message, "a value, ${env.NAME} or ${spec.dir}")
+        if name not in self._params:
             expected = listing(self._params) if self._params else "a parameter declared in `params`"
-            self._fail(path, token, f"the spec has no parameter `{name}`", expected, self._params, name)
-        elif name in self._failed_params:
+            return self._fail(
+                path, token, f"the spec has no parameter `{name}`", expected, self._params, name
+            )
+        if name in self._failed_params:
             self._problems.break_at(path)
-        else:
-            return self._params[name]
-        return _UNRESOLVED
+            return _UNRESOLVED
+        return self._params[name]
 
     def _variable(self, body: str, token: str, path: Path) -> object:
         name, colon, default = body.partition(":")
         text = self._env.get(name, default if colon else None)
         if text is None:
-            self._fail(
-                path,
-                token,
-                f"the environment variable {name} is not set",
-                f"its value, or a default: ${{env.{name}:default}}",
-                self._env,
-                name,
-            )
-            return _UNRESOLVED
+            message = f"the environment variable {name} is not set"
+            expected = f"its value, or a default: ${{env.{name}:default}}"
+            return self._fail(path, token, message, expected, self._env, name)
         try:
             return Setting(read_setting(text), text)
         except ScalarError as error:
-            self._fail(path, token, f"the environment variable {name}: {error.message}", error.expected)
-            return _UNRESOLVED
+            message = f"the environment variable {name}: {error.message}"
+            return self._fail(path, token, message, error.expected)
 
     def _later(self, kind: str, name: str, token: str, path: Path, *, alone: bool) -> object:
         misspelled = len(path) > 3 and path[0] == "stages" and path[2] not in STAGE_KEYS
         if len(path) < 4 or (path[:3:2] != ("stages", "with") and not misspelled):
-            self._fail(
-                path,
-                token,
-                f"{token} has no value before the run",
-                "this reference only in the `with` of a stage",
-            )
-        elif not alone:
+            message = f"{token} has no value before the run"
+            return self._fail(path, token, message, "this reference only in the `with` of a stage")
+        if not alone:
             message = f"{token} is a tree of arrays, which cannot be part of a text"
-            self._fail(path, token, message, "the reference alone")
-        else:
-            reference = StageRef(name) if kind == "stages" else StateRef(name)
-            self.references.append((path, reference))
-            return reference
-        return _UNRESOLVED
+            return self._fail(path, token, message, "the reference alone")
+        reference = StageRef(name) if kind == "stages" else StateRef(name)
+        self.references.append((path, reference))
+        return reference
 
     def _fail(
         self,
@@ -323,9 +274,11 @@ class Interpolation:
         expected: str,
         allowed: Mapping[str, object] | Sequence[str] = (),
         given: str = "",
-    ) -> None:
+    ) -> object:
+        """Add a problem, and return the value of an unresolved reference."""
         self._problems.add(path, message, expected=expected, allowed=allowed, given=given, fragment=token)
         self._failed.add(path)
+        return _UNRESOLVED
 
 
 def _text_of(value: object) -> str | None:
@@ -345,10 +298,7 @@ def references(tree: Tree) -> list[StageRef | StateRef]:
 
 
 def substitute(tree: Tree, value_of: Callable[[StageRef | StateRef], Tree]) -> Tree:
-    """Return a `with` tree in which each reference is replaced by `value_of(reference)`.
-
-    References are found in dicts, lists and tuples only; other nodes are leaves.
-    """
+    """Return a `with` tree of dicts, lists and tuples with `value_of(reference)` in place of each reference."""
     if isinstance(tree, StageRef | StateRef):
         return value_of(tree)
     if type(tree) is dict:

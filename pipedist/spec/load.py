@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from typing import Any
 
 from pipedist.core.types import Tree
 from pipedist.errors import Problem, SpecError, UsageError
-from pipedist.spec.checks import Checks, StageSummary, summarize
+from pipedist.spec.checks import Checks, StageSummary, as_dict, summarize
 from pipedist.spec.datasets import DatasetSpec
 from pipedist.spec.diagnostics import Document, Path, Problems, nearest
 from pipedist.spec.fields import is_endpoint
@@ -33,8 +33,6 @@ from pipedist.spec.scalars import describe
 from pipedist.spec.stages import StageSpec
 from pipedist.spec.validation import Validation
 
-SPEC_ENDINGS = (".yaml", ".yml")
-
 KEY_FILE = "cluster.key"
 """The default name of the file with a cluster's keys, in the spec's folder."""
 
@@ -43,17 +41,8 @@ KEY_FILE = "cluster.key"
 class Spec:
     """A spec without problems, interpolated, with all defaults filled in.
 
-    Args:
-        name: of the run; default: the file's stem, "spec" for a dict.
-        replicas: shards per step.
-        seed: the seed of all randomness.
-        threads_per_replica: BLAS and OpenMP threads of a replica call.
-        folder: the spec's folder, absolute; for a dict: the current directory.
-        code: the folder of the user's modules, absolute.
-        cluster: where workers come from; its `key_file` is absolute.
-        datasets, stages: by name, in the order of the document.
-        outputs: stage name -> normalised path, relative to the output folder.
-        params: the parameters' values.
+    `folder` (for a dict: the current directory), `code` and the cluster's `key_file` are absolute. `outputs` are
+    normalised paths relative to the output folder, by stage.
     """
 
     name: str
@@ -69,31 +58,6 @@ class Spec:
     params: Mapping[str, Tree]
     document: Document = field(repr=False, compare=False)
 
-    def problem(
-        self,
-        path: Path,
-        message: str,
-        *,
-        expected: str = "",
-        allowed: Iterable[str] = (),
-        given: str = "",
-        at_key: bool = False,
-    ) -> Problem:
-        """Return a problem at a place in the document, for the packages that use the spec.
-
-        Args:
-            path: e.g. `("stages", "late", "of")`; `("datasets", "dataset", ...)` also if the document
-                has `dataset:`. A value that is not written there has the place of the value around it.
-            message: the fact, one line, no final full stop.
-            expected: the expected value.
-            allowed: allowed names; the nearest to `given` is suggested.
-            given: the text that was written instead; default: the text at `path`.
-            at_key: the place is that of the key, not that of its value.
-        """
-        return self.document.problem(
-            path, message, expected=expected, allowed=allowed, given=given, at_key=at_key
-        )
-
 
 def load(
     source: str | os.PathLike[str] | Mapping[str, Any],
@@ -102,88 +66,68 @@ def load(
     sets: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> Spec:
-    """Load a spec.
-
-    No data is read and no code imported: `pipedist validate` does nothing else.
+    """Load a spec, without reading data or importing code.
 
     Args:
         source: the path of a YAML file, or the same document as a dict, in which a function may
             be a callable and a source may be `{"arrays": tree}`.
-        params: values for parameters of the spec.
         sets: texts "NAME=VALUE", as after `--set`; they override `params`.
-        env: the environment; default: that of this process.
+        env: default: the environment of this process.
 
     Raises:
         SpecError: the spec has problems; it lists all of them, in the order of their places.
     """
     if isinstance(source, Mapping):
-        document = Document("", dict(source))
-        problems = Problems(document)
+        problems = Problems(Document("", dict(source)))
         folder, stem = os.getcwd(), "spec"
     else:
         name = os.fspath(source)
-        document, problems = _read(name)
+        problems = _read(name)
         folder = os.path.dirname(os.path.abspath(name))
         stem = os.path.basename(name).rpartition(".")[0].lstrip(".-") or "spec"
-    return Loader(document, problems, folder).load(
-        stem, params or {}, sets, os.environ if env is None else env
-    )
+    return Loader(problems, folder).load(stem, params or {}, sets, os.environ if env is None else env)
 
 
-def _read(name: str) -> tuple[Document, Problems]:
+def _read(name: str) -> Problems:
     from pipedist.spec.yaml_text import DOCUMENT_BYTES_MAX, read_yaml  # a dict needs no YAML
 
     try:
         with open(name, "rb") as file:
             data = file.read(DOCUMENT_BYTES_MAX + 1)
     except FileNotFoundError:
-        raise SpecError([_no_such_file(name)]) from None
+        problem = Problem("this file does not exist", name, expected="the path of a YAML file")
+        raise SpecError([replace(problem, nearest=_similar_file(name))]) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         problem = Problem(f"the spec cannot be read: {reason}", name, expected="a readable YAML file")
         raise SpecError([problem]) from error
-    return read_yaml(data, name)
+    return read_yaml(data, name)[1]
 
 
-def _no_such_file(name: str) -> Problem:
+def _similar_file(name: str) -> str:
     folder, base = os.path.split(name)
     try:
-        others = [other for other in os.listdir(folder or ".") if other.endswith(SPEC_ENDINGS)]
+        others = [other for other in os.listdir(folder or ".") if other.endswith((".yaml", ".yml"))]
     except OSError:
-        others = []
+        return ""
     close = nearest(base, others)
-    return Problem(
-        "this file does not exist",
-        name,
-        expected="the path of a YAML file",
-        nearest=os.path.join(folder, close) if close else "",
-    )
+    return os.path.join(folder, close) if close else ""
 
 
 class Loader:
-    """Carries one document through all checks.
+    """Carries one document through all checks; its folder is absolute."""
 
-    Args:
-        document: the document.
-        problems: the problems found so far.
-        folder: the spec's folder, absolute.
-    """
-
-    def __init__(self, document: Document, problems: Problems, folder: str) -> None:
-        self._document = document
+    def __init__(self, problems: Problems, folder: str) -> None:
+        self._document = problems.document
         self._problems = problems
         self._folder = folder
 
     def load(
         self, stem: str, params: Mapping[str, Tree], sets: Sequence[str], env: Mapping[str, str]
     ) -> Spec:
-        """Return the spec; `stem` is the default name of its run.
-
-        Raises:
-            SpecError: the spec has problems.
-        """
+        """Return the spec; `stem` is the default name of its run."""
         problems = self._problems
-        interpolation = Interpolation(self._document, problems, env, self._folder)
+        interpolation = Interpolation(problems, env, self._folder)
         validation = Validation(problems, interpolation.origin, in_memory=not self._document.lines)
         written = self._canonical(validation)
         values = interpolation.read_params(written.get("params", {}), params, sets)
@@ -193,9 +137,9 @@ class Loader:
         }
         summaries = self._respell(tree, validation)
         section = validation.validate(tree)
-        datasets = _mapping(tree.get("datasets"))
+        datasets = as_dict(tree.get("datasets"))
         checks = Checks(datasets, summaries, interpolation.references, problems)
-        checks.check(outputs=_mapping(tree.get("outputs")), cluster=_mapping(tree.get("cluster")))
+        checks.check(outputs=as_dict(tree.get("outputs")), cluster=as_dict(tree.get("cluster")))
         problems.raise_all()
         assert section is not None, "a spec without a model has a problem"
         return self._spec(stem, section, values)
@@ -204,11 +148,8 @@ class Loader:
         """Return the document with known keys at its top, and the short form `dataset` written out."""
         raw = self._document.value
         if not isinstance(raw, dict):
-            self._problems.add(
-                (),
-                f"the spec must be a mapping, got {describe(raw)}",
-                expected="a mapping that begins with `pipedist: 1`",
-            )
+            message = f"the spec must be a mapping, got {describe(raw)}"
+            self._problems.add((), message, "a mapping that begins with `pipedist: 1`")
             self._problems.raise_all()
             return {}
         if not self._document.lines:
@@ -219,29 +160,21 @@ class Loader:
             dataset = canonical.pop("dataset")
             others = canonical.get("datasets", {})
             if "datasets" in canonical:
-                self._problems.add(
-                    ("dataset",),
-                    "a spec has `dataset` or `datasets`, not both",
-                    expected="all datasets below `datasets`",
-                    at_key=True,
-                )
+                message = "a spec has `dataset` or `datasets`, not both"
+                self._problems.add(("dataset",), message, "all datasets below `datasets`", at_key=True)
             if isinstance(others, dict) and "dataset" not in others:
                 canonical["datasets"] = {"dataset": dataset, **others}
-                self._document.move(("datasets", "dataset"), written)
+                self._document.moved["datasets", "dataset"] = written
         elif "datasets" not in canonical:
-            self._problems.add(
-                (), "`dataset` is missing", expected="a dataset, as in `dataset: {range: 10, batch: 4}`"
-            )
+            expected = "a dataset, as in `dataset: {range: 10, batch: 4}`"
+            self._problems.add((), "`dataset` is missing", expected)
         elif isinstance(canonical["datasets"], dict) and not canonical["datasets"]:
-            self._problems.add(("datasets",), "`datasets` is empty", expected="at least one dataset")
+            self._problems.add(("datasets",), "`datasets` is empty", "at least one dataset")
             self._problems.break_at(("datasets",))
         return canonical
 
     def _with_text_keys(self, value: Any, path: Path) -> Any:
-        """Return a dict document without the keys that are not text, which are problems.
-
-        A YAML document has none. Values of the user may have any keys.
-        """
+        """Return a dict document without keys that are not text, which are problems outside of the user's values."""
         own = (path[:1] == ("params",) and len(path) > 1) or path[-1:] in (("with",), ("init",), ("arrays",))
         if type(value) is not dict or own or len(path) > DEPTH_MAX:
             return value
@@ -265,16 +198,12 @@ class Loader:
                 name: validation.dataset(value, ("datasets", name)) for name, value in datasets.items()
             }
         if isinstance(stages, dict):
+            only = next(iter(datasets)) if isinstance(datasets, dict) and len(datasets) == 1 else None
             tree["stages"] = {}
             for name, value in stages.items():
                 verb, stage = validation.stage(value, ("stages", name))
-                if (
-                    verb == "run"
-                    and isinstance(stage, dict)
-                    and isinstance(datasets, dict)
-                    and len(datasets) == 1
-                ):
-                    stage = {"of": next(iter(datasets)), **stage}
+                if verb == "run" and isinstance(stage, dict) and only is not None:
+                    stage = {"of": only, **stage}
                 tree["stages"][name] = stage
                 summaries[name] = summarize(verb, stage)
         return summaries
@@ -302,18 +231,10 @@ class Loader:
         return os.path.normpath(os.path.join(self._folder, path))
 
 
-def _mapping(value: object) -> dict[Any, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def with_cluster(spec: Spec, choice: str) -> Spec:
     """Return a spec with the cluster of `--cluster NAME[:ADDRESS]`; keys of every launcher are kept.
 
-    Args:
-        spec: a loaded spec.
-        choice: a launcher's name, or the name, a colon and an address: that of the engine with `ray` and
-            `dask`, the endpoint of the driver with `connect`, whose key file is `cluster.key` in the spec's
-            folder if the spec names none.
+    The address is that of the engine with `ray` and `dask`, the endpoint of the driver with `connect`.
 
     Raises:
         UsageError: there is no such launcher, or the address does not fit it.

@@ -22,6 +22,7 @@ from pipedist.spec.fields import (
     filled_mapping,
     mapping,
     message_error,
+    satisfies,
 )
 from pipedist.spec.scalars import as_text, listing
 from pipedist.spec.stages import AnyStage
@@ -52,28 +53,20 @@ def fits_engine(address: str, launcher: str) -> bool:
     return bool(re.match(ENGINE_ADDRESS_PATTERN, address) and _ENGINE_ADDRESSES[launcher].fullmatch(address))
 
 
-def _engine_address(value: str) -> str:
-    if not re.match(ENGINE_ADDRESS_PATTERN, value):
-        raise ValueError("no address")
-    return value
-
-
 def _version(value: int) -> int:
     if value != 1:
         raise message_error(f"version {as_text(value)} of the language is not supported", "`pipedist: 1`")
     return value
 
 
-def _run_name(value: str | None) -> str:
-    if (
-        value is None  # only an absent key means the default
-        or not 1 <= len(value) <= NAME_CHARACTERS_MAX
-        or value[0] in ".-"
-        or "/" in value
-        or not value.isprintable()
-    ):
-        raise ValueError("no folder's name")
-    return value
+def _is_run_name(value: str | None) -> bool:
+    return (
+        value is not None  # only an absent key means the default
+        and 1 <= len(value) <= NAME_CHARACTERS_MAX
+        and value[0] not in ".-"
+        and "/" not in value
+        and value.isprintable()
+    )
 
 
 class ClusterSection(Section):
@@ -142,7 +135,7 @@ class ClusterSection(Section):
     address: (
         Annotated[
             str,
-            AfterValidator(_engine_address),
+            satisfies(lambda address: bool(re.match(ENGINE_ADDRESS_PATTERN, address))),
             WithJsonSchema({"type": "string", "pattern": ENGINE_ADDRESS_PATTERN}),
             Expected(
                 "local; for ray also auto, HOST:PORT or ray://HOST:PORT; for dask also tcp://HOST:PORT",
@@ -191,7 +184,7 @@ class SpecSection(Section):
     ] = Field(description="The version of the language.", examples=[1])
     name: Annotated[
         str | None,
-        AfterValidator(_run_name),
+        satisfies(_is_run_name),
         WithJsonSchema({"type": "string"}),
         Expected(
             f"a text of at most {NAME_CHARACTERS_MAX} characters that can be a folder's name, and does not "

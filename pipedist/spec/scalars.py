@@ -21,14 +21,7 @@ _DECIMAL_BITS_MAX = 1024
 LIST_ITEMS_SHOWN = 4
 
 _NULLS = frozenset({"", "~", "null", "Null", "NULL"})
-_BOOLEANS = {
-    "true": True,
-    "True": True,
-    "TRUE": True,
-    "false": False,
-    "False": False,
-    "FALSE": False,
-}
+_BOOLEANS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _NANS = frozenset({".nan", ".NaN", ".NAN"})
 _DECIMAL = re.compile(r"[-+]?[0-9]+")
 _BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
@@ -48,11 +41,7 @@ class ScalarError(ValueError):
 
 
 def resolve_plain(text: str) -> str | int | float | bool | None:
-    """Return the value of a plain (unquoted) scalar.
-
-    Raises:
-        ScalarError: an integer beyond 64 bits, or a number beyond float64.
-    """
+    """Return the value of a plain (unquoted) scalar; raise ScalarError beyond 64 bits and beyond float64."""
     if text in _NULLS:
         return None
     if text in _BOOLEANS:
@@ -101,14 +90,12 @@ def describe(value: object) -> str:
         return "a mapping" if value else "an empty mapping"
     if isinstance(value, list | tuple):
         numbers = len(value) <= LIST_ITEMS_SHOWN and all(type(item) in (int, bool) for item in value)
-        return f"[{_short(', '.join(map(describe, value)))}]" if value and numbers else _sized("list", value)
+        if value and numbers:
+            return f"[{_short(', '.join(map(describe, value)))}]"
+        return "a list" if value else "an empty list"
     if callable(value):
         return f"the function {_short(getattr(value, '__qualname__', type(value).__name__))}"
     return f"a value of type {type(value).__name__}"
-
-
-def _sized(kind: str, value: list[object] | tuple[object, ...]) -> str:
-    return f"a {kind}" if value else f"an empty {kind}"
 
 
 def as_text(value: str | int | float | bool | None) -> str:
@@ -126,9 +113,7 @@ def as_text(value: str | int | float | bool | None) -> str:
 
 def printable(text: str) -> str:
     """Return a text without the characters that control a terminal."""
-    return "".join(
-        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text
-    )
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def as_yaml(value: object) -> str:

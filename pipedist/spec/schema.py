@@ -108,19 +108,12 @@ class _Generator(GenerateJsonSchema):
         properties = root["properties"]
         for name in ("datasets", "stages"):
             _options(properties[name])[0]["propertyNames"] = _NAME
-        for section, name in (
-            (definitions["RunSpec"], "Argument"),
-            (definitions["UpdateSpec"], "Argument"),
-            (definitions["FunctionSource"], "Value"),
-        ):
-            _options(section["properties"]["with"])[0]["additionalProperties"] = _ref(name)
+        for owner, name in (("RunSpec", "Argument"), ("UpdateSpec", "Argument"), ("FunctionSource", "Value")):
+            _options(definitions[owner]["properties"]["with"])[0]["additionalProperties"] = _ref(name)
         definitions["UpdateSpec"]["properties"]["init"].update(_ref_all("Value"))
         properties["params"].pop("anyOf")
-        properties["params"] |= {
-            "type": "object",
-            "propertyNames": _NAME,
-            "additionalProperties": _ref("Default"),
-        }
+        parameter = {"propertyNames": _NAME, "additionalProperties": _ref("Default")}
+        properties["params"] |= {"type": "object", **parameter}
         return {
             "$schema": self.schema_dialect,
             **root,
@@ -130,7 +123,6 @@ class _Generator(GenerateJsonSchema):
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft-07) of version 1 of the language."""
     return SpecSection.model_json_schema(ref_template="#/definitions/{model}", schema_generator=_Generator)
 
 

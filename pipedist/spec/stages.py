@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, get_args
 
-from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag, WithJsonSchema
+from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from pipedist.core.gpus import GPUS_MAX
@@ -22,6 +22,7 @@ from pipedist.spec.fields import (
     function_name,
     mapping,
     message_error,
+    satisfies,
 )
 from pipedist.spec.scalars import describe, listing
 
@@ -47,26 +48,8 @@ _OptionalSeconds = Annotated[
 _Axis = Annotated[int, Field(ge=-AXIS_MAX - 1, le=AXIS_MAX)]
 
 
-def _different(axes: object) -> object:
-    if isinstance(axes, tuple) and (not axes or len(set(axes)) < len(axes)):
-        raise ValueError("no axis, or one axis twice")
-    return axes
-
-
-def _as_tuple(axes: object) -> object:
-    return tuple(axes) if isinstance(axes, list) else axes
-
-
 def _op(value: object) -> object:
-    if isinstance(value, str) and value in OPS:
-        return value
-    return function_name(value)
-
-
-def _gpus(value: float) -> float:
-    if not (0 < value < 1 or value in range(1, GPUS_MAX + 1)):
-        raise ValueError("neither a count nor a fraction")
-    return value
+    return value if isinstance(value, str) and value in OPS else function_name(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +128,7 @@ class ResourcesSpec(Section):
 
     gpus: Annotated[
         int | float,
-        AfterValidator(_gpus),
+        satisfies(lambda gpus: 0 < gpus < 1 or gpus in range(1, GPUS_MAX + 1)),
         WithJsonSchema(
             {
                 "anyOf": [
@@ -163,27 +146,17 @@ class ResourcesSpec(Section):
 
 
 def _collectives(value: object) -> object:
-    if value is False:
-        return value
-    return {} if value is True else mapping(value)
+    return {} if value is True else value if value is False else mapping(value)
 
 
-_Per = Literal["run", "epoch", "step"]
-
-
-def _of() -> Any:
-    return Field(
-        description="The input of the stage: the name of a dataset or of a run.", examples=["delays"]
-    )
-
-
-def _per() -> Any:
-    return Field(
-        default="run",
+_Per = Annotated[
+    Literal["run", "epoch", "step"],
+    Field(
         description="How often there is a value: one for the whole run, one for each epoch, or one for each "
         "step.",
         examples=["step"],
-    )
+    ),
+]
 
 
 def _with() -> Any:
@@ -196,7 +169,11 @@ def _with() -> Any:
     )
 
 
-_Input = Annotated[str, Expected("the name of a dataset or of a run")]
+_Input = Annotated[
+    str,
+    Expected("the name of a dataset or of a run"),
+    Field(description="The input of the stage: the name of a dataset or of a run.", examples=["delays"]),
+]
 
 
 class RunSpec(Section):
@@ -286,12 +263,14 @@ class ReduceSpec(Section):
         "`combine(a, b)`, which runs on the workers.",
         examples=["sum"],
     )
-    of: _Input = _of()
+    of: _Input
     axis: Annotated[
-        _Axis | Annotated[tuple[_Axis, ...], AfterValidator(_different)] | None,
+        _Axis
+        | Annotated[tuple[_Axis, ...], satisfies(lambda axes: axes and len(set(axes)) == len(axes))]
+        | None,
         ExpectedShape(
             "",
-            _as_tuple,
+            lambda axes: tuple(axes) if isinstance(axes, list) else axes,
             _Axis
             | Annotated[list[_Axis], Field(min_length=1, json_schema_extra={"uniqueItems": True})]
             | None,
@@ -303,7 +282,7 @@ class ReduceSpec(Section):
         "by element across the calls. Required with a built-in op, and an error with a function.",
         examples=[0],
     )
-    per: _Per = _per()
+    per: _Per = "run"
 
     @property
     def op(self) -> str | None:
@@ -322,8 +301,8 @@ class GatherSpec(Section):
     gather: Annotated[_Axis, Expected(f"an integer from {-AXIS_MAX - 1} to {AXIS_MAX}")] = Field(
         description="The axis along which the components are concatenated.", examples=[0]
     )
-    of: _Input = _of()
-    per: _Per = _per()
+    of: _Input
+    per: _Per = "run"
 
 
 class UpdateSpec(Section):

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The dependencies of a stage.
+    """The dependencies of a stage; its verb and its input may be unknown (None).
 
     Args:
-        verb: run, reduce, gather or update; None if it has none.
-        of: its input; None if that is unknown.
         waits: stages that must be complete before it begins (`${stages.NAME}`, `after`).
         reads: the updates whose states it reads (`${state.NAME}`).
         per: run, epoch or step: how often a reduce or gather has a value.
@@ -75,12 +73,7 @@ def granularity(update: str, links: Mapping[str, Links]) -> str:
 
 
 def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> TrainingStages | None:
-    """Return the training of a spec, or None if no dataset feeds an update.
-
-    Args:
-        datasets: their names.
-        links: the stages, in the order of the document; they may have problems.
-    """
+    """Return the training of a spec, which may have problems, or None if no dataset feeds an update."""
     updates = [name for name, link in links.items() if link.verb == "update"]
     if not updates:
         return None
@@ -97,11 +90,7 @@ def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> Training
     core_chain = _with_ancestors(core, links)
     early = _awaited(core_chain, links, core)
     return TrainingStages(
-        feeder,
-        _ordered(updates, links),
-        held_out,
-        frozenset(core_chain - early),
-        frozenset(early),
+        feeder, _ordered(updates, links), held_out, frozenset(core_chain - early), frozenset(early)
     )
 
 
@@ -118,11 +107,7 @@ def _readers(core: set[str], links: Mapping[str, Links]) -> set[str]:
 
 
 def _awaited(names: Iterable[str], links: Mapping[str, Links], ends: Collection[str] = ()) -> set[str]:
-    """Return all stages that some stages wait for, with the dependencies of those.
-
-    Args:
-        ends: stages to ignore, with their dependencies: waiting for them is a problem of the spec.
-    """
+    """Return all stages that some stages wait for, with their dependencies, up to the stages `ends`."""
     found: set[str] = set()
     open_ends = [other for name in names for other in links[name].waits if other in links]
     while open_ends:
@@ -141,15 +126,12 @@ def _ordered(updates: Sequence[str], links: Mapping[str, Links]) -> tuple[str, .
     waiting = list(updates)
     while waiting:
         needs = {
-            name: [
-                r
-                for r in links[name].reads
-                if r in waiting and granularity(r, links) == granularity(name, links)
-            ]
+            name: {other for other in waiting if granularity(other, links) == granularity(name, links)}
             for name in waiting
         }
         # the checks report a cycle; here its first update comes first
-        ready = next((name for name in waiting if not needs[name]), waiting[0])
+        free = (name for name in waiting if needs[name].isdisjoint(links[name].reads))
+        ready = next(free, waiting[0])
         done.append(ready)
         waiting.remove(ready)
     return tuple(done)

@@ -53,12 +53,9 @@ STAGE_KEYS: Final = tuple(dict.fromkeys(key for model in STAGES.values() for key
 
 
 class Validation:
-    """Validates the sections of one spec.
+    """Validates the sections of one spec, which holds arrays only if it is a dict (`in_memory`).
 
-    Args:
-        problems: receives the problems.
-        origin: returns the reference that an interpolated value came from, or "".
-        in_memory: whether the spec is a dict, which may hold arrays.
+    `origin` returns the reference that an interpolated value came from, or "".
     """
 
     def __init__(self, problems: Problems, origin: Callable[[Path], str], *, in_memory: bool) -> None:
@@ -69,11 +66,7 @@ class Validation:
         """Values with a problem that pydantic would report again, in other words."""
 
     def validate(self, tree: Mapping[str, Any]) -> SpecSection | None:
-        """Return a tree as a model, or None if it has problems.
-
-        Args:
-            tree: the spec, interpolated, after `cluster`, `dataset` and `stage`.
-        """
+        """Return an interpolated tree without misspelled keys as a model, or None if it has problems."""
         try:
             return SpecSection.model_validate(tree)
         except ValidationError as error:
@@ -92,10 +85,10 @@ class Validation:
             return raw
         if "arrays" in raw and not self._in_memory:
             message = "`arrays` is allowed only in a spec that is given as a dict"
-            self._problems.add((*path, "arrays"), message, expected="a source that reads files", at_key=True)
+            self._problems.add((*path, "arrays"), message, "a source that reads files", at_key=True)
             return {key: value for key, value in raw.items() if key != "arrays"}
         sources = [name for name in SOURCES if self._in_memory or name != "arrays"]
-        _, raw = self._one_of(raw, sources, DATASET_KEYS, path, "dataset", "source")
+        _, raw = self._one_of(raw, sources, DATASET_KEYS, path, "dataset")
         return self._respelled(raw, DatasetSpec, path, names=[*DATASET_KEYS, *sources])
 
     def stage(self, raw: object, path: Path) -> tuple[str | None, object]:
@@ -104,7 +97,7 @@ class Validation:
             self._must_be(f"a mapping with one of the keys {listing(STAGES)}", raw, path)
             return None, raw
         others = [key for key in STAGE_KEYS if key not in STAGES]
-        verb, raw = self._one_of(raw, STAGES, others, path, "stage", "verb")
+        verb, raw = self._one_of(raw, list(STAGES), others, path, "stage")
         if verb is None:
             self._reported.add(path)
             return None, raw
@@ -133,7 +126,6 @@ class Validation:
         Args:
             names: allowed keys, for messages; default: those of the model.
             elsewhere: keys of other sections of this kind: they are not misspelled.
-            nested: respell the sections in this one, too.
         """
         fields = keys_of(model)
         names, elsewhere = list(names) or list(fields), set(elsewhere)
@@ -145,7 +137,7 @@ class Validation:
                 if suggestion and suggestion not in raw and suggestion not in respelled:
                     meant = suggestion
                     self._unknown((*path, key), names)
-                    self._problems.move((*path, meant), (*path, key))
+                    self._problems.document.moved[*path, meant] = (*path, key)
             inner = section_in(fields[meant].annotation) if nested and meant in fields else None
             if isinstance(value, dict) and inner is not None and inner is not ArraysSource:
                 value = self._respelled(value, inner, (*path, meant))
@@ -153,19 +145,13 @@ class Validation:
         return respelled
 
     def _one_of(
-        self,
-        raw: Mapping[Any, object],
-        choices: Iterable[str],
-        others: Iterable[str],
-        path: Path,
-        what: str,
-        part: str,
+        self, raw: Mapping[Any, object], choices: list[str], others: Iterable[str], path: Path, what: str
     ) -> tuple[str | None, dict[Any, object]]:
         """Return the one key of a section that is among `choices`, and the section without further such keys.
 
         If there is none, a key that resembles one of them is replaced by it.
         """
-        choices = list(choices)
+        part = "verb" if what == "stage" else "source"
         expected = f"one of {listing(choices)}"
         found = [key for key in raw if key in choices]
         for key in found[1:]:
@@ -178,7 +164,7 @@ class Validation:
             suggestion = nearest(str(key), names) if key not in names else ""
             if suggestion in choices:
                 self._unknown((*path, key), choices)
-                self._problems.move((*path, suggestion), (*path, key))
+                self._problems.document.moved[*path, suggestion] = (*path, key)
                 return suggestion, {suggestion if k == key else k: value for k, value in raw.items()}
         self._problems.add(path, f"the {what} has no {part}", expected=expected, at_key=True)
         return None, dict(raw)
@@ -223,11 +209,9 @@ class Validation:
 
     def _missing(self, tree: Mapping[str, Any], path: Path, key: str) -> None:
         field = keys_of(_section_at(tree, path))[key]
-        expected = expected_phrase(field.annotation, field.metadata)
-        example = as_yaml((field.examples or [None])[0])
-        self._problems.add(
-            path, f"`{key}` is missing", expected=f"{expected}, as in `{key}: {example}`", at_key=True
-        )
+        phrase = expected_phrase(field.annotation, field.metadata)
+        expected = f"{phrase}, as in `{key}: {as_yaml((field.examples or [None])[0])}`"
+        self._problems.add(path, f"`{key}` is missing", expected, at_key=True)
 
     def _extra(self, tree: Mapping[str, Any], path: Path) -> None:
         name, section = str(path[-1]), _section_at(tree, path[:-1])

@@ -12,7 +12,7 @@ therefore pins the minor version.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -114,14 +114,7 @@ class _Scanner(Scanner):
 
 
 def read_yaml(data: bytes, name: str) -> tuple[Document, Problems]:
-    """Read a YAML document.
-
-    Args:
-        data: the file's bytes, UTF-8; a byte order mark is skipped.
-        name: the file's path as typed, for the problems.
-
-    Returns:
-        The document, and its problems so far (duplicate keys, tags, ...), not yet raised.
+    """Read a YAML document, and return it with its problems so far (duplicate keys, tags, ...).
 
     Raises:
         SpecError: the text is not YAML or exceeds a limit, so that the rest cannot be read.
@@ -129,9 +122,8 @@ def read_yaml(data: bytes, name: str) -> tuple[Document, Problems]:
     document = Document(name, None, ("",))
     problems = Problems(document)
     if len(data) > DOCUMENT_BYTES_MAX:
-        problems.add(
-            (), f"the document is longer than {DOCUMENT_BYTES_MAX} bytes", expected="data in separate files"
-        )
+        message = f"the document is longer than {DOCUMENT_BYTES_MAX} bytes"
+        problems.add((), message, "data in separate files")
         problems.raise_all()
     try:
         text = data.decode("utf-8-sig")
@@ -140,7 +132,7 @@ def read_yaml(data: bytes, name: str) -> tuple[Document, Problems]:
         column = error.start - (data.rfind(b"\n", 0, error.start) + 1) + 1
         document.lines = tuple(data.decode("utf-8", "replace").split("\n"))
         document.values[()] = Place(line, column)
-        problems.add((), f"byte 0x{data[error.start]:02x} is not UTF-8", expected="UTF-8 text")
+        problems.add((), f"byte 0x{data[error.start]:02x} is not UTF-8", "UTF-8 text")
         problems.raise_all()
         raise
     document.lines = tuple(_LINE_BREAK.split(text))
@@ -154,9 +146,8 @@ def read_yaml(data: bytes, name: str) -> tuple[Document, Problems]:
     except ReaderError as error:
         before = _LINE_BREAK.split(text[: error.position])
         document.values[()] = Place(len(before), len(before[-1]) + 1)
-        problems.add(
-            (), f"the character U+{ord(text[error.position]):04X} is not allowed", expected="printable text"
-        )
+        message = f"the character U+{ord(text[error.position]):04X} is not allowed"
+        problems.add((), message, "printable text")
         problems.raise_all()
     return document, problems
 
@@ -172,24 +163,17 @@ def _add_syntax_error(error: MarkedYAMLError, document: Document, problems: Prob
         place = Place(mark.line + 1, mark.column + 1)
         # after the last line there is nothing to show
         document.values[("",)] = place if place.line <= last else Place(last, len(document.lines[-1]) + 1)
-    if (
-        mark is not None
-        and "expected ','" in reported
-        and document.lines[mark.line][: mark.column].endswith("$")
-    ):
-        problems.add(
-            ("",),
-            "a reference inside `{...}` or `[...]` has no quotes",
-            expected='quotes around it: "${params.x}"',
-        )
-        return
+        if "expected ','" in reported and document.lines[mark.line][: mark.column].endswith("$"):
+            message = "a reference inside `{...}` or `[...]` has no quotes"
+            problems.add(("",), message, 'quotes around it: "${params.x}"')
+            return
     for fragment, message, expected in _SYNTAX:
         if fragment in reported:
             if "is not closed" in message and opened is not None and opened.line != mark.line:
                 message = message.replace("is not", f"that begins on line {opened.line + 1} is not")
-            problems.add(("",), message, expected=expected)
+            problems.add(("",), message, expected)
             return
-    problems.add(("",), f"this is not YAML: {reported or error.context}", expected="YAML 1.2")
+    problems.add(("",), f"this is not YAML: {reported or error.context}", "YAML 1.2")
 
 
 class _Composer:
@@ -217,9 +201,7 @@ class _Composer:
             else:
                 self._document.value = self._node(event, ())
         if not documents:
-            self._problems.add(
-                (), "the document is empty", expected="a mapping that begins with `pipedist: 1`"
-            )
+            self._problems.add((), "the document is empty", "a mapping that begins with `pipedist: 1`")
             raise _Stop
 
     def _check_document_start(self, event: DocumentStartEvent, documents: int) -> None:
@@ -262,9 +244,8 @@ class _Composer:
         if name in self._open_anchors:
             self._reject(path, event, f"the node *{name} contains itself", "a tree")
         elif name not in self._anchors:
-            self._reject(
-                path, event, f"there is no anchor for *{name}", f"an anchor &{name} above", self._anchors
-            )
+            message = f"there is no anchor for *{name}"
+            self._reject(path, event, message, f"an anchor &{name} above", self._anchors)
         else:
             value, size = self._anchors[name]
             self._count(size, path, event)
@@ -275,12 +256,8 @@ class _Composer:
     def _count(self, nodes: int, path: Path, event: NodeEvent) -> None:
         self._nodes += nodes
         if self._nodes > NODES_MAX:
-            self._reject(
-                path,
-                event,
-                f"the document has more than {NODES_MAX} values, with aliases expanded",
-                "data in separate files",
-            )
+            message = f"the document has more than {NODES_MAX} values, with aliases expanded"
+            self._reject(path, event, message, "data in separate files")
             raise _Stop
 
     def _check_tag(self, event: Any, path: Path) -> None:
@@ -334,12 +311,8 @@ class _Composer:
         self._check_tag(event, path)
         text = str(event.value)
         if text == "<<" and event.style is None:
-            self._reject(
-                path,
-                event,
-                "the merge key `<<` is not allowed",
-                "the keys themselves: YAML 1.2 has no merge keys",
-            )
+            message = "the merge key `<<` is not allowed"
+            self._reject(path, event, message, "the keys themselves: YAML 1.2 has no merge keys")
             raise _Stop
         if event.style is None:
             try:
@@ -351,13 +324,13 @@ class _Composer:
         return text
 
     def _reject(
-        self, path: Path, event: Any, message: str, expected: str, allowed: Iterator[str] | Any = ()
+        self, path: Path, event: Any, message: str, expected: str, allowed: Iterable[str] = ()
     ) -> None:
         """Add a problem at the place of an event, not at the value at `path`."""
         beside: Path = (*path, "", len(self._document.values))
         self._document.values[beside] = _place(event)
         given = event.anchor if isinstance(event, AliasEvent) else ""
-        self._problems.add(beside, message, expected=expected, allowed=allowed, given=given)
+        self._problems.add(beside, message, expected, allowed=allowed, given=given)
 
 
 def _place(event: Any) -> Place:

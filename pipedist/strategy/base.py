@@ -30,22 +30,19 @@ _INLINE_BYTES_MAX: Final = 2**20
 """Larger values are combined in a thread, so that the event loop keeps feeding the workers."""
 
 
-_TF_NAMES: Final = {
-    "experimental_distribute_dataset": "`distribute_dataset`",
-    "experimental_distribute_datasets_from_function": "`distribute_datasets_from_function`",
-    "experimental_distribute_values_from_function": "`distribute_values_from_function`",
-    "experimental_local_results": "`local_results`",
-    "experimental_make_numpy_dataset": "`make_numpy_dataset`",
-    "experimental_run_v2": "`run`",
-    "extended": "the methods of the strategy itself",
-    "unwrap": "`local_results`",
-}
-
-
 class BaseStrategy(InputStrategy, VariableOwner, TfNames):
     """Owns R replicas, runs functions on them, and combines the results."""
 
-    _tf_names: ClassVar = _TF_NAMES
+    _tf_names: ClassVar = {
+        "experimental_distribute_dataset": "`distribute_dataset`",
+        "experimental_distribute_datasets_from_function": "`distribute_datasets_from_function`",
+        "experimental_distribute_values_from_function": "`distribute_values_from_function`",
+        "experimental_local_results": "`local_results`",
+        "experimental_make_numpy_dataset": "`make_numpy_dataset`",
+        "experimental_run_v2": "`run`",
+        "extended": "the methods of the strategy itself",
+        "unwrap": "`local_results`",
+    }
 
     pickles_identically: ClassVar = True
     """A strategy that a function captures always pickles to the same bytes."""
@@ -66,10 +63,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
 
     @abstractmethod
     async def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Tree:
         """Call `fn` on every replica.
 
@@ -129,7 +123,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         """
         require_cross_replica("Strategy.reduce")
         given = self._components(value, mirrored=False)
-        whole = values.per_replica([self._own(given)]) if self._identity else given
+        whole = values.per_replica([values.select(given, 0)]) if self._identity else given
         return await _computed(partial(values.reduce, reduce_op, whole, axis, self._replicas), whole)
 
     async def reduce_to(self, reduce_op: ReduceOp | str, value: Tree) -> Tree:
@@ -219,7 +213,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         if not callable(fn):
             raise TypeError(f"update needs a function, not {fn!r} of type {type(fn).__name__}")
         result = self._update(variable, fn, args, kwargs or {})
-        return self._own(result) if self._identity else result
+        return values.select(result, 0) if self._identity else result
 
     def _update(
         self, variable: Any, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -245,7 +239,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         given = self._components(value, mirrored=True)
         if self._identity:
             await anyio.lowlevel.checkpoint()
-            return self._own(given)
+            return values.select(given, 0)
         return await _computed(partial(values.gather, given, axis, self._replicas), given)
 
     def local_results(self, value: Tree) -> tuple[Tree, ...]:
@@ -275,15 +269,8 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
             return PerReplica(components)  # frequent, and faster
         return values.per_replica(components)
 
-    def _own(self, value: Tree) -> Tree:
-        return values.select(value, 0)
-
     def _components(self, value: Tree, *, mirrored: bool) -> Tree:
-        """Return the value with each variable replaced by its values.
-
-        Args:
-            mirrored: replace a variable with one value by a Mirrored, not by the plain value.
-        """
+        """Return the value with each variable replaced by its values; if they are one, a Mirrored if `mirrored`."""
         if type(value) is PerReplica:
             return value
 
@@ -302,11 +289,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         kwargs: Mapping[str, Any] | None,
         argument: Callable[[Variable], Any] | None = None,
     ) -> list[Tree]:
-        """Return the arguments of each replica: (args, kwargs).
-
-        Args:
-            argument: returns the value that is sent in place of a variable; None: the variable itself.
-        """
+        """Return the arguments (args, kwargs) of each replica, with `argument(v)` in place of a variable v."""
         if not isinstance(args, list | tuple):
             raise ValueError(
                 f"args is {args!r} of type {type(args).__name__}; expected a tuple: args=(value,)"
@@ -329,12 +312,11 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
                 leaves[place] = argument(leaf)
         if not split:
             return [trees.unflatten(treedef, leaves)] * self._replicas
-        return [
-            trees.unflatten(
-                treedef, [leaf[replica] if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
-            )
+        each = (
+            [leaf[replica] if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
             for replica in range(self._replicas)
-        ]
+        )
+        return [trees.unflatten(treedef, own) for own in each]
 
     def _check_components(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:

@@ -18,9 +18,10 @@ import numpy as np
 from pipedist.core import trees
 from pipedist.core.functions import reference
 from pipedist.core.types import FunctionRef, Tree
-from pipedist.errors import PipedistError, UsageError
+from pipedist.errors import PipedistError
 from pipedist.strategy.context import NotForReplicas
 from pipedist.strategy.parameter_server import CommitOrder, ParameterVariable, capturing
+from pipedist.strategy.passes import serialized
 from pipedist.strategy.per_worker import AS_ARGUMENT, PerWorkerDataset, PerWorkerIterator
 from pipedist.worker.variables.access import ShardedVariable
 from pipedist.worker.variables.closures import VariablePlaceholder, closure_of
@@ -80,12 +81,8 @@ class RemoteValue:
             raise self._error
         return self._result
 
-    def _resolve(self, result: Tree) -> None:
-        self._result = result
-        self._done.set()
-
-    def _fail(self, error: Exception) -> None:
-        self._error = error
+    def _set(self, result: Tree, error: Exception | None = None) -> None:
+        self._result, self._error = result, error
         self._done.set()
 
     def __reduce__(self) -> NoReturn:
@@ -105,11 +102,9 @@ class ScheduledClosure:
     """A closure that has not committed.
 
     Args:
-        function: the function that the worker calls.
         arguments: (args, kwargs), with RemoteValues, and with VariablePlaceholders for variables.
-        variables: its variables, by number.
+        variables: by number.
         reads: the version of the variables that it reads.
-        value: its future.
         outcome: (result, error); None until it is known.
     """
 
@@ -121,14 +116,12 @@ class ScheduledClosure:
     outcome: tuple[Tree, Exception | None] | None = None
 
     def needs(self) -> list[RemoteValue]:
-        """Return the RemoteValues among its arguments."""
         return [leaf for leaf in trees.flatten(self.arguments)[0] if isinstance(leaf, RemoteValue)]
 
     def filled(self) -> Tree:
-        """Return the arguments to send; the results it needs and its version must be available.
+        """Return the arguments to send, or raise the error of a closure whose result it needs.
 
-        Raises:
-            Exception: a closure whose result it needs has failed.
+        The results it needs and its version must be available.
         """
         arguments = trees.tree_map(
             lambda leaf: leaf._outcome() if isinstance(leaf, RemoteValue) else leaf, self.arguments
@@ -140,24 +133,13 @@ class ScheduledClosure:
 
 
 class ClosureBuilder:
-    """Prepares a closure, so that later changes by the caller do not affect it.
-
-    Args:
-        fn: the function.
-        arguments: (args, kwargs); writable arrays are copied.
-        order: the commit order of the strategy.
-
-    Raises:
-        TypeError: an argument is a per-worker dataset, not its iterator.
-        ValueError: an argument is a variable or a RemoteValue of another strategy.
-        UsageError: `fn` can't be sent.
-    """
+    """Prepares a closure, so that later changes by the caller do not affect it: writable arrays are copied."""
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments, order: CommitOrder) -> None:
         self._fn = fn
         self._order = order
         with capturing() as self.variables:
-            self._function = _reference(fn)
+            self._function = serialized(fn)
         for variable in self.variables.values():
             _require_own(variable, order)
         self._leaves, self._treedef = trees.flatten(arguments)
@@ -191,11 +173,7 @@ class ClosureBuilder:
         return VariablePlaceholder(numbers, name)
 
     async def take(self, worker: int) -> None:
-        """Take the next element of each iterator; an error of reading becomes the closure's error.
-
-        Args:
-            worker: number of the logical worker.
-        """
+        """Take the next element of each iterator; an error of reading becomes the closure's error."""
         for iterator in self.iterators:
             try:
                 self.iterators[iterator] = await iterator.take(worker)
@@ -206,12 +184,6 @@ class ClosureBuilder:
         ]
 
     def scheduled(self, number: int, reads: int) -> ScheduledClosure:
-        """Return the closure.
-
-        Args:
-            number: number of the closure.
-            reads: the version of the variables that it reads.
-        """
         function = self._function
         if self.variables:
             function = msgspec.structs.replace(
@@ -233,12 +205,3 @@ def _require_own(variable: object, order: CommitOrder) -> ParameterVariable:
             f"{variable!r} belongs to another strategy: only closures of that one's coordinator can use it"
         )
     return variable
-
-
-def _reference(fn: Callable[..., Any]) -> FunctionRef:
-    try:
-        return reference(fn)
-    except UsageError as error:
-        if isinstance(error.__cause__, NotForReplicas):
-            raise error.__cause__ from None
-        raise

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import Any, Final
 
 import anyio
@@ -39,10 +38,9 @@ from pipedist.strategy.passes import SLOT, FunctionPasses
 from pipedist.strategy.per_worker import PerWorkerDataset, per_worker_datasets
 
 CLOSURES_MAX: Final = 256
-"""Default limit of scheduled closures that have not committed; the length of tf.distribute's queue."""
+"""The length of tf.distribute's queue."""
 
 STALENESS: Final = 8
-"""Default number of commits that a closure may miss."""
 
 
 class ClusterCoordinator(AsyncOnly):
@@ -96,9 +94,8 @@ class ClusterCoordinator(AsyncOnly):
         self._dataset_reads = 0
         """Number of closures that have read per-worker datasets."""
         self._uncommitted: deque[ScheduledClosure] = deque()
-        """Closures that have not committed, in order."""
+        """In order; `_unsent` are the last of them."""
         self._unsent: deque[ScheduledClosure] = deque()
-        """The last of them, which were not sent yet."""
         self._error: Exception | None = None
         """Error of the closure that failed, until it is raised."""
         self._advancing = False
@@ -109,13 +106,8 @@ class ClusterCoordinator(AsyncOnly):
         """The strategy whose workers execute the closures."""
         return self._strategy
 
-    # -- public methods ------------------------------------------------------------------------
-
     async def schedule(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> RemoteValue:
         """Schedule a call of `fn` on a worker, and return the future of its result.
 
@@ -214,9 +206,7 @@ class ClusterCoordinator(AsyncOnly):
     async def __aenter__(self) -> ClusterCoordinator:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 await self.join()
@@ -228,7 +218,6 @@ class ClusterCoordinator(AsyncOnly):
     async def _prepared(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> ScheduledClosure:
-        """Return a closure with copies of its arguments."""
         [arguments] = self._strategy._arguments(args, kwargs)
         parts = ClosureBuilder(fn, arguments, self._order)
         if parts.iterators:
@@ -238,7 +227,6 @@ class ClusterCoordinator(AsyncOnly):
         return parts.scheduled(self._number, max(self._order.observed, reads))
 
     def _advance(self) -> None:
-        """Commit and send as many closures as possible."""
         if self._advancing:  # called from `_send_next`: the loop below sees the result
             return
         self._advancing = True
@@ -273,14 +261,10 @@ class ClusterCoordinator(AsyncOnly):
     def _on_result(
         self, closure: ScheduledClosure, using: ExitStack, parts: list[Slots], error: BaseException | None
     ) -> None:
-        """Record the result of a closure, or its final error."""
         using.__exit__(type(error) if error is not None else None, error, None)
-        if error is None:
-            closure.outcome = (parts[0][SLOT], None)
-        elif isinstance(error, Exception):
-            closure.outcome = (None, error)
-        else:
-            closure.outcome = (None, RunCancelled(f"closure {closure.value.label} was abandoned: {error!r}"))
+        if error is not None and not isinstance(error, Exception):
+            error = RunCancelled(f"closure {closure.value.label} was abandoned: {error!r}")
+        closure.outcome = (parts[0][SLOT], None) if error is None else (None, error)
         self._advance()
 
     def _commit_next(self) -> bool:
@@ -298,21 +282,20 @@ class ClusterCoordinator(AsyncOnly):
             except (ValueError, OverflowError, TypeError) as unfit:
                 error = unfit
         if error is not None:
-            closure.value._fail(error)
+            closure.value._set(None, error)
             self._error = error
             self._cancel(f"an earlier one failed: {type(error).__name__}: {exception_text(error)}", error)
         else:
             self._order.committed = number + 1
-            closure.value._resolve(result)
+            closure.value._set(result)
         self._wake()
         return True
 
     def _cancel(self, reason: str, cause: Exception | None) -> None:
-        """Cancel all closures that have not committed."""
         for closure in self._uncommitted:
             cancelled = ClosureCancelled(f"closure {closure.value.label} was cancelled: {reason}")
             cancelled.__cause__ = cause
-            closure.value._fail(cancelled)
+            closure.value._set(None, cancelled)
         self._uncommitted.clear()
         self._unsent.clear()
         self._order.committed = self._number

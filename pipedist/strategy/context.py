@@ -42,10 +42,7 @@ class VariableOwner(ABC):
         """Whether there is one copy of every variable, also of an on_read one."""
 
     def _make_variable(self, *_args: Any, **_options: Any) -> object | None:
-        """Return a variable of the strategy's own kind; None if it uses `pipedist.Variable`.
-
-        Args: those of `pipedist.Variable`.
-        """
+        """Return a variable of the strategy's own kind; None if it uses `pipedist.Variable`."""
         return None
 
 
@@ -66,7 +63,6 @@ class NotForReplicas(ValueError):
 
 
 def set_default_strategy(strategy: VariableOwner) -> None:
-    """Make this the strategy outside of every scope."""
     _default[:] = [strategy]
 
 
@@ -95,11 +91,7 @@ def in_cross_replica_context() -> bool:
 
 
 def require_cross_replica(method: str) -> None:
-    """Reject a call from inside a replica function.
-
-    Raises:
-        RuntimeError: the caller is in a replica function of a strategy other than the default one.
-    """
+    """Raise RuntimeError in a replica function of a strategy other than the default one."""
     if in_replica_function():
         raise RuntimeError(
             f"{method} requires cross-replica context: it was called inside a replica function; "
@@ -108,22 +100,14 @@ def require_cross_replica(method: str) -> None:
 
 
 def require_outside(what: str, advice: str) -> None:
-    """Reject an operation that serves all replicas inside a replica function.
-
-    Raises:
-        NotForReplicas: the caller is in a replica function or a merge_call.
-    """
+    """Raise NotForReplicas in a replica function or a merge_call."""
     if get_replica_context() is not None or _merging.get() is not None:
         raise NotForReplicas(f"{what} inside a replica function: {advice}")
 
 
 @contextmanager
 def scope_of(strategy: _Owner) -> Iterator[_Owner]:
-    """Make a strategy current while the context is open.
-
-    Raises:
-        RuntimeError: another strategy is current, or the caller is in a replica function.
-    """
+    """Make a strategy current while the context is open; raise RuntimeError if another one is current."""
     require_cross_replica("scope")
     current = _current.get()
     if current is not None and current is not strategy:

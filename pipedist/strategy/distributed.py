@@ -6,7 +6,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, NoReturn
 
 import anyio
@@ -14,7 +13,6 @@ import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
 
-from pipedist import values
 from pipedist.core import trees
 from pipedist.core.misuse_hints import AsyncIterableOnly, AsyncOnly
 from pipedist.core.types import Tree
@@ -40,12 +38,7 @@ class DistributedDataset(AsyncIterableOnly):
     __slots__ = ("__weakref__", "_buffer", "_identity", "_pipelines", "_replicas_per_pipeline")
 
     def __init__(
-        self,
-        pipelines: Sequence[Dataset],
-        replicas_per_pipeline: int,
-        *,
-        identity: bool,
-        buffer_steps: int,
+        self, pipelines: Sequence[Dataset], replicas_per_pipeline: int, *, identity: bool, buffer_steps: int
     ) -> None:
         self._pipelines = tuple(pipelines)
         self._replicas_per_pipeline = replicas_per_pipeline
@@ -164,12 +157,7 @@ class DistributedIterator(AsyncOnly, AsyncIterableOnly):
     async def __aenter__(self) -> DistributedIterator:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.aclose()
 
     def __reduce__(self) -> NoReturn:
@@ -208,16 +196,10 @@ class _Steps:
 
 
 def joined(elements: Sequence[Tree | MissingElement]) -> Tree:
-    """Return the replicas' elements as one tree with PerReplica leaves.
+    """Return the replicas' elements, not all of them MISSING, as one tree with PerReplica leaves.
 
     A missing element is empty in every leaf: shape (0, ...) of the right dtype, or None in place of a
     scalar, which has no empty form.
-
-    Args:
-        elements: one per replica, at least one of them not MISSING.
-
-    Raises:
-        ValueError: two elements differ in structure; the text shows both.
     """
     present = [element for element in elements if element is not MISSING]
     columns, treedef = trees.same_structure(present)
@@ -228,11 +210,7 @@ def joined(elements: Sequence[Tree | MissingElement]) -> Tree:
 
 
 class InputStrategy(ABC):
-    """Owns R replicas, and distributes data among them.
-
-    Args:
-        replicas: R.
-    """
+    """Owns R replicas, and distributes data among them."""
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
@@ -304,11 +282,8 @@ class InputStrategy(ABC):
         if not callable(dataset_fn):
             raise TypeError(f"distribute_datasets_from_function needs a function, not {dataset_fn!r}")
         chosen = _options(options)
-        total = (
-            self._replicas
-            if chosen.replication_mode is InputReplicationMode.PER_REPLICA
-            else self._input_pipelines
-        )
+        alone = chosen.replication_mode is InputReplicationMode.PER_REPLICA
+        total = self._replicas if alone else self._input_pipelines
         each = self._replicas // total
         pipelines = []
         for index in range(total):
@@ -335,9 +310,8 @@ class InputStrategy(ABC):
         require_outside("distributing values", "make them outside and pass them as arguments")
         if not callable(value_fn):
             raise TypeError(f"distribute_values_from_function needs a function, not {value_fn!r}")
-        return self._joined(
-            [value_fn(ValueContext(replica, self._replicas)) for replica in range(self._replicas)]
-        )
+        contexts = [ValueContext(replica, self._replicas) for replica in range(self._replicas)]
+        return self._joined([value_fn(context) for context in contexts])
 
     def make_numpy_dataset(self, numpy_input: Tree) -> Dataset:
         """Return the slices of a tree of NumPy arrays along their first axis, undistributed.
@@ -358,9 +332,9 @@ class InputStrategy(ABC):
             pipelines, each, identity=self._identity, buffer_steps=options.per_replica_buffer_size
         )
 
+    @abstractmethod
     def _joined(self, components: Sequence[Tree]) -> Tree:
         """Return the replicas' values as one value."""
-        return components[0] if self._identity else values.per_replica(components)
 
 
 def _options(options: InputOptions | None) -> InputOptions:

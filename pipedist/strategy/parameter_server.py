@@ -49,7 +49,6 @@ class CommitOrder:
         """Closures that are not sent yet read this version or a later one."""
 
     def observe_latest(self) -> None:
-        """Record that the program has read the variables."""
         self.observed = self.committed
 
     def observe(self, number: int) -> None:
@@ -65,14 +64,11 @@ class ParameterVariable(AnyVariable):
     `pipedist.worker.variables.closures.ClosureVariable`.
 
     Args:
-        order: the commit order of the strategy.
-        number: number of the variable, unique in its strategy.
-        traits: its constant properties.
-        value: its first value, read-only.
+        number: unique in its strategy.
         parameter_server: the number of the parameter server that holds it.
     """
 
-    __slots__ = ("__weakref__", "_number", "_order", "_traits", "_versions", "parameter_server")
+    __slots__ = ("__weakref__", "_order", "_traits", "_versions", "number", "parameter_server")
 
     _traits: Traits
 
@@ -81,7 +77,7 @@ class ParameterVariable(AnyVariable):
     ) -> None:
         self.parameter_server = parameter_server
         self._order = order
-        self._number = number
+        self.number = number
         self._traits = traits
         self._versions: deque[tuple[int, Array]] = deque([(order.committed, value)])
         """(version, value) of every change, from the oldest version that may still be read."""
@@ -101,25 +97,13 @@ class ParameterVariable(AnyVariable):
                 f"the {self._traits.label} is a parameter server's: only closures of "
                 "ClusterCoordinator.schedule can use it"
             )
-        captured[self._number] = self
-        return ClosureVariable, (self._number,)
-
-    @property
-    def number(self) -> int:
-        """The number of the variable, unique in its strategy."""
-        return self._number
+        captured[self.number] = self
+        return ClosureVariable, (self.number,)
 
     def update(
         self, order: CommitOrder, fn: Callable[..., Tree], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Tree:
-        """Change the value by a function: see `BaseStrategy.update`.
-
-        Args:
-            order: the commit order of the strategy whose `update` was called.
-
-        Raises:
-            ValueError: the variable belongs to another strategy.
-        """
+        """Change the value by a function: see `BaseStrategy.update`; `order` is that of its strategy."""
         if not self.is_of(order):
             raise ValueError(
                 f"the {self._traits.label} belongs to another strategy: call `update` of that one"
@@ -139,13 +123,8 @@ class ParameterVariable(AnyVariable):
         value = next(value for since, value in reversed(self._versions) if since <= version)
         return SentVariable(self._traits.to_wire(), value)
 
-    def after(self, value: Array, method: AssignMethod, operand: Array) -> Array:
-        """Return the value after a closure's change.
-
-        Raises:
-            ValueError: the operand has another dtype or shape.
-            OverflowError: an integer result does not fit the dtype.
-        """
+    def after(self, value: Array, method: AssignMethod, operand: object) -> Array:
+        """Return the value after a change."""
         return updated(self._traits, value, method, operand_of(self._traits, operand, method))
 
     @property
@@ -163,23 +142,13 @@ class ParameterVariable(AnyVariable):
 
     def _change(self, method: AssignMethod, operand: object) -> None:
         require_outside("assigning to a parameter server's variable", "capture it in a closure instead")
-        new = updated(self._traits, self.latest, method, operand_of(self._traits, operand, method))
+        new = self.after(self.latest, method, operand)
         self._order.observe_latest()
         self.put(self._order.committed, new)
 
 
 def apply(variables: dict[int, ParameterVariable], changes: Sequence[Change], version: int) -> None:
-    """Apply all changes of a closure, or none.
-
-    Args:
-        variables: the variables of the closure, by number.
-        changes: the changes in their order.
-        version: the version that they make.
-
-    Raises:
-        ValueError: an operand has another dtype or shape than its variable.
-        OverflowError: an integer result does not fit the dtype.
-    """
+    """Apply all changes of a closure, or none; they make a version of its variables."""
     new: dict[int, Array] = {}
     for number, method, operand in changes:
         variable = variables[number]
@@ -207,9 +176,7 @@ class WorkerCluster(ClusterLike, Protocol):
     """A cluster with a configured number of workers."""
 
     @property
-    def workers(self) -> int:
-        """The configured number of workers."""
-        ...
+    def workers(self) -> int: ...
 
 
 class ParameterServerStrategy(Strategy):
@@ -301,19 +268,13 @@ class ParameterServerStrategy(Strategy):
             return self._placed_variable(name, value, trainable, synchronization, aggregation)
         parts, first = [], 0
         for index, rows in enumerate(shard_sizes(len(value), shards)):
-            part = value[first : first + rows]
+            part, label = value[first : first + rows], f"{name}/part_{index}"
             first += rows
-            parts.append(
-                self._placed_variable(f"{name}/part_{index}", part, trainable, synchronization, aggregation)
-            )
+            parts.append(self._placed_variable(label, part, trainable, synchronization, aggregation))
         return ShardedVariable(name, parts)
 
     def _attach_coordinator(self) -> None:
-        """Record that the strategy has a coordinator.
-
-        Raises:
-            UsageError: it has one already.
-        """
+        """Record that the strategy has a coordinator, or raise UsageError if it has one already."""
         if self._has_coordinator:
             raise UsageError(f"{self!r} has a ClusterCoordinator already: use that one")
         self._has_coordinator = True
@@ -354,7 +315,6 @@ class ParameterServerStrategy(Strategy):
         return ParameterVariable(self._order, number, traits, value, number % self._servers)
 
     def _shards_of(self, value: Array) -> int:
-        """Return the number of shards of a variable."""
         if self._partitioner is None or value.ndim == 0:
             return 1
         partitions = self._partitioner(shape=value.shape, dtype=value.dtype)

@@ -46,7 +46,9 @@ class Partitioner(ABC):
             ValueError: the shape has no axes, a length is negative, or `axis` is out of range.
             TypeError: a length is not an int, or elements of the dtype have no size (objects).
         """
-        lengths = [check_int("a length of shape", length, at_least=0) for length in _axes(shape)]
+        if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
+            raise TypeError(f"`shape` must be a tuple or list of ints, got {shape!r}")
+        lengths = [check_int("a length of shape", length, at_least=0) for length in shape]
         if not lengths:
             raise ValueError("a scalar has no axis to split: expected a shape of at least one axis")
         if isinstance(axis, bool) or not isinstance(axis, SupportsIndex):
@@ -154,16 +156,7 @@ class MaxSizePartitioner(Partitioner):
 
 
 def shard_sizes(rows: int, shards: int) -> list[int]:
-    """Return the number of rows of each shard; sizes differ by at most one, longer shards first.
-
-    Args:
-        rows: at least 0.
-        shards: at least 1.
-
-    Raises:
-        ValueError: a number is out of range.
-        TypeError: a number is not an int.
-    """
+    """Return the number of rows of each shard; sizes differ by at most one, longer shards first."""
     each, longer = divmod(check_int("rows", rows, at_least=0), check_int("shards", shards))
     return [each + 1] * longer + [each] * (shards - longer)
 
@@ -172,9 +165,3 @@ def _element_bytes(dtype: np.dtype, bytes_per_string: int) -> int:
     if dtype.hasobject:
         raise TypeError(f"elements of dtype {dtype} are Python objects: they have no size in bytes")
     return dtype.itemsize or bytes_per_string  # 0: a string dtype without a length
-
-
-def _axes(shape: Sequence[int]) -> Sequence[int]:
-    if isinstance(shape, str | bytes) or not isinstance(shape, Sequence):
-        raise TypeError(f"`shape` must be a tuple or list of ints, got {shape!r}")
-    return shape

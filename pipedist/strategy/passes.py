@@ -60,19 +60,11 @@ class FunctionReferences:
         self._cached: WeakKeyDictionary[FunctionType, _CachedReference] = WeakKeyDictionary()
 
     def of(self, fn: Callable[..., Any], captured: CapturedVariables) -> FunctionRef:
-        """Return a reference to a function in its current state.
-
-        Args:
-            captured: receives the variables that the function captures.
-
-        Raises:
-            TypeError: the function is not callable.
-            UsageError: it can't be pickled.
-            NotForReplicas: it captures an object that serves all replicas, or another strategy's variable.
-        """
+        """Return a reference to a function in its current state; `captured` receives its variables."""
         require_callable(fn)
         if type(fn) is not FunctionType:
-            return _serialized(fn, captured)
+            with captured.while_pickling():
+                return serialized(fn)
         if _has_name(fn):
             return reference(fn)
         cached = self._cached.get(fn)
@@ -82,7 +74,8 @@ class FunctionReferences:
                 captured.space_of(variable)
             return cached.function
         before = set(captured.variables)
-        function = _serialized(fn, captured)
+        with captured.while_pickling():
+            function = serialized(fn)
         if tokens is not None:
             new = [variable for space, variable in captured.variables.items() if space not in before]
             self._cached[fn] = _CachedReference(tokens, function, tuple(new))
@@ -90,15 +83,14 @@ class FunctionReferences:
 
 
 def require_callable(fn: Callable[..., Any]) -> None:
-    """Raise TypeError if an argument is not callable."""
     if not callable(fn):
         raise TypeError(f"run needs a function, but {fn!r} of type {type(fn).__name__} can't be called")
 
 
-def _serialized(fn: Callable[..., Any], captured: CapturedVariables) -> FunctionRef:
+def serialized(fn: Callable[..., Any]) -> FunctionRef:
+    """Return a reference to a function, or raise NotForReplicas as the object that it captures does."""
     try:
-        with captured.while_pickling():
-            return reference(fn)
+        return reference(fn)
     except UsageError as error:
         if isinstance(error.__cause__, NotForReplicas):
             raise error.__cause__ from None
@@ -106,9 +98,7 @@ def _serialized(fn: Callable[..., Any], captured: CapturedVariables) -> Function
 
 
 def _same(tokens: list[Any], cached: list[Any]) -> bool:
-    if len(tokens) != len(cached):
-        return False
-    return all(
+    return len(tokens) == len(cached) and all(
         new is old or (type(new) is bytes and type(old) is bytes and new == old)
         for new, old in zip(tokens, cached, strict=True)
     )
@@ -127,8 +117,7 @@ def _tokens(fn: FunctionType) -> list[Any] | None:
 class _CaptureWalk:
     """Visits everything that pickling a function reads.
 
-    The objects found include no function that is sent by value: they are stored beside the function, and
-    would keep it alive.
+    Functions that are sent by value are not among the objects found, which would keep them alive.
     """
 
     def __init__(self) -> None:
@@ -158,7 +147,7 @@ class _CaptureWalk:
                 raise _NotComparable
             found.append(repr((value.shape, value.strides, value.dtype, value.flags.writeable)).encode())
             found.append(value.tobytes())
-        elif _is_constant(value) or getattr(kind, "pickles_identically", False) or _is_named_class(value):
+        elif _is_constant(value) or getattr(kind, "pickles_identically", False):
             found.append(value)
         else:
             raise _NotComparable
@@ -189,11 +178,9 @@ class _CaptureWalk:
 def _is_constant(value: Any) -> bool:
     if isinstance(value, BuiltinFunctionType):  # a method is pickled with its object: `table.get`
         return isinstance(value.__self__, ModuleType | None)
+    if isinstance(value, type):
+        return _has_name(value)
     return isinstance(value, _CONSTANTS) and not isinstance(value, np.void)  # a record is mutable
-
-
-def _is_named_class(value: Any) -> bool:
-    return isinstance(value, type) and _has_name(value)
 
 
 def _has_name(value: FunctionType | type) -> bool:
@@ -240,8 +227,6 @@ class FunctionPasses:
     captured objects have changed, is another function.
 
     Args:
-        coordinator: the coordinator of the cluster.
-        replicas: R.
         seed: pass number p gets the seed `seed * 2**32 + p`, so that `ctx.rng` differs between functions,
             and between the runs of one.
         gang: the calls of a step run at the same time, and may call collectives.
@@ -297,29 +282,22 @@ class FunctionPasses:
             self._open.popitem(last=False)[1].handle.close()
 
     def _new(self, function: FunctionRef) -> PassHandle:
-        stage = StageProgram(
-            name=function.label, function=function, of=-1, kwargs={}, form="apply", collectives=self._gang
-        )
-        emits = (
-            (Emit(SLOT, of=0), Emit(variables.SLOT, of=variables.EMIT_OF))
-            if self._gang
-            else (Emit(SLOT, of=0),)
-        )
+        name, gang = function.label, self._gang
+        stage = StageProgram(name, function=function, of=-1, kwargs={}, form="apply", collectives=gang)
+        assigned = Emit(variables.SLOT, of=variables.EMIT_OF)
         program = Program(
             seed=(self._seed << _SEED_SHIFT) + self._opened,
             replicas=self._replicas,
             reader=None,
             stages=(stage,),
-            emits=emits,
-            gang=self._gang,
+            emits=(Emit(SLOT, of=0), assigned) if gang else (Emit(SLOT, of=0),),
+            gang=gang,
             devices=self._devices,
             communication=self._communication,
         )
         self._opened += 1
-        settings = PassSettings(
-            replicas=self._replicas, ordered=False, fail_fast=False, pulled=False, gang=self._gang
-        )
-        return self.coordinator.open_pass(program, name=function.label, settings=settings)
+        settings = PassSettings(self._replicas, ordered=False, fail_fast=False, pulled=False, gang=gang)
+        return self.coordinator.open_pass(program, name=name, settings=settings)
 
     def _shrink(self) -> None:
         idle = [function for function, entry in self._open.items() if entry.users == 0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from pipedist.core.types import Tree
@@ -33,11 +34,6 @@ class ReplicatedDataset(DistributedDataset):
             "a dataset of a ParameterServerStrategy can't be iterated here. Pass it to "
             "ClusterCoordinator.create_per_worker_dataset, and pass the iterator of that to closures"
         )
-
-    @property
-    def pipeline(self) -> Dataset:
-        """The dataset that every worker reads."""
-        return self._pipelines[0]
 
 
 class PerWorkerDataset:
@@ -79,12 +75,7 @@ class PerWorkerIterator:
         self._readers: list[ReadAhead[Tree]] = [ReadAhead(each, _BUFFER_ELEMENTS) for each in datasets]
 
     async def take(self, worker: int) -> Tree:
-        """Return the next element of a worker's iterator; a cancelled call takes no element.
-
-        Raises:
-            OutOfRangeError: there are no more elements.
-            Exception: reading the data raised it.
-        """
+        """Return the next element of a worker's iterator; a cancelled call takes no element."""
         reader = self._readers[worker]
         await until_ready(reader)
         for element in reader:
@@ -108,33 +99,19 @@ AS_ARGUMENT = (
 
 
 def per_worker_datasets(source: object, workers: int) -> list[Dataset]:
-    """Return a dataset for each logical worker.
-
-    Args:
-        source: a Dataset or ReplicatedDataset, which every worker reads as a whole; or a function that
-            returns one, called once per worker, without arguments or with its InputContext.
-        workers: number of logical workers.
-
-    Raises:
-        ValueError: `source` is none of these, or the function returns another type.
-    """
+    """Return a dataset for each logical worker: see `ClusterCoordinator.create_per_worker_dataset`."""
     if not callable(source):
-        return [
-            _dataset(source, "create_per_worker_dataset needs a Dataset or a function that returns one")
-        ] * workers
-    wants_context = _takes_one(source)
-    return [
-        _dataset(
-            source(InputContext(workers, worker, 1)) if wants_context else source(),
-            "the dataset function must return a Dataset",
-        )
-        for worker in range(workers)
-    ]
+        expected = "create_per_worker_dataset needs a Dataset or a function that returns one"
+        return [_dataset(source, expected)] * workers
+    expected = "the dataset function must return a Dataset"
+    if not _takes_one(source):
+        return [_dataset(source(), expected) for _ in range(workers)]
+    return [_dataset(source(InputContext(workers, worker, 1)), expected) for worker in range(workers)]
 
 
 def _dataset(value: object, expected: str) -> Dataset:
     if isinstance(value, ReplicatedDataset):
-        return value.pipeline
+        return value._pipelines[0]
     if isinstance(value, Dataset):
         return value
     raise ValueError(f"{expected}, not {value!r} of type {type(value).__name__}")
@@ -146,12 +123,8 @@ def _takes_one(fn: Callable[..., Any]) -> bool:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a built-in without a signature
         return False
-    try:
-        signature.bind()
-    except TypeError:
-        try:
-            signature.bind(None)
-        except TypeError:
-            return False  # calling it raises the best error
-        return True
-    return False
+    for args in ((), (None,)):
+        with suppress(TypeError):
+            signature.bind(*args)
+            return bool(args)
+    return False  # calling it raises the best error

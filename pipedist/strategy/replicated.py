@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import anyio
@@ -126,17 +125,15 @@ class Strategy(AsyncOnly, BaseStrategy):
         return False
 
     async def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Tree:
         """Call `fn` on every replica, with its `args` and `kwargs`: see `BaseStrategy.run`."""
         require_cross_replica("Strategy.run")
         call = self._prepare(fn, args, kwargs)
         if not call.captured.variables:
             return await self._execute(call, None)
-        self._drop_unused_variables(call.captured.coordinator)
+        while self.unused_spaces:
+            call.captured.coordinator.drop_space(self.unused_spaces.popleft())
         with used(call.captured.variables):
             async with self._variables_lock:
                 while self._cancelled_steps:  # they still change the workers' copies
@@ -147,7 +144,6 @@ class Strategy(AsyncOnly, BaseStrategy):
     def _prepare(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> _Call:
-        """Prepare a run, without sending it."""
         captured = CapturedVariables(self, self._open_passes().coordinator)
         function = self._references.of(fn, captured)
         return _Call(function, self._arguments(args, kwargs, captured.argument), captured)
@@ -176,9 +172,8 @@ class Strategy(AsyncOnly, BaseStrategy):
         call = self._prepare(fn, args, None)
         if call.captured.variables:
             return None
-        return PendingRun(
-            self._open_passes().using(call.function), call.arguments, partial(self._result, call)
-        )
+        using = self._open_passes().using(call.function)
+        return PendingRun(using, call.arguments, partial(self._result, call))
 
     def _can_join(self, results: list[Slots]) -> bool:
         structures = [trees.structure(result[SLOT]) for result in results]
@@ -202,10 +197,6 @@ class Strategy(AsyncOnly, BaseStrategy):
                 communication=self._communication,
             )
         return self._passes
-
-    def _drop_unused_variables(self, coordinator: Coordinator) -> None:
-        while self.unused_spaces:
-            coordinator.drop_space(self.unused_spaces.popleft())
 
     def run_steps(
         self, fn: Callable[..., Any], steps: AsyncIterable[Tree], *, ahead: int = STEPS_AHEAD
@@ -235,9 +226,8 @@ class Strategy(AsyncOnly, BaseStrategy):
         """
         require_cross_replica("Strategy.run_steps")
         require_callable(fn)
-        return StepRuns(
-            self._begin, lambda args: self.run(fn, args), fn, steps, check_int("ahead", ahead, at_least=1)
-        )
+        ahead = check_int("ahead", ahead, at_least=1)
+        return StepRuns(partial(self._begin, fn), partial(self.run, fn), steps, ahead)
 
     async def aclose(self) -> None:
         """Unload this strategy's functions from the workers; leaving the cluster does that too."""
@@ -249,12 +239,7 @@ class Strategy(AsyncOnly, BaseStrategy):
     async def __aenter__(self) -> Strategy:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.aclose()
 
 
@@ -268,12 +253,7 @@ class _Call:
 
 
 def _devices(devices: Sequence[str] | None) -> tuple[str, ...]:
-    """Return checked devices; an empty tuple for None.
-
-    Raises:
-        TypeError: the argument is not a list of str.
-        ValueError: a device has another form than "cpu" or "cuda:1", or the list is empty.
-    """
+    """Return checked devices; an empty tuple for None."""
     if devices is None:
         return ()
     if isinstance(devices, str) or not isinstance(devices, Sequence):
@@ -291,11 +271,9 @@ def _devices(devices: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _raise_unsendable(error: CallError, arguments: Sequence[Tree]) -> None:
-    """Raise UnsendableError if the step failed because an argument can't be sent.
-
-    Encoding the arguments again raises it, with the path of the argument; it raises nothing if a result
-    could not be sent.
-    """
+    """Raise UnsendableError, with the path of the argument, if the step failed because one can't be sent."""
     if isinstance(error.__cause__, UnsendableError):
         for args, kwargs in arguments:
-            encode({"args": args, "kwargs": kwargs})
+            encode(
+                {"args": args, "kwargs": kwargs}
+            )  # raises it, unless it was a result that could not be sent

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -28,7 +27,6 @@ class PendingRun:
 
     Args:
         using: context of the pass that executes it.
-        arguments: (args, kwargs) of each replica.
         join: makes the result of the run from the results of its calls.
     """
 
@@ -50,11 +48,7 @@ class PendingRun:
         self._done.set()
 
     async def result(self) -> Tree:
-        """Wait for the result, and return it; call it once.
-
-        Raises:
-            Exception: as `Strategy.run`.
-        """
+        """Wait for the result, and return it or raise as `Strategy.run`; call it once."""
         await self._done.wait()
         with self._stack:
             if self._error is not None:
@@ -72,18 +66,16 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
     To end it before the last step, use `aclose` or `async with`: results of started steps are discarded.
 
     Args:
-        begin: starts a run, (function, arguments); returns None if the run must not start in advance.
+        begin: starts a run on arguments; returns None if the run must not start in advance.
         run: runs the function on arguments.
-        fn: the function.
         steps: the arguments of each step.
         ahead: limit of started steps.
     """
 
     def __init__(
         self,
-        begin: Callable[[Callable[..., Any], Sequence[Any]], PendingRun | None],
+        begin: Callable[[Sequence[Any]], PendingRun | None],
         run: Callable[[Sequence[Any]], Awaitable[Tree]],
-        fn: Callable[..., Any],
         steps: AsyncIterable[Tree],
         ahead: int,
     ) -> None:
@@ -93,7 +85,6 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
             )
         self._begin = begin
         self._run = run
-        self._fn = fn
         self._steps = aiter(steps)
         self._ahead = ahead
         self._waiting: deque[PendingRun | Exception | tuple[Any, ...]] = deque()
@@ -106,31 +97,23 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         return self
 
     async def __anext__(self) -> Tree:
-        """Return the next step's result.
-
-        Raises:
-            StopAsyncIteration: there are no more steps.
-            Exception: reading the step or running it raised; later steps are dropped.
-        """
+        """Return the next step's result; after an exception of reading or running it, later steps are dropped."""
         async with self._lock:
-            return await self._next()
-
-    async def _next(self) -> Tree:
-        while not self._ended and len(self._waiting) < self._ahead:
-            await self._read()
-        if not self._waiting:
-            raise StopAsyncIteration
-        first = self._waiting[0]
-        try:
-            if isinstance(first, Exception):
-                raise first
-            result = await (first.result() if isinstance(first, PendingRun) else self._run(first))
-        except Exception:
-            await self.aclose()
-            raise
-        if self._waiting:  # it was not closed meanwhile
-            self._waiting.popleft()
-        return result
+            while not self._ended and len(self._waiting) < self._ahead:
+                await self._read()
+            if not self._waiting:
+                raise StopAsyncIteration
+            first = self._waiting[0]
+            try:
+                if isinstance(first, Exception):
+                    raise first
+                result = await (first.result() if isinstance(first, PendingRun) else self._run(first))
+            except Exception:
+                await self.aclose()
+                raise
+            if self._waiting:  # it was not closed meanwhile
+                self._waiting.popleft()
+            return result
 
     async def _read(self) -> None:
         """Read a step, and start its run."""
@@ -138,7 +121,7 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
             step = await anext(self._steps)
             args = step if type(step) is tuple else (step,)
             args = trees.tree_map(_kept, args)
-            started = self._begin(self._fn, args)
+            started = self._begin(args)
             self._waiting.append(args if started is None else started)
         except StopAsyncIteration:
             self._ended = True
@@ -160,12 +143,7 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
     async def __aenter__(self) -> StepRuns:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.aclose()
 
 

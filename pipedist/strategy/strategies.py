@@ -88,7 +88,8 @@ class MirroredStrategy(Strategy):
 
     @staticmethod
     def _default_replicas(cluster: ClusterLike) -> int:
-        return workers_of(cluster)
+        workers: int = getattr(cluster, "workers", 1)
+        return workers
 
 
 _REPLICA_JOBS: Final = ("chief", "master", "worker")
@@ -129,7 +130,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         if cluster_resolver is not None:
             _check_resolver(cluster_resolver)
         if workers is None:
-            workers = _task_count(cluster_resolver) or workers_of(cluster)
+            workers = _task_count(cluster_resolver) or getattr(cluster, "workers", 1)
         if replicas_per_worker is None:
             replicas_per_worker = _accelerator_count(cluster_resolver) or 1
         self._logical_workers = check_int("workers", workers, at_least=1)
@@ -228,11 +229,6 @@ def strategy_of(name: str, cluster: ClusterLike, **options: Any) -> Strategy:
     return kind(cluster, **options)
 
 
-def workers_of(cluster: ClusterLike) -> int:
-    """Return the number of workers that a cluster is configured for; 1 if it has no such number."""
-    return getattr(cluster, "workers", 1)
-
-
 class DefaultStrategy(BaseStrategy):
     """One replica in this process, whose values stay plain.
 
@@ -250,10 +246,7 @@ class DefaultStrategy(BaseStrategy):
         return True
 
     async def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Tree:
         """Call `fn` in this process, and return its result unchanged."""
         require_callable(fn)
@@ -324,7 +317,6 @@ class _SingleReplicaCollectives:
         """Collectives that an async function has not awaited yet."""
 
     def call(self, request: CollectiveRequest) -> Any:
-        """Return the result of a collective, or an awaitable of it in an async function."""
         return self.unawaited.add(request, self._later(request)) if self.is_async else self._result(request)
 
     def _result(self, request: CollectiveRequest) -> Tree:

@@ -118,14 +118,10 @@ class Variable(AnyVariable):
         self._users = 0
         """Number of unfinished runs that use it."""
 
-    # -- properties ----------------------------------------------------------------------------
-
     @property
     def has_copies(self) -> bool:
         """Whether each replica has its own value."""
         return self._traits.copies
-
-    # -- its value, outside of replica functions -----------------------------------------------
 
     def value(self) -> Array:
         """Return the current value, read-only: an array, of shape () for a number.
@@ -158,8 +154,6 @@ class Variable(AnyVariable):
         self._copies = copies
         self._version += 1
 
-    # -- in a run --------------------------------------------------------------------------------
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the replica's view of the variable, for functions that capture it."""
         captured = _captured.get()
@@ -175,12 +169,7 @@ class Variable(AnyVariable):
 
 
 class CapturedVariables:
-    """Collects the variables that a run uses.
-
-    Args:
-        strategy: the strategy of the run.
-        coordinator: the coordinator of its cluster.
-    """
+    """Collects the variables that a run uses."""
 
     def __init__(self, strategy: VariableOwner, coordinator: Coordinator) -> None:
         self._strategy = strategy
@@ -189,11 +178,7 @@ class CapturedVariables:
         """The variables by the number of their state."""
 
     def space_of(self, variable: Variable) -> int:
-        """Add a variable, and return the number of its state.
-
-        Raises:
-            NotForReplicas: it was not created in the scope of the run's strategy.
-        """
+        """Add a variable of the run's strategy, and return the number of its state."""
         _require_own(variable, self._strategy)
         if variable._space is None:
             variable._space = self.coordinator.open_space()
@@ -217,7 +202,6 @@ class CapturedVariables:
 
 
 def _require_own(variable: Variable, strategy: VariableOwner) -> None:
-    """Raise NotForReplicas if a variable was not created in a strategy's scope."""
     if variable._strategy is not strategy:
         where = (
             "outside of strategy.scope(), so it stays in this process"
@@ -249,8 +233,7 @@ def used(variables: Mapping[int, Variable]) -> Iterator[None]:
 class Transaction:
     """The assignments of one run, committed as a whole or not at all.
 
-    Args:
-        captured: the variables of the run; versions that the coordinator does not have are given to it.
+    Versions that the coordinator does not have are given to it.
     """
 
     def __init__(self, captured: CapturedVariables) -> None:
@@ -267,35 +250,26 @@ class Transaction:
     def commit(self, results: Sequence[Mapping[str, Tree]]) -> dict[int, int]:
         """Make the values assigned by the replicas the next versions.
 
-        Args:
-            results: the result of each replica's call.
-
         Returns:
             Space -> version of the variables without copies: the step's workers have these versions.
-
-        Raises:
-            RemoteProtocolError: a received value has another type, shape or dtype than its variable.
         """
         assigned = [result.get(SLOT) or {} for result in results]
         fresh: dict[int, list[Array]] = {}
         for space, variable in self._variables.items():
-            traits = variable._traits
-            if traits.copies:
-                if any(space in values for values in assigned):
-                    fresh[space] = [
-                        _received(traits, values[space]) if space in values else old
-                        for values, old in zip(assigned, variable._copies, strict=True)
-                    ]
-            elif space in assigned[0]:
-                fresh[space] = [_received(traits, assigned[0][space])]
+            replicas = assigned if variable._traits.copies else assigned[:1]
+            if any(space in values for values in replicas):
+                fresh[space] = [
+                    _received(variable._traits, values[space]) if space in values else old
+                    for values, old in zip(replicas, variable._copies, strict=True)
+                ]
+        shared = {}
         for space, copies in fresh.items():
-            self._variables[space]._copies = copies
-            self._variables[space]._version += 1
-        return {
-            space: self._variables[space]._version
-            for space in fresh
-            if not self._variables[space]._traits.copies
-        }
+            variable = self._variables[space]
+            variable._copies = copies
+            variable._version += 1
+            if not variable._traits.copies:
+                shared[space] = variable._version
+        return shared
 
 
 def _received(traits: Traits, value: object) -> Array:

@@ -176,8 +176,8 @@ def load_data(data: bytes) -> None:
 
     found: tuple[Problem, ...] = ()
     try:
-        document, problems = read_yaml(data, "f")
-        Loader(document, problems, "/").load("f", {}, (), {})
+        _, problems = read_yaml(data, "f")
+        Loader(problems, "/").load("f", {}, (), {})
     except SpecError as error:
         found = error.problems
         assert found

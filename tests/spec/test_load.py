@@ -221,7 +221,7 @@ def test_other_packages_report_problems_with_places(tmp_path: Path) -> None:
           late: {run: "flights:delayz"}
         """,
     )
-    problem = load(path).problem(
+    problem = load(path).document.problem(
         ("stages", "late", "run"), "no such function", expected="a function", allowed=["delays", "arrivals"]
     )
     assert str(problem).replace(str(path), "F") == textwrap.dedent(
@@ -232,11 +232,11 @@ def test_other_packages_report_problems_with_places(tmp_path: Path) -> None:
             expected a function
             did you mean 'delays'?"""
     )
-    column = load(path).problem(("datasets", "dataset", "csv", "columns", "delay"), "x", at_key=True)
+    column = load(path).document.problem(("datasets", "dataset", "csv", "columns", "delay"), "x", at_key=True)
     assert column.where == f"{path}:3:32"
-    default = load(path).problem(("stages", "late", "of"), "x")
+    default = load(path).document.problem(("stages", "late", "of"), "x")
     assert default.where == f"{path}:6:9", "what is not written has the place of what is around it"
-    nothing = load(path).problem(("outputs", "late"), "x")
+    nothing = load(path).document.problem(("outputs", "late"), "x")
     assert nothing.where == f"{path}:1:1"
 
 
