@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from pipedist.core.files import replace_file
 from pipedist.errors import OutputError, UsageError
@@ -34,7 +36,6 @@ class RunRecord(Struct, frozen=True):
 
     Args:
         state: see `pipedist.outputs.run_folder`.
-        run: id of the run.
         spec: digest of its spec.
         files: the outputs of the run, relative paths.
         previous: the outputs of the run before it, which are still in the folder.
@@ -52,16 +53,7 @@ class RunRecord(Struct, frozen=True):
 
 
 def read_record(path: Path, label: Path) -> RunRecord | None:
-    """Return the content of a folder's run.json, None if there is none.
-
-    Args:
-        path: the folder.
-        label: the folder as errors name it.
-
-    Raises:
-        UsageError: it can't be read, or another version wrote it.
-        OutputError: the disk fails.
-    """
+    """Return the content of a folder's run.json; `label` is the folder as errors name it."""
     with reading(label):
         try:
             data = (path / PRIVATE / "run.json").read_bytes()
@@ -74,12 +66,10 @@ def read_record(path: Path, label: Path) -> RunRecord | None:
                 f"{label} was written by another version of pipedist (format {value['format']}, here "
                 f"{_FORMAT}). Choose another folder with --output DIR."
             )
-        files, previous = tuple(value["files"]), tuple(value["previous"])
-        for problem in filter(None, map(path_problem, files + previous)):
+        record = msgspec.convert(value, RunRecord)
+        for problem in filter(None, map(path_problem, record.files + record.previous)):
             raise ValueError(problem)
-        then = value.get("then", "finished")
-        resumable = value.get("resumable") is True
-        return RunRecord(value["state"], value["run"], value["spec"], files, previous, then, resumable)
+        return record
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{label}/{PRIVATE}/run.json can't be read ({error!r}). Choose another folder with --output DIR."
@@ -87,15 +77,7 @@ def read_record(path: Path, label: Path) -> RunRecord | None:
 
 
 def read_results(path: Path, label: Path) -> Mapping[str, Any]:
-    """Return the document of the finished run in a folder.
-
-    Args:
-        path: the folder.
-        label: the folder as errors name it.
-
-    Raises:
-        UsageError: it is missing, or can't be read.
-    """
+    """Return the document of the finished run in a folder; `label` is the folder as errors name it."""
     try:
         document: Mapping[str, Any] = json.loads((path / PRIVATE / "results.json").read_bytes())
         if not isinstance(document, dict) or "run" not in document:
@@ -110,45 +92,16 @@ def read_results(path: Path, label: Path) -> Mapping[str, Any]:
 
 
 def write_record(path: Path, record: RunRecord) -> None:
-    """Replace a folder's run.json.
-
-    Raises:
-        OutputError: it can't be written.
-    """
-    value = {
-        "format": _FORMAT,
-        "state": record.state,
-        "run": record.run,
-        "spec": record.spec,
-        "files": list(record.files),
-        "previous": list(record.previous),
-        "then": record.then,
-        "resumable": record.resumable,
-    }
-    write_json(path / PRIVATE / "run.json", value)
+    write_json(path / PRIVATE / "run.json", {"format": _FORMAT, **asdict(record)})
 
 
 def write_json(path: Path, value: Json) -> None:
-    """Replace a document, atomically and durably.
-
-    Raises:
-        OutputError: it can't be written.
-    """
+    """Replace a document, atomically and durably."""
     with writing(path):
         replace_file(path, text(value, sort_keys=False).encode() + b"\n")
 
 
 def is_there(path: Path, label: Path) -> bool:
-    """Return whether a file exists.
-
-    Args:
-        path: the file.
-        label: its folder as errors name it.
-
-    Raises:
-        UsageError: a folder of its path can't be read.
-        OutputError: the disk fails.
-    """
     with reading(label):
         return path.is_file()
 
