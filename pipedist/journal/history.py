@@ -66,7 +66,7 @@ class Header(Struct, frozen=True):
 
 
 class StoredValue(Struct, frozen=True):
-    """A value that is replaced as a whole: a record of a log, in the journal or in a file of its own."""
+    """A value that is replaced as a whole: in a record, or in a file."""
 
     inline: bytes | None = None
     file: str = ""
@@ -155,8 +155,6 @@ class History:
             "quarantined": quarantined,
             "lost": elements - committed - quarantined,
         }
-
-    # -- record by record --------------------------------------------------------------------
 
     def _apply(self, content: Mapping[str, Any], offset: int) -> None:
         def report(problem: str) -> None:

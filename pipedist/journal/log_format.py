@@ -95,7 +95,7 @@ DISK: Final = Disk()
 
 
 def pack_record(payload: bytes, before: bytes) -> bytes:
-    """Return the bytes of a record of the journal; `before` is the digest of the record before."""
+    """Return a record of the journal, chained to the digest `before`."""
     if len(payload) > PAYLOAD_BYTES_MAX:
         raise JournalError(
             f"a record of the journal has {len(payload):,} bytes, at most {PAYLOAD_BYTES_MAX:,} are allowed. "
@@ -174,7 +174,7 @@ def _next_good(view: memoryview, at: int) -> int | None:
 
 
 class LogEnd(Struct, frozen=True):
-    """How far a log is durable: its length, and the CRC32 of the heads of its records."""
+    """How far a log is durable: its length, and the CRC32 of its heads."""
 
     bytes: int
     crc: int

@@ -61,7 +61,7 @@ class PassSnapshot(Struct, frozen=True):
 
 
 class Journal:
-    """A journal that is being written; its methods may be called from any thread.
+    """A journal that is being written, from any thread.
 
     It is made by `create` or `reopen`. If it can't be written, its methods raise JournalError.
 
@@ -104,7 +104,7 @@ class Journal:
     def replace(
         cls, folder: Path, header: Header, passes: Mapping[str, PassHistory], disk: Disk = DISK
     ) -> None:
-        """Replace a journal by that of another spec, with some of its passes, by the keys of the new spec."""
+        """Replace a journal by that of another spec, with some of its passes."""
         journal = cls._open(folder, f"{NAME}.new", 0, FIRST, header.payload(), disk)
         try:
             entries = [
@@ -147,8 +147,6 @@ class Journal:
         self._fresh_names = self._fresh_names or end is None
         return log
 
-    # -- records ---------------------------------------------------------------------------------
-
     def commit(
         self,
         snapshots: Sequence[PassSnapshot],
@@ -189,7 +187,7 @@ class Journal:
                 self._forget(name)
 
     def _store(self, snapshot: PassSnapshot, stale: list[str]) -> dict[str, StoredValue]:
-        """Write the large parts to files, and add the files that they replace to `stale`."""
+        """Write large parts to files; add the files they replace to `stale`."""
         parts = {}
         for name, buffers in snapshot.parts.items():
             size = sum(memoryview(b).nbytes for b in buffers)
@@ -233,8 +231,6 @@ class Journal:
         self._size += written
         self._digest = digest_of(packed)
 
-    # -- files ---------------------------------------------------------------------------------
-
     def keep(self, names: Iterable[str]) -> None:
         """Remove every file of the folder but the journal, its open files, and these."""
         kept = {NAME, *names, *self._logs, *self._files.values()}
@@ -260,7 +256,7 @@ class Journal:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Turn the first OSError into the error that the journal raises from then on."""
+        """Turn the first OSError into the error that all later writes raise."""
         if self._broken is not None:
             raise JournalError(self._broken)
         try:

@@ -31,7 +31,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """Return the header of a .npy file; its length does not depend on the length of axis 0."""
+    """Return a .npy header whose length the length of axis 0 does not change."""
     described = {"descr": npy_format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     text = "{" + "".join(f"{key!r}: {value!r}, " for key, value in described.items()) + "}"
     magic = npy_format.magic(1, 0)

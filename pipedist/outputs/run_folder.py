@@ -124,7 +124,7 @@ class RunFolder:
         return (self._new / output).is_file()
 
     def take_over(self, run_id: str, spec_hash: str, outputs: Sequence[str], kept: Collection[str]) -> None:
-        """Begin a run that keeps files (`kept`) of the run of another spec in the folder."""
+        """Begin a run that keeps some files of another spec's run."""
         old, new = self._record, self._new
         with writing(self.path):
             new.mkdir(exist_ok=True)
@@ -201,7 +201,7 @@ def open_folder(
     explain: Callable[[Path], str] | None = None,
     since: Callable[[Path], Sequence[str]] | None = None,
 ) -> RunFolder | FinishedRun:
-    """Open and lock an output folder for a run, or return the finished run that `resume` finds.
+    """Open and lock an output folder, or return the finished run in it.
 
     Args:
         spec_hash: digest of the spec, without its `cluster`.

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import asdict
 
@@ -53,7 +52,7 @@ class RunRecord(Struct, frozen=True):
 
 
 def read_record(path: Path, label: Path) -> RunRecord | None:
-    """Return the content of a folder's run.json; `label` is the folder as errors name it."""
+    """Return the content of a folder's run.json; errors name it `label`."""
     with reading(label):
         try:
             data = (path / PRIVATE / "run.json").read_bytes()
@@ -66,10 +65,12 @@ def read_record(path: Path, label: Path) -> RunRecord | None:
                 f"{label} was written by another version of pipedist (format {value['format']}, here "
                 f"{_FORMAT}). Choose another folder with --output DIR."
             )
-        record = msgspec.convert(value, RunRecord)
-        for problem in filter(None, map(path_problem, record.files + record.previous)):
+        files, previous = tuple(value["files"]), tuple(value["previous"])
+        for problem in filter(None, map(path_problem, files + previous)):
             raise ValueError(problem)
-        return record
+        then = value.get("then", "finished")
+        resumable = value.get("resumable") is True
+        return RunRecord(value["state"], value["run"], value["spec"], files, previous, then, resumable)
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{label}/{PRIVATE}/run.json can't be read ({error!r}). Choose another folder with --output DIR."
@@ -77,7 +78,7 @@ def read_record(path: Path, label: Path) -> RunRecord | None:
 
 
 def read_results(path: Path, label: Path) -> Mapping[str, Any]:
-    """Return the document of the finished run in a folder; `label` is the folder as errors name it."""
+    """Return the document of the finished run; errors name its folder `label`."""
     try:
         document: Mapping[str, Any] = json.loads((path / PRIVATE / "results.json").read_bytes())
         if not isinstance(document, dict) or "run" not in document:

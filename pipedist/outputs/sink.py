@@ -47,7 +47,7 @@ class Sink(ABC):
             self._out = AtomicFile(path)
 
     def append(self, value: Tree) -> None:
-        """Append the next value: the value itself, a piece of it, or that of the next step or epoch.
+        """Append the value, its next piece, or that of the next step or epoch.
 
         If it does not fit the format or the values before, or can't be written, raise OutputError.
         """

@@ -129,7 +129,7 @@ class ArraySpool:
         return (*self._shape[:axis], sum(self._lengths), *self._shape[axis + 1 :])
 
     def append(self, piece: Array) -> None:
-        """Append a piece of the same dtype and shape, apart from the axis and from the width of texts."""
+        """Append a piece that fits apart from the axis and the width of texts."""
         if self._dtype is None:
             self._begin(piece)
         axis = self.axis
@@ -147,7 +147,7 @@ class ArraySpool:
         self._lengths.append(piece.shape[axis])
 
     def blocks(self, rows: int | None = None) -> Iterator[Array]:
-        """Yield the array in C order, a block of rows at a time; by default of up to `BLOCK_BYTES`."""
+        """Yield the array in C order, in blocks of rows (None: `BLOCK_BYTES`)."""
         total, *rest = self.shape
         row_bytes = math.prod(rest) * self.dtype.itemsize
         rows = rows or max(1, BLOCK_BYTES // max(1, row_bytes))

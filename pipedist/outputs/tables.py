@@ -34,7 +34,7 @@ _EXACT_MAX = 2**53
 
 
 def table_of(combine: object) -> Table | None:
-    """Return the conversion of a combine function's result to a table; None if it stays a tree."""
+    """Return the conversion to a table, None if the result stays a tree."""
     if isinstance(combine, Counter):
         return _counts
     if isinstance(combine, ByKey) and not isinstance(combine.combine, ByKey):

@@ -67,7 +67,7 @@ class Execution:
         self._draining = False
 
     async def run(self) -> None:
-        """Execute all phases; raise RunDrained if the run was drained before its end."""
+        """Execute all phases; raise RunDrained if drained before the end."""
         if self._journal is not None:
             texts = self._journal.unwritten
             self.unwritten.update({name: OutputError(text) for name, text in texts.items()})
@@ -216,7 +216,7 @@ class Execution:
         return execution
 
     def drain(self) -> None:
-        """Stop issuing calls; `run` raises RunDrained when the running calls are finished."""
+        """Stop issuing calls; `run` raises RunDrained after the running ones."""
         if not self._draining:
             self._draining = True
             for execution in self._executions.values():
@@ -239,7 +239,7 @@ class Execution:
         return results
 
     def quarantine(self) -> list[tuple[str, QuarantinedElement]]:
-        """Return (dataset, element) for each quarantined element, in the plan's order."""
+        """Return (dataset, element) of quarantined elements, in plan order."""
         passes = [self._quarantines[p] for p in self._plan.passes if p in self._quarantines]
         return [(pass_.dataset, each) for pass_ in passes for each in pass_]
 

@@ -269,7 +269,7 @@ class ReduceFold(Fold):
         self._steps.restore(state["nodes"])
 
     def _check_first(self, steps: Sequence[Sequence[Partial]]) -> None:
-        """Check early whether the file can hold the value; a call's own value has the same structure."""
+        """Check early, with a call's own value, whether the file can hold it."""
         first = next((part for parts in steps for part in parts), None)
         if first is None or self._sink is None:
             return
@@ -286,7 +286,10 @@ FoldCall = Callable[[list[list[Tree]]], Awaitable[Tree]]
 
 
 class CombineFold(Fold):
-    """The fold of a `combine` function, which runs on workers, in at most `calls_max` concurrent calls."""
+    """The fold of a `combine` function, which runs on workers.
+
+    At most `calls_max` fold calls run at a time.
+    """
 
     def __init__(
         self,

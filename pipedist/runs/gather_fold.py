@@ -94,7 +94,7 @@ class GatherFold(Fold):
         self._fitting |= kinds - {None}
 
     def _blocks(self, parts: Sequence[Tree]) -> Iterator[tuple[int, Tree]]:
-        """Yield (index of its first part, block) for each write; skip parts that are None, as `gather` does."""
+        """Yield (index of its first part, block) for each write, without None."""
         if len(parts) > 1 and _is_one_kind(parts, self._axis):
             yield 0, self._together(parts)
             return
@@ -156,7 +156,7 @@ def _look(part: Tree) -> object:
 
 
 def _fit(part: Tree, axis: int) -> object:
-    """Return a key that is equal for parts that fit together; None: the part must be tried."""
+    """Return a key that fitting parts share; None: the part must be tried."""
     leaves, structure = ([part], None) if type(part) is np.ndarray else trees.flatten(part)
     if not all(type(leaf) is np.ndarray and -leaf.ndim <= axis < leaf.ndim for leaf in leaves):
         return None
@@ -172,7 +172,7 @@ def _outline(leaf: Any) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def _is_one_kind(parts: Sequence[Tree], axis: int) -> bool:
-    """Return whether all parts are tiny arrays of one dtype and shape: a fast path for the usual case."""
+    """Return whether all parts are tiny arrays of one kind: a fast path."""
     return (
         set(map(type, parts)) == {np.ndarray}
         and _kind(parts[0], axis) is not None
@@ -182,7 +182,7 @@ def _is_one_kind(parts: Sequence[Tree], axis: int) -> bool:
 
 
 def _kind(part: Tree, axis: int) -> object:
-    """Return a key that is equal for tiny parts to be written together; None: the part is written alone."""
+    """Return a key of tiny parts to write together; None: write it alone."""
     if type(part) is np.ndarray:
         return _kind_of_array(part, axis) if part.nbytes <= BLOCK_PART_BYTES_MAX else None
     leaves, structure = trees.flatten(part)

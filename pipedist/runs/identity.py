@@ -25,7 +25,7 @@ from pipedist.spec import CollectivesSpec, InitFile, InitFunction, InitLiteral, 
 
 
 def meaning(spec: Spec) -> dict[str, Any]:
-    """Return everything in a spec that decides its results, as JSON; `cluster` does not."""
+    """Return everything in a spec that decides its results, as JSON."""
     return {
         "replicas": spec.replicas,
         "seed": spec.seed,
@@ -119,12 +119,13 @@ NO_SOURCE = SpecSource()
 """The source of a spec that can't be loaded again."""
 
 TEXT_MAX: Final = 60
+"""Longest excerpt of a value in a line, in characters."""
 
 _MISSING: Final = object()
 
 
 def differences(there: Any, now: Any, path: str = "") -> Iterator[str]:
-    """Yield a line for each difference of plain values: "stages.late.axis: 0 there, 1 now"."""
+    """Yield a line for each difference: "stages.late.axis: 0 there, 1 now"."""
     if _text(there) == _text(now):
         return
     if isinstance(there, Mapping) and isinstance(now, Mapping):

@@ -152,7 +152,7 @@ class PassExecution:
         return handle
 
     async def begin(self) -> None:
-        """Go to the first step that is not committed, before any pass of the phase runs."""
+        """Go to the first uncommitted step, before any pass of the phase runs."""
         if self._durable is None:
             return
         if self._training is not None:
@@ -225,7 +225,7 @@ class PassExecution:
         return taken
 
     def last_snapshot(self) -> PendingSnapshot | None:
-        """Return a snapshot of the uncommitted steps; None if there are none, or if a step is partly taken."""
+        """Return a snapshot of uncommitted whole steps, None if there are none."""
         if self._durable is None or not self._between or self.steps == self._durable.steps_committed:
             return None
         if not all(held_out._between for held_out in self.evaluated_by):
@@ -265,7 +265,7 @@ class PassExecution:
         )
 
     def _segments(self, batch: Batch) -> Iterator[tuple[int, int, list[list[Slots]]]]:
-        """Yield (first step, epoch, steps), each of one epoch; each has one step if steps are streamed."""
+        """Yield (first step, epoch, steps) by epoch, or by step if streamed."""
         streams = self._subscription is not None and self._subscription.kind == "steps"
         first, last = batch.first, batch.first + len(batch.steps)
         while first < last:

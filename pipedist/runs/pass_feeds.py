@@ -143,7 +143,7 @@ class Spool:
         return self._latest[1], self._latest[2]
 
     def skipped(self, step: int) -> tuple[int, ...]:
-        """Return the replicas without a value, because their whole shard was quarantined."""
+        """Return the replicas whose whole shard was quarantined."""
         return self._skipped.get(step, ())
 
     def bytes(self, first: int, last: int) -> int:
@@ -274,12 +274,10 @@ class GatedFeed(Feed):
 
     @property
     def steps_total(self) -> int | None:  # type: ignore[override]
-        total = self._feed.steps_total
         if self._ended:
             return self._next
-        if total is None or self._steps_max is None:
-            return total
-        return min(total, self._steps_max)
+        limits = [steps for steps in (self._feed.steps_total, self._steps_max) if steps is not None]
+        return None if self._feed.steps_total is None else min(limits)
 
     async def begin_at(self, step: int) -> None:
         await self._feed.begin_at(step)
@@ -355,13 +353,9 @@ class GatedFeed(Feed):
         return batches
 
     def _is_admitted(self, step: int) -> bool:
-        match self._granularity:
-            case "step":
-                return step <= self._step
-            case "epoch":
-                return self._feed.epoch(step) <= self._epoch
-            case _:
-                return True
+        if self._granularity == "step":
+            return step <= self._step
+        return self._granularity == "run" or self._feed.epoch(step) <= self._epoch
 
     def _cut(self, steps: StepBatch, at: int) -> tuple[StepBatch, StepBatch]:
         elements = self._feed.elements(steps.first, at)

@@ -184,7 +184,7 @@ class PassFolds:
         return [name for name, fold in self._folds.items() if grows(self._plan, name) and not fold.kept]
 
     async def finish(self, epochs: int) -> None:
-        """Complete all values after the last step; raise FoldError if all components of one were None."""
+        """Complete all values; raise FoldError if all components were None."""
         for name, fold in self._folds.items():
             with self._file_of(name), self._errors_of(name):
                 await fold.finish(epochs)
@@ -259,7 +259,7 @@ def per_of(plan: Plan, name: str) -> Per:
 
 
 def keeps(plan: Plan, name: str) -> bool:
-    """Return whether a stage keeps its values, in a run with a folder, besides writing them to a file."""
+    """Return whether a stage keeps its values, in a run with a folder."""
     if name not in plan.spec.outputs:
         return True
     is_gather = isinstance(plan.spec.stages[name], GatherSpec)
@@ -280,7 +280,7 @@ async def restore_pass(
     spools: MutableMapping[str, Spool],
     unwritten: Mapping[str, OutputError],
 ) -> None:
-    """Restore the values of a complete pass: add them to `values` and `spools`.
+    """Restore the values of a complete pass into `values` and `spools`.
 
     `final` returns the path of an output.
     """

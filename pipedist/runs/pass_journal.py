@@ -92,7 +92,7 @@ class RunJournal:
             await self._changed.wait()
 
     async def commit_periodically(self, take: Callable[[], Awaitable[PendingSnapshot]]) -> None:
-        """Commit a pass periodically, until it is cancelled; `take` waits for the next snapshot."""
+        """Commit periodically what `take` returns, until cancelled."""
         while True:
             taken = await take()
             begin = time.monotonic()
@@ -101,7 +101,7 @@ class RunJournal:
             await anyio.sleep(max(COMMIT_S, took / COST_SHARE))
 
     async def end(self, ledger: Mapping[str, int], kept: set[str]) -> None:
-        """Record the end of the run, and delete files that no later run can use, except `kept`."""
+        """Record the end of the run, and delete all files except `kept`."""
 
         def write() -> None:
             self._journal.end(ledger)
@@ -111,7 +111,9 @@ class RunJournal:
 
 
 class PassJournal:
-    """One pass's part of the journal; its methods raise JournalError if it is damaged.
+    """One pass's part of the journal.
+
+    Its methods raise JournalError if it is damaged.
 
     Args:
         before: the progress committed by earlier processes.

@@ -35,7 +35,7 @@ ENDS = "ends"
 
 
 def slot_of(name: str, stage: StageSpec) -> str:
-    """Return the slot of a stage's parts: partials have slots of their own, and values share one."""
+    """Return the slot of a stage's parts; equal values share one."""
     if isinstance(stage, RunSpec):
         return _VALUE + name
     if isinstance(stage, ReduceSpec) and stage.op is not None:
@@ -146,7 +146,7 @@ def update_program(plan: Plan, name: str, values: Mapping[str, Tree]) -> Program
 def _alone(
     plan: Plan, stages: tuple[StageProgram, ...], emits: tuple[Emit, ...], *, gang: bool = True
 ) -> Program:
-    """Return a program whose steps have one call; as a gang, with its own state versions."""
+    """Return a program whose steps have one call."""
     return Program(
         seed=plan.spec.seed,
         replicas=1,
@@ -197,7 +197,7 @@ class CallKey(Struct, frozen=True):
         return f"{self.stage}/{self.step}/{self.replica}"
 
     def command(self, run: Path, element: int | None = None) -> str:
-        """Return the command line that executes the call again, with one element or all."""
+        """Return the command that executes the call again."""
         relative = os.path.relpath(run)
         folder = str(run) if relative.startswith("..") else relative
         one = "" if element is None else f" --element {element}"

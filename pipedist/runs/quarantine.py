@@ -58,7 +58,7 @@ class QuarantinedElement(Struct, frozen=True):
         return {"element": self.element, "stage": self.stage, "cause": self.cause}
 
     def line(self, dataset: str) -> str:
-        """Return its line of the file, which does not depend on the file's location, without a line end."""
+        """Return its line of the file, wherever that is, without a line end."""
         import json  # rarely needed
 
         head = {
@@ -102,9 +102,6 @@ class PassQuarantine:
         """Positions removed from the shards of steps that are not taken, by call; None: all."""
         self._with_input: list[_Place] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._by_step)
-
     def __iter__(self) -> Iterator[QuarantinedElement]:
         """Yield the elements by step, replica and id."""
         for step in sorted(self._by_step):
@@ -136,13 +133,11 @@ class PassQuarantine:
             cause = causes[place]
             text, note = inputs.get(place, ("", _NO_INPUT))
             stage = cause.stage or self._stage
-            found.append(
-                QuarantinedElement(int(ids[place]), stage, cause.text, step, replica, text, note, alone)
-            )
+            element = int(ids[place])
+            found.append(QuarantinedElement(element, stage, cause.text, step, replica, text, note, alone))
         if inputs:
-            self._with_input = sorted(
-                [*self._with_input, *((step, replica, int(ids[place])) for place in inputs)]
-            )
+            added = [(step, replica, int(ids[place])) for place in inputs]
+            self._with_input = sorted([*self._with_input, *added])
             # drop the inputs of all but the first elements, whatever arrived first
             gone, self._with_input = set(self._with_input[INPUTS_MAX:]), self._with_input[:INPUTS_MAX]
             for step in {step for step, *_ in gone}:
@@ -152,9 +147,9 @@ class PassQuarantine:
                 ]
 
     def ids(self, step: int) -> tuple[list[Tree], tuple[int, ...]]:
-        """Return the ids of non-empty shards, without quarantined ids, and the replicas without a value.
+        """Return the ids of shards, and the replicas without a value.
 
-        Call this once for each step, which is pulled and not released.
+        Quarantined ids are removed. Call this once for each step, which is pulled and not released.
         """
         if self._feed is None:
             raise LocalProtocolError("a pass that was already complete has its ids in its spools")
@@ -175,7 +170,7 @@ class PassQuarantine:
         return {each.element: step for step, found in self._by_step.items() for each in found}
 
     def state(self, steps: int) -> list[list[Any]]:
-        """Return the elements of steps before `steps`; later ones are found again on a resume."""
+        """Return the elements before `steps`; a resume finds later ones again."""
         return [list(astuple(each)) for each in self if each.step < steps]
 
     def restore(self, state: Iterable[Sequence[Any]]) -> None:

@@ -172,7 +172,7 @@ def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
 
 
 def _stamp(now: Header) -> str:
-    """Return a digest of the run, its platform and its code; while it is unchanged, results in workers are valid."""
+    """Return a digest that changes with the run, its platform and its code."""
     return digest_of({"run": now.run, "platform": dict(now.platform), "code": dict(now.code)})
 
 
@@ -257,7 +257,9 @@ def _modules_of(function: str) -> list[str]:
 
 
 def _described(plan: Plan, pass_: PassPlan) -> dict[str, Any]:
-    """Return the journal's description of a pass; `needs` are the paths in the spec that affect its values."""
+    """Return the journal's description of a pass.
+
+    `needs` are the paths in the spec that affect its values."""
     spec, links, training = plan.spec, links_of(plan.spec), plan.training
     turns = [p for p in plan.passes if p.updates or p.follows]
     together = turns if pass_ in turns else [pass_]  # passes of a training complete together
@@ -305,7 +307,7 @@ def _reused(
     source: SpecSource,
     moved: Sequence[str],
 ) -> OpenedJournal:
-    """Begin a run with the unchanged passes of an earlier one: with none if the platform has changed."""
+    """Begin a run with the unchanged passes of an earlier one."""
     header = header_of(plan, run_id, source)
     taken: dict[str, PassHistory] = {}
     lines = []

@@ -35,7 +35,7 @@ PART_BYTES_MAX: Final = 2**25
 
 
 class StateHistory:
-    """Logs the versions of states; `durable` is the part of the pass that feeds the updates."""
+    """Logs the versions of states, in the part of the pass that feeds them."""
 
     def __init__(self, durable: PassJournal) -> None:
         self._durable = durable
@@ -45,7 +45,7 @@ class StateHistory:
         self._known: dict[str, int] = {}
 
     def add(self, latest: Mapping[str, tuple[int, Tree]], *, steps: int, epochs: int) -> None:
-        """Log the versions that are new; `steps` and `epochs` were applied in them."""
+        """Log new versions, in which `steps` and `epochs` were applied."""
         for name, (version, value) in latest.items():
             if self._known.get(name, 0) == version:
                 continue
@@ -83,7 +83,7 @@ class Applied(Struct, frozen=True):
 
 
 def before_call(plan: Plan, pass_: PassPlan, step: int, epoch: int, now: Applied) -> Applied:
-    """Return the updates that were applied when a call was issued; `now` are those in the journal."""
+    """Return the updates that were applied when a call was issued."""
     if not pass_.follows:
         return Applied(step, epoch, False)
     is_last = now.run and epoch + 1 == now.epochs
@@ -105,7 +105,7 @@ def in_journal(training: PassJournal) -> Applied:
 def states_of(
     plan: Plan, pass_: PassPlan, key: CallKey, epoch: int, training: PassJournal
 ) -> dict[str, tuple[int, Tree] | None]:
-    """Return version and value of each state that a call read; None stands for the first version."""
+    """Return (version, value) of each state that a call read, None: first."""
     now = in_journal(training)
     then = before_call(plan, pass_, key.step, epoch, now)
     durable = training.parts(STATE)
@@ -126,7 +126,7 @@ def states_of(
 def _earlier(
     key: CallKey, name: str, per: str, wanted: int | None, kept: int | None, training: PassJournal
 ) -> tuple[int, Tree] | None:
-    """Return an earlier version of a state and its value, or None: the first one, which `init` makes again."""
+    """Return an earlier version of a state, None: the first, from `init`."""
     latest = training.parts(STATE).get(name)
     versions = set() if latest is None else {latest[1]}
     numbers = _numbers(training) if wanted is not None else []

@@ -113,7 +113,7 @@ class Subscription:
             await self._change()
 
     def has_passed(self, mark: int) -> bool:
-        """Return whether the subscriber has finished the first `mark` items, or asked for the results.
+        """Return whether the subscriber has finished the first `mark` items.
 
         A subscriber that has left may not have seen the waiting items, so a resumed run streams them again.
         """

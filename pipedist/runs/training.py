@@ -58,7 +58,7 @@ class TrainingParticipant(ABC):
 
     @abstractmethod
     async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
-        """Handle that the pass has taken the steps up to `step`, perhaps the last one of its epoch."""
+        """Handle taken steps up to `step`, perhaps the last of its epoch."""
 
     @abstractmethod
     def state(self) -> Tree:
@@ -95,7 +95,7 @@ class Trainer:
         self.states = TrainingStates(plan, coordinator, pass_.updates)
 
     def participant(self, pass_: PassPlan, feed: Feed) -> TrainingParticipant:
-        """Return the participant of a pass; call it for every pass before any of them runs."""
+        """Return the participant of a pass, before any of them runs."""
         names = self._plan.states_read(pass_)
 
         read = partial(self.states.read, names)
@@ -116,7 +116,7 @@ class Trainer:
         )
 
     async def update(self, per: str, values: Mapping[str, Tree]) -> bool:
-        """Apply the updates of one step, epoch or run; return whether an `until` holds.
+        """Apply updates of one scope; return whether an `until` holds.
 
         A value that is None, because there were no calls, changes nothing.
         """
@@ -135,7 +135,7 @@ class Trainer:
         return ends
 
     async def evaluate(self, epoch: int) -> None:
-        """Read the datasets of the held-out passes once; raise RunDrained if one of them was drained."""
+        """Read held-out datasets once; raise RunDrained if one was drained."""
         for participant in self._held_out:
             await participant.begin(epoch)
         for participant in self._held_out:
