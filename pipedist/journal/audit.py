@@ -23,7 +23,6 @@ class Audit(Struct, frozen=True):
     problems: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """Return the audit as lines of text."""
         lines = []
         if self.history is not None:
             header = self.history.header
@@ -33,9 +32,8 @@ class Audit(Struct, frozen=True):
             replicas = header.replicas
             for key, each in header.passes.items():
                 found = self.history.passes.get(key)
-                steps = 0 if found is None else found.steps
                 state = "not begun" if found is None else "complete" if found.complete else "not complete"
-                elements = 0 if found is None else found.elements
+                steps, elements = (0, 0) if found is None else (found.steps, found.elements)
                 lines.append(
                     f"  {each['name']} (of {each['dataset']}): {state}; calls [0, {steps * replicas:,}) in "
                     f"{steps:,} steps, {elements:,} elements"
@@ -55,12 +53,8 @@ def audit(folder: Path, *, finished: bool = False, ledger: Mapping[str, int] | N
     """Verify a journal.
 
     Args:
-        folder: its folder.
         finished: `run.json` has the state "finished".
-        ledger: of the run's results document; None if there is none.
-
-    Raises:
-        UsageError: there is no journal, or another version of pipedist wrote it.
+        ledger: of the run's results document.
     """
     try:
         history = read_history(folder)

@@ -14,7 +14,7 @@ Each record is a map with a `kind`:
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -27,17 +27,13 @@ from pipedist.journal.log_format import FIRST, JournalRecord, LogEnd, read_recor
 
 FORMAT: Final = 3
 NAME: Final = "journal"
-"""The journal's file, in its folder."""
 
 
 class Header(Struct, frozen=True):
     """The first record of a journal: the run, and all that decides its results.
 
     Args:
-        format: version of the journal's format.
         pipedist: version of the program that created it.
-        run: the run's id.
-        name: the spec's name.
         spec: everything in the spec that decides results, as plain values.
         digest: of `spec`.
         inputs: by dataset, path -> [bytes, mtime in ns] of each file that it reads.
@@ -66,29 +62,21 @@ class Header(Struct, frozen=True):
     params: bytes = b""
 
     def payload(self) -> dict[str, Any]:
-        """Return the record."""
         return {"kind": "header", **{name: getattr(self, name) for name in self.__struct_fields__}}
 
 
 class StoredValue(Struct, frozen=True):
-    """A value that is replaced as a whole: in a record, or in a file of its own.
-
-    Args:
-        inline: its bytes as a record of a log; None if they are in a file.
-        file, end: the file's name, and its end.
-    """
+    """A value that is replaced as a whole: in a record, or in a file."""
 
     inline: bytes | None = None
     file: str = ""
     end: LogEnd | None = None
 
     def plain(self) -> Any:
-        """Return the value as it is in a record."""
         return self.inline if self.end is None else [self.file, self.end.bytes, self.end.crc]
 
     @classmethod
     def of(cls, plain: Any) -> StoredValue:
-        """Return the value that a record describes."""
         if isinstance(plain, bytes):
             return cls(plain)
         file, size, crc = plain
@@ -100,8 +88,7 @@ class PassHistory:
     """The durable state of one pass.
 
     Args:
-        steps: steps [0, steps) are committed.
-        elements: number of elements of these steps.
+        steps, elements: steps [0, steps) are committed, and have this number of elements.
         complete: there are no more steps, and its values are complete.
         parts: values that are replaced as a whole, by name.
         logs: the ends of its logs, by name.
@@ -125,9 +112,7 @@ class History:
     """The content of a journal.
 
     Args:
-        header: its first record.
         epoch: how often the run was resumed.
-        passes: by key.
         unwritten: the reason why an output has no file, by stage.
         ended: the ledger of the run, if it has ended.
         count: number of records.
@@ -171,57 +156,55 @@ class History:
             "lost": elements - committed - quarantined,
         }
 
-    # -- record by record --------------------------------------------------------------------
-
     def _apply(self, content: Mapping[str, Any], offset: int) -> None:
-        place = f"record {self.count} at offset {offset}"
-        self.count += 1
+        def report(problem: str) -> None:
+            self.problems.append(f"record {number} at offset {offset}: {problem}")
+
+        number, self.count = self.count, self.count + 1
         kind = content["kind"]
         if self.ended is not None and kind != "resumed":
-            self.problems.append(f"{place}: a record of kind {kind} follows the end of the run")
+            report(f"a record of kind {kind} follows the end of the run")
         self.ended = None
         if kind in ("steps", "phase"):
             for entry in content["passes"]:
-                self._apply_pass(entry, place)
+                self._apply_pass(entry, report)
             self.unwritten.update(content.get("unwritten", {}))
         elif kind == "resumed":
             if content["epoch"] != self.epoch + 1:
-                self.problems.append(
-                    f"{place}: the epoch of a resumed run is {content['epoch']}, expected {self.epoch + 1}"
-                )
+                report(f"the epoch of a resumed run is {content['epoch']}, expected {self.epoch + 1}")
             self.epoch = content["epoch"]
         elif kind == "end":
-            self._end(content["ledger"], place)
+            self.ended = ledger = dict(content["ledger"])
+            if ledger["elements"] != ledger["committed"] + ledger["quarantined"] + ledger["lost"]:
+                report(f"the ledger is inconsistent: {_text(ledger)}")
+            found = self.ledger()
+            if found != ledger:
+                report(f"the ledger has {_text(ledger)}, but the journal's calls give {_text(found)}")
         else:
-            self.problems.append(f"{place}: unknown kind of record {kind!r}")
+            report(f"unknown kind of record {kind!r}")
 
-    def _apply_pass(self, entry: Mapping[str, Any], place: str) -> None:
+    def _apply_pass(self, entry: Mapping[str, Any], report: Callable[[str], None]) -> None:
         key = entry["pass"]
         if key not in self.header.passes:
-            self.problems.append(f"{place}: the plan has no pass {key!r}")
+            report(f"the plan has no pass {key!r}")
             return
         pass_ = self.passes.setdefault(key, PassHistory())
         replicas = self.header.replicas
         lo, hi = entry["calls"]
+        calls = f"calls [{lo}, {hi}) of pass {key}"
         begin = pass_.steps * replicas
         if pass_.complete:
-            self.problems.append(f"{place}: pass {key} continues after it was complete")
+            report(f"pass {key} continues after it was complete")
         if lo != begin:
-            what = "overlap" if lo < begin else "leave a gap"
-            self.problems.append(
-                f"{place}: calls [{lo}, {hi}) of pass {key} {what}: those before end at {begin}"
-            )
+            report(f"{calls} {'overlap' if lo < begin else 'leave a gap'}: those before end at {begin}")
         if hi < lo or hi % replicas:
-            self.problems.append(
-                f"{place}: calls [{lo}, {hi}) of pass {key} are not whole steps of {replicas}"
-            )
+            report(f"{calls} are not whole steps of {replicas}")
         if entry["elements"] < 0 or (entry["elements"] > 0) != (hi > lo):
-            self.problems.append(f"{place}: {entry['elements']} elements in calls [{lo}, {hi}) of pass {key}")
+            report(f"{entry['elements']} elements in {calls}")
         for element, step in entry["quarantined"]:
             if not lo <= step * replicas < hi:
-                self.problems.append(
-                    f"{place}: element {element} is quarantined in step {step} of pass {key}, outside of "
-                    f"calls [{lo}, {hi})"
+                report(
+                    f"element {element} is quarantined in step {step} of pass {key}, outside of calls [{lo}, {hi})"
                 )
             pass_.quarantined[element] = step
         pass_.steps = hi // replicas
@@ -230,20 +213,10 @@ class History:
         pass_.parts.update((name, StoredValue.of(plain)) for name, plain in entry["parts"].items())
         for name, (size, crc) in entry["logs"].items():
             if name in pass_.logs and size < pass_.logs[name].bytes:
-                self.problems.append(f"{place}: {name} has shrunk to {size} bytes")
+                report(f"{name} has shrunk to {size} bytes")
             pass_.logs[name] = LogEnd(size, crc)
         for name in entry["dropped"]:
             pass_.logs.pop(name, None)
-
-    def _end(self, ledger: Mapping[str, int], place: str) -> None:
-        self.ended = dict(ledger)
-        if ledger["elements"] != ledger["committed"] + ledger["quarantined"] + ledger["lost"]:
-            self.problems.append(f"{place}: the ledger is inconsistent: {_text(ledger)}")
-        found = self.ledger()
-        if found != self.ended:
-            self.problems.append(
-                f"{place}: the ledger has {_text(ledger)}, but the journal's calls give {_text(found)}"
-            )
 
 
 def _text(ledger: Mapping[str, int]) -> str:
@@ -251,13 +224,7 @@ def _text(ledger: Mapping[str, int]) -> str:
 
 
 def read_history(folder: Path) -> History | None:
-    """Read a journal.
-
-    Args:
-        folder: its folder.
-
-    Returns:
-        Its content; None if it has no whole record.
+    """Read the journal in a folder; return None if it has no whole record.
 
     Raises:
         JournalError: the journal is damaged, or can't be read.

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from zlib import crc32
 
 import msgpack
@@ -48,50 +49,19 @@ BUFFERED_BYTES_MAX: Final = 2**18
 BUFFERS_MAX: Final = 512
 """Buffers of one `writev`; the kernel takes 1,024."""
 
-_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
-
-class Disk(Protocol):
+class Disk:
     """The system calls of a journal, which tests replace; all raise OSError."""
 
     def open(self, path: Path) -> int:
-        """Open a file for writing, create it if necessary, and return its descriptor."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, fd: int, buffers: Sequence[Buffer], at: int) -> int:
         """Write all of `buffers` from offset `at` on, and return the bytes."""
-
-    def truncate(self, fd: int, size: int) -> None:
-        """Cut a file to `size` bytes."""
-
-    def sync(self, fd: int) -> None:
-        """Make what was written to a file durable."""
-
-    def sync_folder(self, path: Path) -> None:
-        """Make the names in a folder durable."""
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Rename a file, and replace the one that has the name."""
-
-    def remove(self, path: Path) -> None:
-        """Remove a file, if it is there."""
-
-    def close(self, fd: int) -> None:
-        """Close a descriptor."""
-
-
-class RealDisk:
-    """The operating system's calls."""
-
-    def open(self, path: Path) -> int:
-        """As `Disk`."""
-        return os.open(path, _FLAGS, 0o666)
-
-    def write(self, fd: int, buffers: Sequence[Buffer], at: int) -> int:
-        """As `Disk`; a write that the kernel cuts short is continued."""
         begin = at
         waiting = [view.cast("B") for b in buffers if (view := memoryview(b)).nbytes]
         while waiting:
-            done = os.pwritev(fd, waiting[:BUFFERS_MAX], at)
+            done = os.pwritev(fd, waiting[:BUFFERS_MAX], at)  # it may write less
             at += done
             taken = 0
             while taken < len(waiting) and done >= waiting[taken].nbytes:
@@ -103,46 +73,29 @@ class RealDisk:
         return at - begin
 
     def truncate(self, fd: int, size: int) -> None:
-        """As `Disk`."""
         os.ftruncate(fd, size)
 
     def sync(self, fd: int) -> None:
-        """As `Disk`."""
         os.fdatasync(fd)
 
     def sync_folder(self, path: Path) -> None:
-        """As `Disk`."""
         files.sync_folder(path)
 
     def rename(self, source: Path, target: Path) -> None:
-        """As `Disk`."""
         os.replace(source, target)
 
     def remove(self, path: Path) -> None:
-        """As `Disk`."""
         path.unlink(missing_ok=True)
 
     def close(self, fd: int) -> None:
-        """As `Disk`."""
         os.close(fd)
 
 
-DISK: Final[Disk] = RealDisk()
-
-
-# -- the journal ---------------------------------------------------------------------------------
+DISK: Final = Disk()
 
 
 def pack_record(payload: bytes, before: bytes) -> bytes:
-    """Return the bytes of a record of the journal.
-
-    Args:
-        payload: its content.
-        before: digest of the record before.
-
-    Raises:
-        JournalError: the payload is too large.
-    """
+    """Return a record of the journal, chained to the digest `before`."""
     if len(payload) > PAYLOAD_BYTES_MAX:
         raise JournalError(
             f"a record of the journal has {len(payload):,} bytes, at most {PAYLOAD_BYTES_MAX:,} are allowed. "
@@ -152,7 +105,6 @@ def pack_record(payload: bytes, before: bytes) -> bytes:
 
 
 def digest_of(packed: bytes | memoryview) -> bytes:
-    """Return the digest of a record's bytes."""
     import hashlib  # loads OpenSSL, and logs need no digest
 
     return hashlib.sha256(packed).digest()[:DIGEST_BYTES]
@@ -162,11 +114,9 @@ class JournalRecord(Struct, frozen=True):
     """A record in a journal.
 
     Args:
-        offset: where it begins, bytes.
-        payload: its content.
+        offset, end: where it begins and ends, bytes.
         digest: of all of its bytes.
         before: the digest of the record before, as this one has it.
-        end: where it ends, bytes.
     """
 
     offset: int
@@ -179,8 +129,7 @@ class JournalRecord(Struct, frozen=True):
 def read_records(data: bytes | memoryview) -> Iterator[JournalRecord]:
     """Yield the records of a journal's bytes, up to the end or a torn tail.
 
-    Raises:
-        JournalError: a record is damaged, missing, or in the wrong place; the text names the offset.
+    If one is damaged, missing, or in the wrong place, raise JournalError with its offset.
     """
     view = memoryview(data)
     at, before, number = 0, FIRST, 0
@@ -216,26 +165,16 @@ def _journal_record_at(view: memoryview, at: int) -> JournalRecord | str:
 
 
 def _next_good(view: memoryview, at: int) -> int | None:
-    """Return the offset of the next good record, None if there is none."""
-    data = bytes(view[at:])
-    place = data.find(record_format.MAGIC)
-    while place >= 0:
-        if not isinstance(_journal_record_at(view, at + place), str):
-            return at + place
-        place = data.find(record_format.MAGIC, place + 1)
+    """Return the offset of the next good record."""
+    for magic in re.finditer(re.escape(record_format.MAGIC), view[at:]):
+        place = at + magic.start()
+        if not isinstance(_journal_record_at(view, place), str):
+            return place
     return None
 
 
-# -- logs ----------------------------------------------------------------------------------------
-
-
 class LogEnd(Struct, frozen=True):
-    """How far a log is durable.
-
-    Args:
-        bytes: its length.
-        crc: CRC32 of the heads of its records.
-    """
+    """How far a log is durable: its length, and the CRC32 of its heads."""
 
     bytes: int
     crc: int
@@ -264,16 +203,12 @@ def packed(meta: Tree, frames: Sequence[Buffer]) -> list[Buffer]:
 
 
 def unpacked(data: Buffer) -> Tree:
-    """Return the tree of a record that is alone in its bytes.
-
-    Raises:
-        JournalError: these bytes are no such record.
-    """
+    """Return the tree of a record that is alone in its bytes."""
     view = memoryview(data)
     head = record_format.record_at(view, 0)
-    if isinstance(head, str):
-        raise JournalError(f"a value can't be read: {head}")
     try:
+        if isinstance(head, str):
+            raise ValueError(head)
         return decode(record_format.frames_of(view, head)[1:])
     except ValueError as error:
         raise JournalError(f"a value can't be read: {error}") from error
@@ -291,7 +226,6 @@ class RecordLog:
         fd: the file, open for reading and writing; the log closes it.
         end: where the log ends now.
         fails: returns the error to raise when a system call fails.
-        disk: system calls.
     """
 
     def __init__(
@@ -310,18 +244,11 @@ class RecordLog:
         Args:
             tree: whatever the codec takes; its arrays must not change any more.
             meta: None, numbers, text, and lists of them.
-
-        Raises:
-            PipedistError: as `fails` returns it, if the log can't be written.
         """
         return self.put(encode(tree), meta)
 
     def put(self, frames: Sequence[Buffer], meta: Tree = None) -> LogEntry:
-        """Add a record of a tree that is encoded already; as `append`.
-
-        Raises:
-            PipedistError: as `fails` returns it, if the log can't be written.
-        """
+        """Add a record of a tree that is encoded already; as `append`."""
         head, first, *rest = packed(meta, frames)
         sizes = [memoryview(frame).nbytes for frame in rest]
         entry = LogEntry(meta, self._size + len(head) + len(first), sizes)
@@ -333,11 +260,6 @@ class RecordLog:
         return entry
 
     def flush(self) -> None:
-        """Write everything that waits.
-
-        Raises:
-            PipedistError: as `fails` returns it, if the log can't be written.
-        """
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             try:
@@ -346,11 +268,7 @@ class RecordLog:
                 raise self._fails(error) from error
 
     def end(self) -> LogEnd:
-        """Return where the log ends; everything before it is written, and not yet durable.
-
-        Raises:
-            PipedistError: as `fails` returns it, if the log can't be written.
-        """
+        """Return where the log ends; everything before it is written, and not yet durable."""
         self.flush()
         return LogEnd(self._size, self._crc)
 
@@ -363,12 +281,7 @@ class RecordLog:
 
 
 def read_log(path: Path, end: LogEnd) -> Iterator[tuple[LogEntry, list[bytes]]]:
-    """Yield the records of a log and their frames, after all of it was checked.
-
-    Raises:
-        JournalError: the file is shorter than the journal records, its bytes differ, or it can't be
-            read.
-    """
+    """Yield the records of a log and their frames, after all of it was checked."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -390,15 +303,13 @@ def read_log(path: Path, end: LogEnd) -> Iterator[tuple[LogEntry, list[bytes]]]:
     at = 0
     while at < end.bytes:
         head = record_format.head_at(view, at)
-        if isinstance(head, str):
-            raise JournalError(f"{path} is damaged: the record at offset {at:,}: {head}")
+        assert not isinstance(head, str)  # it was checked
         meta, *frames = map(bytes, record_format.frames_of(view, head))
         yield LogEntry(msgpack.unpackb(meta), head.body + len(meta), head.sizes[1:]), frames
         at = head.end
 
 
 def _check(view: memoryview, path: Path, end: LogEnd) -> None:
-    """Raise if the bytes of a log are not those that the journal records."""
     crc = at = 0
     while at < end.bytes:
         head = record_format.record_at(view, at)

@@ -7,7 +7,8 @@ removed after it. After the first failed system call nothing more is written.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,7 +38,6 @@ class PassSnapshot(Struct, frozen=True):
     """The state of a pass between two steps.
 
     Args:
-        key: of the pass.
         replicas: call number = step * replicas + replica.
         first, last: steps [first, last) are committed since the snapshot before.
         elements: of these steps.
@@ -61,15 +61,13 @@ class PassSnapshot(Struct, frozen=True):
 
 
 class Journal:
-    """A journal that is being written; its methods may be called from any thread.
+    """A journal that is being written, from any thread.
 
-    Made by `create` or `reopen`.
+    It is made by `create` or `reopen`. If it can't be written, its methods raise JournalError.
 
     Args:
-        folder: its folder.
         fd: descriptor of its file.
         size, digest: its length in bytes, and the digest of its last record.
-        disk: system calls.
     """
 
     def __init__(self, folder: Path, fd: int, size: int, digest: bytes, disk: Disk) -> None:
@@ -83,30 +81,18 @@ class Journal:
         self._logs: dict[str, RecordLog] = {}
         self._synced: dict[str, int] = {}
         self._fresh_names = False
-        """Files were created whose names may not be durable."""
         self._files: dict[tuple[str, str], str] = {}
         """The file that holds a part, by pass and name."""
         self._number = 0
 
     @classmethod
     def create(cls, folder: Path, header: Header, disk: Disk = DISK) -> Journal:
-        """Create a journal in an empty folder.
-
-        Raises:
-            JournalError: it can't be written.
-        """
+        """Create a journal in an empty folder."""
         return cls._open(folder, NAME, 0, FIRST, header.payload(), disk)
 
     @classmethod
     def reopen(cls, folder: Path, history: History, disk: Disk = DISK) -> Journal:
-        """Open a journal for writing behind its last good record.
-
-        Args:
-            history: its content.
-
-        Raises:
-            JournalError: it can't be written.
-        """
+        """Open a journal for writing behind its last good record."""
         resumed = {"kind": "resumed", "epoch": history.epoch + 1}
         journal = cls._open(folder, NAME, history.size, history.digest, resumed, disk)
         for key, pass_ in history.passes.items():
@@ -118,28 +104,12 @@ class Journal:
     def replace(
         cls, folder: Path, header: Header, passes: Mapping[str, PassHistory], disk: Disk = DISK
     ) -> None:
-        """Replace a journal by that of another spec, with some of its passes.
-
-        Args:
-            passes: the passes that are kept, by the keys of the new spec.
-
-        Raises:
-            JournalError: it can't be written.
-        """
+        """Replace a journal by that of another spec, with some of its passes."""
         journal = cls._open(folder, f"{NAME}.new", 0, FIRST, header.payload(), disk)
         try:
             entries = [
-                {
-                    "pass": key,
-                    "calls": [0, pass_.steps * header.replicas],
-                    "elements": pass_.elements,
-                    "complete": pass_.complete,
-                    "parts": {name: part.plain() for name, part in pass_.parts.items()},
-                    "logs": {name: [end.bytes, end.crc] for name, end in pass_.logs.items()},
-                    "dropped": [],
-                    "quarantined": [list(each) for each in pass_.quarantined.items()],
-                }
-                for key, pass_ in passes.items()
+                _entry(key, (0, header.replicas * of.steps), of, of.parts, of.quarantined.items())
+                for key, of in passes.items()
             ]
             if entries:
                 journal._write({"kind": "steps", "passes": entries})
@@ -153,7 +123,6 @@ class Journal:
     def _open(
         cls, folder: Path, name: str, size: int, digest: bytes, first: Mapping[str, Any], disk: Disk
     ) -> Journal:
-        """Open a journal's file and write a record at its end."""
         journal = cls(folder, -1, size, digest, disk)
         try:
             with journal._writing():
@@ -168,14 +137,7 @@ class Journal:
         return journal
 
     def log(self, name: str, end: LogEnd | None = None) -> RecordLog:
-        """Open a log; it is closed with the journal.
-
-        Args:
-            end: how far the log is durable; None: it is new.
-
-        Raises:
-            JournalError: it can't be opened.
-        """
+        """Open a log, durable up to `end`; it is closed with the journal."""
         durable = end or EMPTY
         with self._writing():
             fd = self._disk.open(self.folder / name)
@@ -184,8 +146,6 @@ class Journal:
         self._synced[name] = durable.bytes
         self._fresh_names = self._fresh_names or end is None
         return log
-
-    # -- records ---------------------------------------------------------------------------------
 
     def commit(
         self,
@@ -196,17 +156,21 @@ class Journal:
     ) -> None:
         """Make snapshots durable: the calls that they cover need no re-execution.
 
-        Args:
-            phase: the phase that is complete with them; None: none.
-            unwritten: the reason why an output of it has no file, by stage.
+        If that fails, the record does not count, and nothing more is written.
 
-        Raises:
-            JournalError: the journal can't be written; the record does not count, and nothing more is
-                written.
+        Args:
+            phase: the phase that is complete with them.
+            unwritten: the reason why an output of it has no file, by stage.
         """
         with self._lock, self._writing():
             stale: list[str] = []
-            entries = [self._entry(snapshot, stale) for snapshot in snapshots]
+            entries = []
+            for snapshot in snapshots:
+                calls = (snapshot.first * snapshot.replicas, snapshot.last * snapshot.replicas)
+                parts = self._store(snapshot, stale)
+                entries.append(
+                    _entry(snapshot.key, calls, snapshot, parts, snapshot.quarantined, snapshot.dropped)
+                )
             for snapshot in snapshots:
                 for name, end in snapshot.logs.items():
                     if end.bytes > self._synced[name]:
@@ -222,7 +186,8 @@ class Journal:
             for name in [*stale, *(name for snapshot in snapshots for name in snapshot.dropped)]:
                 self._forget(name)
 
-    def _entry(self, snapshot: PassSnapshot, stale: list[str]) -> dict[str, Any]:
+    def _store(self, snapshot: PassSnapshot, stale: list[str]) -> dict[str, StoredValue]:
+        """Write large parts to files; add the files they replace to `stale`."""
         parts = {}
         for name, buffers in snapshot.parts.items():
             size = sum(memoryview(b).nbytes for b in buffers)
@@ -235,17 +200,8 @@ class Journal:
                 stale.append(before)
             if part.file:
                 self._files[snapshot.key, name] = part.file
-            parts[name] = part.plain()
-        return {
-            "pass": snapshot.key,
-            "calls": [snapshot.first * snapshot.replicas, snapshot.last * snapshot.replicas],
-            "elements": snapshot.elements,
-            "complete": snapshot.complete,
-            "parts": parts,
-            "logs": {n: [end.bytes, end.crc] for n, end in snapshot.logs.items()},
-            "dropped": list(snapshot.dropped),
-            "quarantined": [list(each) for each in snapshot.quarantined],
-        }
+            parts[name] = part
+        return parts
 
     def _file(self, key: str, name: str, buffers: Sequence[Buffer]) -> StoredValue:
         """Write a value to a file of its own; the file's name becomes durable with those of the logs."""
@@ -262,11 +218,6 @@ class Journal:
         return StoredValue(None, file, end_of(buffers))
 
     def end(self, ledger: Mapping[str, int]) -> None:
-        """Record the end of the run.
-
-        Raises:
-            JournalError: it can't be written.
-        """
         self._write({"kind": "end", "ledger": dict(ledger)})
 
     def _write(self, payload: Mapping[str, Any]) -> None:
@@ -280,14 +231,8 @@ class Journal:
         self._size += written
         self._digest = digest_of(packed)
 
-    # -- files ---------------------------------------------------------------------------------
-
     def keep(self, names: Iterable[str]) -> None:
-        """Remove every file of the folder but the journal, its open files, and these.
-
-        Raises:
-            JournalError: a file can't be removed.
-        """
+        """Remove every file of the folder but the journal, its open files, and these."""
         kept = {NAME, *names, *self._logs, *self._files.values()}
         with self._writing():
             for path in [path for path in self.folder.iterdir() if path.name not in kept]:
@@ -309,39 +254,45 @@ class Journal:
                 self._disk.close(self._fd)
                 self._fd = -1
 
-    def _writing(self) -> _Guard:
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn the first OSError into the error that all later writes raise."""
         if self._broken is not None:
             raise JournalError(self._broken)
-        return _Guard(self)
+        try:
+            yield
+        except OSError as error:
+            raise self.broke(error) from error
 
     def broke(self, error: OSError) -> JournalError:
         """Return the error of a failed system call, which every later write raises too."""
-        failure = _unwritable(self.folder, error)
-        self._broken = str(failure)
-        return failure
+        self._broken = (
+            f"the journal in {self.folder} can't be written: {error.strerror or error}. The run has stopped; "
+            "all committed steps are safe. Fix the problem, then rerun with --resume."
+        )
+        return JournalError(self._broken)
 
 
-class _Guard:
-    """Turns the first OSError into the error that the journal raises from then on."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, OSError):
-            raise self._journal.broke(error) from error
-
-
-def _unwritable(folder: Path, error: OSError) -> JournalError:
-    return JournalError(
-        f"the journal in {folder} can't be written: {error.strerror or error}. The run has stopped; all "
-        "committed steps are safe. Fix the problem, then rerun with --resume."
-    )
+def _entry(
+    key: str,
+    calls: tuple[int, int],
+    of: PassSnapshot | PassHistory,
+    parts: Mapping[str, StoredValue],
+    quarantined: Iterable[tuple[int, int]],
+    dropped: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return a pass's entry in a record."""
+    return {
+        "pass": key,
+        "calls": calls,
+        "elements": of.elements,
+        "complete": of.complete,
+        "parts": {name: part.plain() for name, part in parts.items()},
+        "logs": {name: [end.bytes, end.crc] for name, end in of.logs.items()},
+        "dropped": [*dropped],
+        "quarantined": [*quarantined],
+    }
 
 
 def file_name(key: str, name: str) -> str:
-    """Return the name of a file of a pass."""
     return f"{key.replace('/', '-')}.{name}"

@@ -17,17 +17,13 @@ results document. All of it runs in the driver process; commands such as `pipedi
 from __future__ import annotations
 
 from pipedist.outputs.document import run_document
-from pipedist.outputs.encoding import dumps, to_json
-from pipedist.outputs.formats import SUFFIXES, missing_package, open_sink
+from pipedist.outputs.encoding import to_json
+from pipedist.outputs.formats import missing_package, open_sink
 from pipedist.outputs.run_folder import FinishedRun, RunFolder, open_folder
-from pipedist.outputs.sink import Sink
 
 __all__ = [
-    "SUFFIXES",
     "FinishedRun",
     "RunFolder",
-    "Sink",
-    "dumps",
     "missing_package",
     "open_folder",
     "open_sink",

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import tempfile
 import zipfile
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import IO, Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from numpy.lib import format as npy_format
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
-from pipedist.outputs.sink import Mode, Sink
-from pipedist.outputs.spool import Array, ArraySpool, Leaves, Piecewise
+from pipedist.outputs.sink import Sink
+from pipedist.outputs.spool import Array, ArraySpool, Leaves
 
 _ALIGN_BYTES = 64
 _LENGTH_DIGITS = 21
@@ -31,17 +31,8 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """Return the header of a .npy file; its length does not depend on the length of axis 0.
-
-    Args:
-        dtype: dtype of the array, without objects.
-        shape: shape of the array, in C order.
-    """
-    described = {
-        "descr": npy_format.dtype_to_descr(dtype),
-        "fortran_order": False,
-        "shape": shape,
-    }
+    """Return a .npy header whose length the length of axis 0 does not change."""
+    described = {"descr": npy_format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     text = "{" + "".join(f"{key!r}: {value!r}, " for key, value in described.items()) + "}"
     magic = npy_format.magic(1, 0)
     size = len(magic) + 2 + len(text) + 1
@@ -56,12 +47,10 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 class NpySink(Sink):
     """`.npy`: one array; or the arrays of all steps or epochs, stacked."""
 
-    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
-        super().__init__(path, mode, 0 if mode == "each" else axis, label)
-        self._leaves = Leaves(bare="data", target=label)
-        self._array: Array | None = None
-        self._spool: ArraySpool | None = None
-        self._temporary: IO[bytes] | None = None
+    _bare = "data"
+    _array: Array | None = None
+    _spool: ArraySpool | None = None
+    _temporary: IO[bytes] | None = None
 
     def _append(self, value: Tree) -> None:
         array = self._one_array(value, self._leaves)
@@ -85,13 +74,12 @@ class NpySink(Sink):
         return array
 
     def _begin(self, array: Array) -> ArraySpool:
-        label = self.label
         if array.ndim and self._axis % array.ndim == 0:
             header = npy_header(array.dtype, array.shape)
             self._out.file.write(bytes(len(header)))
-            return ArraySpool(self._out.file, axis=self._axis, label=label, offset=len(header))
+            return ArraySpool(self._out.file, axis=self._axis, label=self.label, offset=len(header))
         self._temporary = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115
-        return ArraySpool(self._temporary, axis=self._axis, label=label)
+        return ArraySpool(self._temporary, axis=self._axis, label=self.label)
 
     def _complete(self) -> None:
         if self._array is not None:
@@ -105,6 +93,7 @@ class NpySink(Sink):
             _write(self._out.file, self._spool.dtype, self._spool.shape, self._spool.blocks())
 
     def _release(self) -> None:
+        super()._release()
         if self._temporary is not None:
             self._temporary.close()
 
@@ -112,11 +101,8 @@ class NpySink(Sink):
 class NpzSink(Sink):
     """`.npz`: the leaves of one tree; or of the trees of all steps or epochs, stacked."""
 
-    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
-        super().__init__(path, mode, 0 if mode == "each" else axis, label)
-        self._leaves = Leaves(bare="data", target=label)
-        self._arrays: dict[str, Array] = {}
-        self._pieces = Piecewise(path, self._axis, "data", label)
+    _bare = "data"
+    _arrays: Mapping[str, Array] = MappingProxyType({})
 
     def _append(self, value: Tree) -> None:
         if self._mode == "one":
@@ -154,9 +140,6 @@ class NpzSink(Sink):
                 f"{self.label}: a leaf path has a character that zip names can't hold. Write .json."
             )
         return zipfile.ZipInfo(f"{name}.npy", date_time=_EPOCH)
-
-    def _release(self) -> None:
-        self._pieces.close()
 
 
 def _write(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...], blocks: Iterable[Array]) -> None:

@@ -12,7 +12,6 @@ from pipedist.errors import CallError
 from pipedist.outputs.encoding import Json, to_json
 
 FORMAT = 1
-"""The document's version."""
 
 _CAUSE = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?", re.DOTALL)
 
@@ -31,11 +30,8 @@ def run_document(
     """Return the document of a run that has ended.
 
     Args:
-        run_id: id of the run.
-        name: name of the spec.
         results: the value of every reduce, gather and update; not used for stages in `files`.
         files: the file of each stage that has an output.
-        ledger: elements, committed, quarantined, lost.
         timings: seconds by name.
         error: the error that ended the run.
         quarantined: `{element, stage, cause}` of each quarantined element.
@@ -44,11 +40,10 @@ def run_document(
         OutputError: a result has no JSON form; the text names the stage and the path in its value.
     """
     values: dict[str, Json] = {}
-    for stage in [*results, *(stage for stage in files if stage not in results)]:
-        if stage in files:
-            values[stage] = {"file": str(files[stage].absolute())}
-        else:
-            values[stage] = to_json({stage: results[stage]})[stage]
+    for stage in {**results, **files}:
+        values[stage] = (
+            {"file": str(files[stage].absolute())} if stage in files else to_json(results[stage], (stage,))
+        )
     document: dict[str, Json] = {
         "format": FORMAT,
         "run": run_id,
@@ -71,21 +66,19 @@ def error_document(error: BaseException) -> Json:
     `replay` is the command that executes the call again, if there is one. Other errors have no stage,
     step or replica.
     """
-    if not isinstance(error, CallError):
-        return {
-            "class": type(error).__name__,
-            "message": str(error),
-            "stage": None,
-            "step": None,
-            "replica": None,
-        }
-    found = _CAUSE.fullmatch(error.cause)
-    replay: dict[str, Json] = {"replay": error.replay} if error.replay else {}
-    return {
-        "class": found[1] if found else type(error).__name__,
-        "message": (found[2] or "") if found else error.cause,
-        "stage": error.stage,
-        "step": error.step,
-        "replica": error.replica,
-        **replay,
+    document: dict[str, Json] = {
+        "class": type(error).__name__,
+        "message": str(error),
+        "stage": None,
+        "step": None,
+        "replica": None,
     }
+    if isinstance(error, CallError):
+        found = _CAUSE.fullmatch(error.cause)
+        document["message"] = error.cause
+        if found:
+            document |= {"class": found[1], "message": found[2] or ""}
+        document |= {"stage": error.stage, "step": error.step, "replica": error.replica}
+        if error.replay:
+            document["replay"] = error.replay
+    return document

@@ -26,33 +26,38 @@ from pipedist.errors import OutputError
 Json = Any
 """A value for `json.dumps`: dict with str keys, list, str, int, finite float, bool, None."""
 
-_PLAIN_KINDS = frozenset("iubU")
-"""Dtype kinds whose `tolist()` is JSON already."""
 
-
-def to_json(tree: Tree) -> Json:
-    """Return a tree as plain JSON values.
-
-    Args:
-        tree: any tree of arrays, numbers, str, bytes, None.
+def to_json(tree: Tree, path: tuple[str, ...] = ()) -> Json:
+    """Return a tree, which is at `path` in a larger one, as plain JSON values.
 
     Raises:
         OutputError: a leaf has no JSON form, or two keys of one dict have the same text; the
             text names the path.
     """
-    return _encode(tree, ())
+    if tree is None or isinstance(tree, bool):
+        return tree
+    if isinstance(tree, str):
+        return str.__str__(tree)  # the text of an enum member, not its name
+    if isinstance(tree, float) and not isinstance(tree, np.generic):
+        return _float(tree)
+    if isinstance(tree, int):
+        return int(tree)
+    if isinstance(tree, np.ndarray | np.generic):
+        return array_to_json(np.asarray(tree), path)
+    if isinstance(tree, bytes | bytearray | memoryview):
+        return _base64(bytes(tree))
+    if isinstance(tree, complex):
+        return [_float(tree.real), _float(tree.imag)]
+    inner = node(tree)
+    if inner is None:
+        raise OutputError(f"{_at(path)}: a value of type {type(tree).__qualname__} has no JSON form")
+    if inner[0] == "object":
+        return {name: to_json(value, (*path, name)) for name, value in key_texts(inner[1], path)}
+    return [to_json(value, (*path, str(index))) for index, value in enumerate(inner[1])]
 
 
 def dumps(tree: Tree, *, sort_keys: bool = True) -> str:
-    """Return a tree as JSON text on one line, without a line end.
-
-    Args:
-        tree: any tree of arrays, numbers, str, bytes, None.
-        sort_keys: False keeps the order of dicts.
-
-    Raises:
-        OutputError: see `to_json`.
-    """
+    """Return a tree as JSON text on one line, without a line end."""
     return text(to_json(tree), sort_keys=sort_keys)
 
 
@@ -80,11 +85,7 @@ def node(tree: Tree) -> tuple[Literal["object"], list[tuple[Any, Tree]]] | tuple
 
 
 def key_texts(items: list[tuple[Any, Tree]], path: tuple[str, ...]) -> Iterator[tuple[str, Tree]]:
-    """Yield the children of an object with their keys as text.
-
-    Raises:
-        OutputError: a key is neither str nor int, or two keys have the same text.
-    """
+    """Yield the children of an object with their keys as text."""
     seen = set()
     for key, value in items:
         if not isinstance(key, str | int | np.integer) or isinstance(key, bool):
@@ -97,15 +98,11 @@ def key_texts(items: list[tuple[Any, Tree]], path: tuple[str, ...]) -> Iterator[
 
 
 def array_to_json(array: npt.NDArray[Any], path: tuple[str, ...] = ()) -> Json:
-    """Return an array as nested lists (a 0-d array as a number).
-
-    Raises:
-        OutputError: its dtype has no JSON form.
-    """
+    """Return an array as nested lists (a 0-d array as a number)."""
     kind = array.dtype.kind
-    if kind in _PLAIN_KINDS:
-        return array.tolist()
-    if kind == "f" or (kind == "V" and array.dtype.names is None and _is_extension_float(array.dtype)):
+    if kind in "iubU":
+        return array.tolist()  # it is JSON already
+    if kind == "f" or (kind == "V" and array.dtype.names is None and "float" in array.dtype.name):
         if kind == "V":  # bfloat16 and the like, which NumPy can't print: exact in float32
             array = array.astype(np.float32)
         shortest = array if array.dtype == np.float64 else _via_shortest_text(array)
@@ -113,8 +110,7 @@ def array_to_json(array: npt.NDArray[Any], path: tuple[str, ...] = ()) -> Json:
             return shortest.tolist()
         return _convert(shortest.tolist(), _float)
     if kind == "c":
-        parts = np.stack([array.real, array.imag], axis=-1)
-        return array_to_json(parts, path)
+        return array_to_json(np.stack([array.real, array.imag], axis=-1), path)
     if kind == "S":
         return _convert(array.tolist(), _base64)
     if kind in "Mm":
@@ -123,37 +119,10 @@ def array_to_json(array: npt.NDArray[Any], path: tuple[str, ...] = ()) -> Json:
     raise OutputError(f"{_at(path)}: an array of dtype {array.dtype} has no JSON form")
 
 
-def _encode(tree: Tree, path: tuple[str, ...]) -> Json:
-    if tree is None or isinstance(tree, bool):
-        return tree
-    if isinstance(tree, str):
-        return str.__str__(tree)  # the text of an enum member, not its name
-    if isinstance(tree, float) and not isinstance(tree, np.generic):
-        return _float(tree)
-    if isinstance(tree, int):
-        return int(tree)
-    if isinstance(tree, np.ndarray | np.generic):
-        return array_to_json(np.asarray(tree), path)
-    if isinstance(tree, bytes | bytearray | memoryview):
-        return _base64(bytes(tree))
-    if isinstance(tree, complex):
-        return [_float(tree.real), _float(tree.imag)]
-    inner = node(tree)
-    if inner is None:
-        raise OutputError(f"{_at(path)}: a value of type {type(tree).__qualname__} has no JSON form")
-    if inner[0] == "object":
-        return {name: _encode(value, (*path, name)) for name, value in key_texts(inner[1], path)}
-    return [_encode(value, (*path, str(index))) for index, value in enumerate(inner[1])]
-
-
 def _via_shortest_text(array: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """Return float64 numbers whose shortest text is the shortest text of the array's own dtype."""
     numbers = [float(str(value)) for value in array.reshape(-1)]
     return np.array(numbers, dtype=np.float64).reshape(array.shape)
-
-
-def _is_extension_float(dtype: np.dtype[Any]) -> bool:
-    return "float" in dtype.name
 
 
 def _convert(nested: Any, fn: Any) -> Any:

@@ -25,12 +25,13 @@ from pipedist.errors import OutputError
 from pipedist.outputs.sink import JsonSink, Mode, Sink
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".npy", ".npz", ".parquet")
-"""The endings that an output may have."""
 
 
 def missing_package(path: str) -> str | None:
     """Return the package that the format of an output lacks, with the command to install it, or None."""
-    if path.endswith(".parquet") and not _installed("pyarrow"):
+    from importlib.util import find_spec  # importing pyarrow itself takes a tenth of a second
+
+    if path.endswith(".parquet") and find_spec("pyarrow") is None:
         return ".parquet needs pyarrow: pip install 'pipedist[parquet]'"
     return None
 
@@ -56,38 +57,22 @@ def open_sink(
         label: the file as errors name it: "outputs.rows (rows.npy)"; "": its path.
         table: with shape "run": returns the columns of the value, arrays [rows, ...] by name, for a format
             with rows; None: the columns are the value's leaves.
-
-    Raises:
-        OutputError: the ending is unknown, pyarrow is missing, or the folder can't be written.
     """
     mode: Mode = "each" if shape == "per" else "pieces" if gather else "one"
     suffix, label = path.suffix, label or str(path)
     if suffix == ".json":
         return JsonSink(path, mode, axis, label)
-    if suffix == ".npy":
-        from pipedist.outputs.array_files import NpySink
+    if suffix in (".npy", ".npz"):
+        from pipedist.outputs.array_files import NpySink, NpzSink
 
-        return NpySink(path, mode, axis, label)
-    if suffix == ".npz":
-        from pipedist.outputs.array_files import NpzSink
+        return (NpySink if suffix == ".npy" else NpzSink)(path, mode, axis, label)
+    if suffix in (".csv", ".jsonl", ".parquet"):
+        from pipedist.outputs.row_files import CsvSink, JsonLinesSink, ParquetSink
 
-        return NpzSink(path, mode, axis, label)
-    if suffix == ".csv":
-        from pipedist.outputs.row_files import CsvSink
-
-        return CsvSink(path, mode, axis, label, table)
-    if suffix == ".jsonl":
-        from pipedist.outputs.row_files import JsonLinesSink
-
-        return JsonLinesSink(path, mode, axis, label, table)
-    if suffix == ".parquet":
-        from pipedist.outputs.row_files import ParquetSink
-
-        return ParquetSink(path, mode, axis, label, table)
+        rows: dict[str, Callable[..., Sink]] = {
+            ".csv": CsvSink,
+            ".jsonl": JsonLinesSink,
+            ".parquet": ParquetSink,
+        }
+        return rows[suffix](path, mode, axis, label, table)
     raise OutputError(f"{label}: an output must end in one of {', '.join(SUFFIXES)}")
-
-
-def _installed(module: str) -> bool:
-    from importlib.util import find_spec  # importing pyarrow itself takes a tenth of a second
-
-    return find_spec(module) is not None

@@ -19,10 +19,7 @@ from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
 from pipedist.outputs.sink import Mode, Sink
-from pipedist.outputs.spool import Array, Leaves, Piecewise
-
-Columns = dict[str, Array]
-"""Columns by name: arrays [rows, ...]."""
+from pipedist.outputs.spool import Array, Columns, Leaves
 
 _QUOTED = re.compile('[",\r\n]')
 _ROWS = 4096
@@ -36,9 +33,7 @@ _GROUP_BYTES_MAX = 64 * 2**20
 class RowSink(Sink):
     """Turns values into columns of equal length.
 
-    Args:
-        path, mode, axis, label: as for `Sink`.
-        table: returns the columns of the one value; None: they are its leaves.
+    `table` returns the columns of the one value; None: they are its leaves.
     """
 
     flat = True
@@ -49,7 +44,6 @@ class RowSink(Sink):
     ) -> None:
         super().__init__(path, mode, axis, label)
         self._table = table
-        self._leaves = Leaves(bare="value", target=label)
         self._dtypes: dict[str, Any] = {}
 
     def _append(self, value: Tree) -> None:
@@ -82,27 +76,25 @@ class RowSink(Sink):
     def _check(self, columns: dict[str, Array], dtypes: dict[str, Any]) -> None:
         first = next(iter(columns), "")
         for name, array in columns.items():
-            leaf = f"{self.label}: leaf {name!r}"
-            if array.ndim == 0:
-                raise OutputError(f"{leaf} is a single value beside columns. Write .npz or .json.")
-            if self.flat and array.ndim > 1:
-                axes = array.shape[1:]
-                raise OutputError(
-                    f"{leaf} has axes {axes} beside the rows, and a cell holds one value. Write .npz."
-                )
-            if self.flat and array.dtype.kind in "cV":
-                raise OutputError(f"{leaf} has dtype {array.dtype}, which a cell can't hold. Write .npz.")
-            if self._mode == "pieces" and self._axis % array.ndim != 0:
-                raise OutputError(
-                    f"{leaf} is gathered along axis {self._axis}, and rows are axis 0. Write .npz."
-                )
-            if len(array) != len(columns[first]):
-                raise OutputError(
-                    f"{leaf} has {len(array)} rows, leaf {first!r} has {len(columns[first])}. Write .npz."
-                )
             dtype = dtypes.setdefault(name, array.dtype)
-            if array.dtype != dtype and not (array.dtype.kind == dtype.kind and dtype.kind in "US"):
-                raise OutputError(f"{leaf}: all rows must have one dtype: first {dtype}, now {array.dtype}")
+            is_text = array.dtype.kind == dtype.kind and dtype.kind in "US"
+            problem = ""
+            if array.ndim == 0:
+                problem = " is a single value beside columns. Write .npz or .json."
+            elif self.flat and array.ndim > 1:
+                problem = (
+                    f" has axes {array.shape[1:]} beside the rows, and a cell holds one value. Write .npz."
+                )
+            elif self.flat and array.dtype.kind in "cV":
+                problem = f" has dtype {array.dtype}, which a cell can't hold. Write .npz."
+            elif self._mode == "pieces" and self._axis % array.ndim != 0:
+                problem = f" is gathered along axis {self._axis}, and rows are axis 0. Write .npz."
+            elif len(array) != len(columns[first]):
+                problem = f" has {len(array)} rows, leaf {first!r} has {len(columns[first])}. Write .npz."
+            elif array.dtype != dtype and not is_text:
+                problem = f": all rows must have one dtype: first {dtype}, now {array.dtype}"
+            if problem:
+                raise OutputError(f"{self.label}: leaf {name!r}{problem}")
 
     @abstractmethod
     def _rows(self, columns: dict[str, Array]) -> None: ...
@@ -133,26 +125,20 @@ class JsonLinesSink(RowSink):
 
     flat = False
 
-    def __init__(
-        self, path: Path, mode: Mode, axis: int, label: str, table: Callable[[Tree], Columns] | None = None
-    ) -> None:
-        super().__init__(path, mode, axis, label, table)
-        self._pieces = Piecewise(path, axis, "value", label)
-        self._is_spooled = False
+    _is_spooled = False
 
     def _append(self, value: Tree) -> None:
         if self._mode == "each":
             self._line(_columns_of_row(value, self.label))
-        elif self._mode == "pieces" and value is not None:
+            return
+        if self._mode == "pieces" and value is not None:
             arrays = self._leaves.take(value)
             if self._count == 1:
                 self._is_spooled = any(array.ndim and self._axis % array.ndim != 0 for array in arrays)
             if self._is_spooled:
                 self._pieces.append(value)
-            else:
-                super()._append(value)
-        else:
-            super()._append(value)
+                return
+        super()._append(value)
 
     def _fits(self, value: Tree) -> None:
         if self._mode == "each":
@@ -177,9 +163,6 @@ class JsonLinesSink(RowSink):
 
     def _line(self, row: dict[str, Any]) -> None:
         self._out.file.write((encoding.text(row, sort_keys=False) + "\n").encode())
-
-    def _release(self) -> None:
-        self._pieces.close()
 
 
 class ParquetSink(RowSink):
@@ -247,6 +230,7 @@ class ParquetSink(RowSink):
         self._writer = self._arrow.parquet.ParquetWriter(self._out.file, schema)
 
     def _release(self) -> None:
+        super()._release()
         self._waiting = []
         if self._writer is not None and self._writer.is_open:
             # else its finalizer would write to the closed file

@@ -35,10 +35,10 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from pipedist.core.files import sync_folder, try_lock
 from pipedist.errors import UsageError
@@ -57,6 +57,7 @@ from pipedist.outputs.run_record import (
     writing,
 )
 
+Found = Literal["", "unfinished", "other"]
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -64,8 +65,6 @@ class FinishedRun(Struct, frozen=True):
     """A finished run that `--resume` found: its results can be reported.
 
     Args:
-        path: its folder, absolute.
-        run_id: its id.
         document: its document, as `pipedist run --json` printed it.
         files: its outputs, absolute paths by relative path.
         since: changes of inputs and modules since then, as lines.
@@ -86,37 +85,27 @@ class RunFolder:
     Args:
         path: the folder, absolute.
         lock: file descriptor that holds the lock.
-        record: the content of run.json.
         notice: a message to the user about how the folder was opened, or "".
         found: "unfinished": the run in the folder is to be resumed; "other": it is of another spec, and
             `take_over` keeps parts of it; "": the folder is ready for a new run.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        lock: int,
-        record: RunRecord,
-        notice: str,
-        found: Literal["", "unfinished", "other"] = "",
-    ) -> None:
+    def __init__(self, path: Path, lock: int, record: RunRecord, notice: str = "", found: Found = "") -> None:
         self.path = path
         self.notice = notice
         self.found = found
         self._lock = lock
         self._record = record
+        self._new = path / PRIVATE / "new"
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
     def journal(self) -> Path:
-        """The folder of the journal."""
         return self.path / PRIVATE / "journal"
 
     @property
@@ -126,26 +115,17 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """The id of the run that the folder belongs to."""
         return self._record.run
 
     def has(self, output: str) -> bool:
         """Return whether an output of the earlier run is complete."""
         if self._record.state == "finished":
             return output in self._record.files and (self.path / output).is_file()
-        return (self.path / PRIVATE / "new" / output).is_file()
+        return (self._new / output).is_file()
 
     def take_over(self, run_id: str, spec_hash: str, outputs: Sequence[str], kept: Collection[str]) -> None:
-        """Begin a run that keeps files of the run of another spec in the folder.
-
-        Args:
-            run_id, spec_hash, outputs: as for `open_folder`.
-            kept: the outputs that are complete and unchanged.
-
-        Raises:
-            OutputError: the disk is full, or fails.
-        """
-        old, new = self._record, self.path / PRIVATE / "new"
+        """Begin a run that keeps some files of another spec's run."""
+        old, new = self._record, self._new
         with writing(self.path):
             new.mkdir(exist_ok=True)
             if old.state == "finished":
@@ -159,13 +139,9 @@ class RunFolder:
         self.found = "unfinished"
 
     def staged(self, output: str) -> Path:
-        """Return the path where an output is written until the run is complete.
-
-        Args:
-            output: one of the `outputs` of `open_folder`.
-        """
+        """Return the path where an output is written until the run is complete."""
         self._known(output)
-        path = self.path / PRIVATE / "new" / output
+        path = self._new / output
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
         return path
@@ -178,23 +154,17 @@ class RunFolder:
     def finish(self, document: Json, *, failed: bool = False) -> dict[str, Path]:
         """Replace the files of the run before with those of this one.
 
+        If a file can't be moved, the folder is left `committing` or `running`.
+
         Args:
             document: plain JSON values, kept for `--resume` of the finished run.
             failed: the run is complete, but some of its files could not be written.
-
-        Returns:
-            The outputs that were written, absolute paths by relative path.
-
-        Raises:
-            OutputError: a file can't be moved; the folder is left `committing` or `running`.
         """
-        new = self.path / PRIVATE / "new"
         with writing(self.path):
-            written = tuple(name for name in self._record.files if (new / name).is_file())
+            written = tuple(name for name in self._record.files if (self._new / name).is_file())
         write_json(self.path / PRIVATE / "results.json.new", document)
-        record = self._record
         then: Literal["finished", "failed"] = "failed" if failed else "finished"
-        self._record = RunRecord("committing", record.run, record.spec, written, record.previous, then)
+        self._record = replace(self._record, state="committing", files=written, then=then)
         write_record(self.path, self._record)
         self._record = _move_all(self.path, self._record)
         return {name: self.path / name for name in written}
@@ -202,11 +172,7 @@ class RunFolder:
     def fail(self, *, resumable: bool) -> None:
         """Record that the run ended with an error; its journal and the earlier files stay.
 
-        Args:
-            resumable: its journal has committed steps; replacing the run requires `--restart`.
-
-        Raises:
-            OutputError: the folder can't be written; the run counts as unfinished.
+        If it is `resumable`, its journal has committed steps, and replacing the run requires `--restart`.
         """
         record = self._record
         if record.state == "running":
@@ -235,29 +201,16 @@ def open_folder(
     explain: Callable[[Path], str] | None = None,
     since: Callable[[Path], Sequence[str]] | None = None,
 ) -> RunFolder | FinishedRun:
-    """Open and lock an output folder for a run.
+    """Open and lock an output folder, or return the finished run in it.
 
     Args:
-        path: the folder; it and its parents are created if necessary.
-        run_id: id of the run.
         spec_hash: digest of the spec, without its `cluster`.
         outputs: the files that the run will write, relative to the folder.
         resume: resume the run in the folder, or return it if it is finished; "reuse": also keep the
             unchanged parts of a run of another spec, or of other inputs or modules.
         restart: discard an unfinished or failed run.
-        explain: returns the differences from the spec of the run in the folder, given the folder of its
-            journal.
-        since: returns the changes since a finished run of the same spec, given the same folder.
-
-    Returns:
-        The folder to write to; or, with `resume`, the finished run of the same spec.
-
-    Raises:
-        UsageError: the folder can't be created or read, or was not made by pipedist; another run writes
-            to it; it holds an unfinished or a resumable run, and neither `resume` nor `restart` is set;
-            it holds a run of another spec, and `resume` is set; a file of the finished run is missing;
-            or a file that pipedist did not write has the name of an output.
-        OutputError: the disk is full, or fails.
+        explain: returns the differences from the spec of the run in the folder, given its journal.
+        since: returns the changes since a finished run of the same spec, given its journal.
     """
     for problem in filter(None, map(path_problem, outputs)):
         raise UsageError(problem)
@@ -291,19 +244,29 @@ def open_folder(
             missing = [name for name in old.files if not is_there(path / name, label)]
             changed = tuple(since(path / PRIVATE / "journal")) if since is not None else ()
             if resume != "reuse" or not (missing or changed):
-                return _finished(path, old, label, missing, changed)
+                if missing:
+                    raise UsageError(
+                        f"{label}/{missing[0]} of the finished run {old.run} is missing. --resume=reuse writes "
+                        "it again; --restart runs everything again."
+                    )
+                files = {name: path / name for name in old.files}
+                return FinishedRun(path, old.run, read_results(path, label), files, changed)
         previous = _standing(old)
         _check_free(path, label, outputs, previous)
         if resume and old is not None and is_there(path / PRIVATE / "journal" / "journal", label):
             if old.spec == spec_hash and old.state != "finished":
                 record = RunRecord("running", old.run, spec_hash, tuple(outputs), previous)
-                _clear_partial(path)
+                new = path / PRIVATE / "new"
+                with writing(path):
+                    new.mkdir(exist_ok=True)
+                    for partial in list(new.rglob(".*.partial")):  # left by a killed process
+                        partial.unlink()
                 write_record(path, record)
                 stack.pop_all()  # RunFolder closes the lock
-                return RunFolder(path, lock, record, "", "unfinished")
+                return RunFolder(path, lock, record, found="unfinished")
             if resume == "reuse":
                 stack.pop_all()
-                return RunFolder(path, lock, old, "", "other")
+                return RunFolder(path, lock, old, found="other")
         notice = _decide(old, label, spec_hash=spec_hash, resume=resume, restart=restart, explain=explain)
         with writing(path):
             for name in ("new", "journal"):
@@ -316,17 +279,7 @@ def open_folder(
 
 
 def _standing(old: RunRecord | None) -> tuple[str, ...]:
-    """Return the outputs of an earlier run that are in the folder."""
     return () if old is None else old.previous if old.state == "running" else old.files
-
-
-def _clear_partial(path: Path) -> None:
-    """Remove the temporary files of a killed process, see `AtomicFile`."""
-    with writing(path):
-        new = path / PRIVATE / "new"
-        new.mkdir(exist_ok=True)
-        for partial in list(new.rglob(".*.partial")):
-            partial.unlink()
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -399,21 +352,6 @@ def _check_free(path: Path, label: Path, outputs: Sequence[str], previous: Seque
                     f"{label}/{name} has the name of an output and was not written by pipedist. Move it, or "
                     "choose another folder with --output DIR."
                 )
-
-
-def _finished(
-    path: Path, record: RunRecord, label: Path, missing: Sequence[str], since: tuple[str, ...]
-) -> FinishedRun:
-    if missing:
-        raise UsageError(
-            f"{label}/{missing[0]} of the finished run {record.run} is missing. --resume=reuse writes it "
-            "again; --restart runs everything again."
-        )
-    document = read_results(path, label)
-    return FinishedRun(path, record.run, document, {name: path / name for name in record.files}, since)
-
-
-# -- moving files into place ---------------------------------------------------------------------
 
 
 def _move_all(path: Path, record: RunRecord) -> RunRecord:

@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from pipedist.core.files import replace_file
 from pipedist.errors import OutputError, UsageError
@@ -34,7 +35,6 @@ class RunRecord(Struct, frozen=True):
 
     Args:
         state: see `pipedist.outputs.run_folder`.
-        run: id of the run.
         spec: digest of its spec.
         files: the outputs of the run, relative paths.
         previous: the outputs of the run before it, which are still in the folder.
@@ -52,16 +52,7 @@ class RunRecord(Struct, frozen=True):
 
 
 def read_record(path: Path, label: Path) -> RunRecord | None:
-    """Return the content of a folder's run.json, None if there is none.
-
-    Args:
-        path: the folder.
-        label: the folder as errors name it.
-
-    Raises:
-        UsageError: it can't be read, or another version wrote it.
-        OutputError: the disk fails.
-    """
+    """Return the content of a folder's run.json; errors name it `label`."""
     with reading(label):
         try:
             data = (path / PRIVATE / "run.json").read_bytes()
@@ -87,15 +78,7 @@ def read_record(path: Path, label: Path) -> RunRecord | None:
 
 
 def read_results(path: Path, label: Path) -> Mapping[str, Any]:
-    """Return the document of the finished run in a folder.
-
-    Args:
-        path: the folder.
-        label: the folder as errors name it.
-
-    Raises:
-        UsageError: it is missing, or can't be read.
-    """
+    """Return the document of the finished run; errors name its folder `label`."""
     try:
         document: Mapping[str, Any] = json.loads((path / PRIVATE / "results.json").read_bytes())
         if not isinstance(document, dict) or "run" not in document:
@@ -110,45 +93,16 @@ def read_results(path: Path, label: Path) -> Mapping[str, Any]:
 
 
 def write_record(path: Path, record: RunRecord) -> None:
-    """Replace a folder's run.json.
-
-    Raises:
-        OutputError: it can't be written.
-    """
-    value = {
-        "format": _FORMAT,
-        "state": record.state,
-        "run": record.run,
-        "spec": record.spec,
-        "files": list(record.files),
-        "previous": list(record.previous),
-        "then": record.then,
-        "resumable": record.resumable,
-    }
-    write_json(path / PRIVATE / "run.json", value)
+    write_json(path / PRIVATE / "run.json", {"format": _FORMAT, **asdict(record)})
 
 
 def write_json(path: Path, value: Json) -> None:
-    """Replace a document, atomically and durably.
-
-    Raises:
-        OutputError: it can't be written.
-    """
+    """Replace a document, atomically and durably."""
     with writing(path):
         replace_file(path, text(value, sort_keys=False).encode() + b"\n")
 
 
 def is_there(path: Path, label: Path) -> bool:
-    """Return whether a file exists.
-
-    Args:
-        path: the file.
-        label: its folder as errors name it.
-
-    Raises:
-        UsageError: a folder of its path can't be read.
-        OutputError: the disk fails.
-    """
     with reading(label):
         return path.is_file()
 

@@ -17,7 +17,7 @@ from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
 from pipedist.outputs.run_record import writing
-from pipedist.outputs.spool import ArraySpool, Piecewise
+from pipedist.outputs.spool import ArraySpool, Leaves, Piecewise
 
 Mode = Literal["one", "pieces", "each"]
 """The appended values: one value; the pieces of one value; or a value per step or epoch."""
@@ -28,29 +28,28 @@ class Sink(ABC):
 
     Args:
         path: where the file will be; its folder exists.
-        mode: the values that are appended.
         axis: the axis along which pieces are concatenated.
         label: the file as errors name it.
     """
+
+    _bare = "value"
+    """The name of the leaf of a value that is not a container."""
 
     def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
         self.path = path
         self.label = label
         self._mode = mode
-        self._axis = axis
+        self._axis = 0 if mode == "each" else axis  # values of steps are stacked along a new axis 0
         self._count = 0
+        self._leaves = Leaves(bare=self._bare, target=label)
+        self._pieces = Piecewise(path, self._axis, self._leaves, label)
         with writing(label):
             self._out = AtomicFile(path)
 
     def append(self, value: Tree) -> None:
-        """Append the next value.
+        """Append the value, its next piece, or that of the next step or epoch.
 
-        Args:
-            value: the value itself, the next step's piece of it, or the value of the next step
-                or epoch: see `open_sink`.
-
-        Raises:
-            OutputError: the value does not fit the format or the values before, or can't be written.
+        If it does not fit the format or the values before, or can't be written, raise OutputError.
         """
         if self._mode == "one" and self._count:
             raise OutputError(f"{self.label} holds one value, and a second one was appended")
@@ -62,41 +61,24 @@ class Sink(ABC):
         """Check that a value of this structure, dtype and shape fits the format.
 
         A value that does not fit is thus reported at the first step, not after the last one.
-
-        Raises:
-            OutputError: the value does not fit the format.
         """
         self._fits(value)
 
     def finish(self) -> Path:
-        """Complete the file and make it durable at its path.
-
-        Returns:
-            Its path.
-
-        Raises:
-            OutputError: the format can't hold the values, or the file can't be written; then no
-                file is left.
-        """
+        """Complete the file and make it durable at its path, or leave no file."""
         try:
             with writing(self.label):
                 self._complete()
                 self._out.commit()
-            return self.path
-        except BaseException:
-            self.abort()
-            raise
         finally:
-            self._release_quietly()
+            self.abort()
+        return self.path
 
     def abort(self) -> None:
         """Discard the file; harmless after `finish`, and twice."""
-        self._release_quietly()
-        self._out.abort()
-
-    def _release_quietly(self) -> None:
         with contextlib.suppress(OSError):  # closing may flush to a full disk
             self._release()
+        self._out.abort()
 
     @abstractmethod
     def _append(self, value: Tree) -> None: ...
@@ -107,8 +89,9 @@ class Sink(ABC):
     def _fits(self, value: Tree) -> None:  # noqa: B027  (.json holds any tree)
         """Raise OutputError if the format can't hold such a value."""
 
-    def _release(self) -> None:  # noqa: B027  (most formats have nothing to release)
+    def _release(self) -> None:
         """Close temporary files."""
+        self._pieces.close()
 
 
 class JsonSink(Sink):
@@ -116,10 +99,6 @@ class JsonSink(Sink):
 
     The encoding is that of `pipedist.outputs.encoding`, with sorted keys.
     """
-
-    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
-        super().__init__(path, mode, axis, label)
-        self._pieces = Piecewise(path, axis, "value", label)
 
     def _append(self, value: Tree) -> None:
         if self._mode == "pieces":
@@ -154,21 +133,17 @@ class JsonSink(Sink):
         if node is None:
             raise TypeError(f"a tree of spools holds a {type(tree).__qualname__}")
         if node[0] == "object":
-            self._text("{")
-            for index, (name, value) in enumerate(sorted(encoding.key_texts(node[1], ()))):
-                self._text(", " if index else "")
-                self._text(encoding.text(name) + ": ")
-                self._write(value)
-            self._text("}")
+            brackets = "{}"
+            named = sorted(encoding.key_texts(node[1], ()))
+            children = [(encoding.text(name) + ": ", value) for name, value in named]
         else:
-            self._text("[")
-            for index, value in enumerate(node[1]):
-                self._text(", " if index else "")
-                self._write(value)
-            self._text("]")
+            brackets = "[]"
+            children = [("", value) for value in node[1]]
+        self._text(brackets[0])
+        for index, (name, value) in enumerate(children):
+            self._text((", " if index else "") + name)
+            self._write(value)
+        self._text(brackets[1])
 
     def _text(self, text: str) -> None:
         self._out.file.write(text.encode())
-
-    def _release(self) -> None:
-        self._pieces.close()

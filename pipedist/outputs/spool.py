@@ -25,6 +25,9 @@ from pipedist.errors import OutputError
 
 Array = npt.NDArray[Any]
 
+Columns = dict[str, Array]
+"""Columns by name: arrays [rows, ...]."""
+
 BLOCK_BYTES = 8 * 2**20
 """Bytes of an array that are in memory at a time."""
 
@@ -47,12 +50,7 @@ class Leaves:
         self.names: list[str] = []
 
     def take(self, tree: Tree) -> list[Array]:
-        """Return the leaves of `tree` as arrays, in the order of `names`.
-
-        Raises:
-            OutputError: the structure differs from that of the first value; two leaves have the
-                same path; or a leaf has no dtype that a file can hold.
-        """
+        """Return the leaves of `tree` as arrays, in the order of `names`."""
         leaves, structure = trees.flatten(tree)
         if self._structure is None:
             names = [path or self._bare for path in trees.treedef_paths(structure)]
@@ -115,15 +113,9 @@ class ArraySpool:
         self._lengths: list[int] = []
 
     @property
-    def empty(self) -> bool:
-        """Whether nothing was appended."""
-        return self._dtype is None
-
-    @property
     def dtype(self) -> np.dtype[Any]:
         """The array's dtype; there must be a piece."""
-        if self._dtype is None:
-            raise ValueError("an empty spool has no dtype")
+        assert self._dtype is not None
         return self._dtype
 
     @property
@@ -133,21 +125,11 @@ class ArraySpool:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array so far."""
         axis = self.axis
         return (*self._shape[:axis], sum(self._lengths), *self._shape[axis + 1 :])
 
     def append(self, piece: Array) -> None:
-        """Append a piece.
-
-        Args:
-            piece: same dtype and shape as the pieces before, apart from the axis and from the
-                width of texts.
-
-        Raises:
-            OutputError: the piece does not fit; the text names both dtypes or shapes.
-            OSError: the file can't be written.
-        """
+        """Append a piece that fits apart from the axis and the width of texts."""
         if self._dtype is None:
             self._begin(piece)
         axis = self.axis
@@ -165,22 +147,15 @@ class ArraySpool:
         self._lengths.append(piece.shape[axis])
 
     def blocks(self, rows: int | None = None) -> Iterator[Array]:
-        """Yield the array in C order, a block of rows (indices of axis 0) at a time.
-
-        Args:
-            rows: rows in a block; None: as many as fit `BLOCK_BYTES`, at least one.
-        """
-        shape = self.shape
-        total = shape[0]
-        row_bytes = math.prod(shape[1:]) * self.dtype.itemsize
-        if rows is None:
-            rows = max(1, BLOCK_BYTES // max(1, row_bytes))
+        """Yield the array in C order, in blocks of rows (None: `BLOCK_BYTES`)."""
+        total, *rest = self.shape
+        row_bytes = math.prod(rest) * self.dtype.itemsize
+        rows = rows or max(1, BLOCK_BYTES // max(1, row_bytes))
         self._file.flush()
         for first in range(0, total, rows):
             yield self._rows(first, min(total, first + rows))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _begin(self, piece: Array) -> None:
@@ -244,27 +219,18 @@ class Piecewise:
     Args:
         path: the output; temporary files are made in its folder, and unlinked at once.
         axis: the axis along which the pieces are concatenated.
-        bare: the name of the leaf of a bare array.
         label: the output as errors name it.
     """
 
-    def __init__(self, path: Path, axis: int, bare: str, label: str) -> None:
+    def __init__(self, path: Path, axis: int, leaves: Leaves, label: str) -> None:
         self._path = path
         self._axis = axis
         self._label = label
-        self._leaves = Leaves(bare=bare, target=label)
+        self._leaves = leaves
         self.spools: dict[str, ArraySpool] = {}
 
     def append(self, piece: Tree, *, stack: bool = False) -> None:
-        """Append the next piece.
-
-        Args:
-            piece: a tree of arrays, of the structure of the pieces before.
-            stack: the piece is one index of a new axis 0.
-
-        Raises:
-            OutputError: structure, dtype or shape differ from the pieces before.
-        """
+        """Append the next piece; with `stack`, it is one index of a new axis 0."""
         for leaf, name in zip(self._leaves.take(piece), self._leaves.names, strict=True):
             spool = self.spools.get(name)
             if spool is None:
@@ -278,7 +244,6 @@ class Piecewise:
         return self._leaves.template(list(self.spools.values()))
 
     def close(self) -> None:
-        """Close the temporary files."""
         for spool in self.spools.values():
             spool.close()
         self.spools.clear()

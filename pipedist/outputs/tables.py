@@ -17,16 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pipedist.combiners import ByKey, Counter, sorted_keys
 from pipedist.core import trees
 from pipedist.core.types import Tree
-
-Array = npt.NDArray[Any]
-
-Columns = dict[str, Array]
-"""Columns by name: arrays [rows, ...]."""
+from pipedist.outputs.spool import Array, Columns
 
 Table = Callable[[Tree], Columns]
 """Return the table of a value.
@@ -39,11 +34,7 @@ _EXACT_MAX = 2**53
 
 
 def table_of(combine: object) -> Table | None:
-    """Return the conversion of a combine function's result to a table; None if it stays a tree.
-
-    Args:
-        combine: the combine function of a reduce stage.
-    """
+    """Return the conversion to a table, None if the result stays a tree."""
     if isinstance(combine, Counter):
         return _counts
     if isinstance(combine, ByKey) and not isinstance(combine.combine, ByKey):

@@ -134,7 +134,7 @@ def run(
 
 
 def _head_start(spec: SpecLike) -> Spare:
-    """Start the fork server of a run, unless its spec file does not exist."""
+    """Start the fork server, unless the spec file does not exist."""
     if isinstance(spec, str | os.PathLike) and not os.path.exists(spec):
         return Spare()
     return prepare()
@@ -151,10 +151,7 @@ def _in_event_loop() -> bool:
 
 
 def _in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
-    """Run on an event loop in a new thread.
-
-    The caller blocks its own loop.
-    """
+    """Run on an event loop in a new thread; the caller blocks its own loop."""
     import asyncio
     import contextlib
 
@@ -195,15 +192,9 @@ def in_own_thread(
 ) -> T:
     """Call a function in a new thread, and wait until it returns.
 
-    Args:
-        work: the function.
-        interrupt: called when the wait is interrupted, for example by Ctrl-C, possibly before `work` has
-            begun; it must make `work` return soon.
-        name: name of the thread.
-        daemon: whether the process may end before the thread, after a second Ctrl-C.
-
-    Raises:
-        BaseException: the error of `work`; or the one that interrupted the wait, after `work` has returned.
+    When the wait is interrupted, for example by Ctrl-C, possibly before `work` has begun, `interrupt` is called. It
+    must make `work` return soon; then the interrupting error is raised. A `daemon` thread doesn't keep the process
+    alive after a second Ctrl-C.
     """
     _take_cancellation()
     outcome: list[T] = []

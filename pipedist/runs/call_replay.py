@@ -32,14 +32,11 @@ class CallReplay(Struct, frozen=True):
     """The program and inputs of a call to execute.
 
     Args:
-        stage: the stage whose value is wanted.
-        slot: the slot of that value.
-        program: the program of the pass, which also emits that slot.
+        slot: the slot of the wanted value; the program of the pass emits it too.
         emitted: the slots that the call sends back in the run.
         lo, hi: the calls: one, or all of a gang's step.
         number: the number of the wanted call.
         shards: the shards of calls [lo, hi).
-        states: value of each state that they read.
     """
 
     stage: StageSpec
@@ -59,7 +56,7 @@ class Replayed(Struct, frozen=True):
     Args:
         has_value: whether the stage was called; in a gang, some stages skip empty shards.
         value: the value that the stage returned; for a reduce, the call's part.
-        failure: the failure as a worker reports it; None: the call returned.
+        failure: the failure as a worker reports it.
         error: the exception with its traceback, None if it is not available.
         culprit: the replica that failed: the call's own, or another one of its gang.
     """
@@ -80,7 +77,6 @@ class _RecordingExecutor(PassExecutor):
         self.waiting: dict[int, Call] = {}
 
     def failure(self, call: Call, error: BaseException, *, aborted: bool = False) -> CallFailure:
-        """Report a failure, as `PassExecutor`, and keep its exception."""
         self.errors[call.number] = error
         return super().failure(call, error, aborted=aborted)
 
@@ -108,16 +104,18 @@ def execute(replay: CallReplay) -> Replayed:
             if (failure := executor.unsendable(number, emitted)) is not None:
                 failures[number] = failure
         if failures:
-            own = failures.get(replay.number)
-            reported = own
-            if own is None or own.aborted:
-                reported = next(
-                    (f for f in failures.values() if not f.aborted), own or next(iter(failures.values()))
-                )
-            assert reported is not None  # `failures` is not empty
+            own = [failures[replay.number]] if replay.number in failures else []
+            found = [*own, *failures.values()]
+            reported = next((failure for failure in found if not failure.aborted), found[0])
             replica = reported.call % replay.program.replicas
             return Replayed(False, None, reported, executor.errors.get(reported.call), replica)
-        return _value(replay, outcomes[replay.number])
+        outcome = outcomes[replay.number]
+        if replay.slot not in outcome:
+            return Replayed(False)
+        value = outcome[replay.slot]
+        if isinstance(replay.stage, ReduceSpec) and replay.stage.op is not None:
+            value = reduction_of(replay.stage).finish(value)
+        return Replayed(True, value)
 
 
 def _received(frames: list[Frame]) -> list[memoryview]:
@@ -134,7 +132,7 @@ def _run(
     if replay.program.gang:
         run = _gang_run(executor, loop, shards, replay, stack)
     else:
-        run = LeaseRun(executor, loop, shards, replay.lo, replay.hi, _ignore)
+        run = LeaseRun(executor, loop, shards, replay.lo, replay.hi, lambda _: None)
     outcomes: dict[int, Outcome] = {}
     failures: dict[int, CallFailure] = {}
     while len(outcomes) + len(failures) < replay.hi - replay.lo:
@@ -173,50 +171,30 @@ def _gang_run(
     stack.callback(gangs.close)
     assigned = AssignGang(0, 0, replay.lo, replay.hi, 0, 0, 0, 1, "")
     return gangs.new_run(
-        assigned, executor, shards, RelayBuffer(), bound=None, begin=_ignore, on_success=_do_nothing
+        assigned,
+        executor,
+        shards,
+        RelayBuffer(),
+        bound=None,
+        begin=lambda _: None,
+        on_success=lambda: None,
     )
-
-
-def _ignore(_call: int) -> None:
-    """Ignore which call runs."""
-
-
-def _do_nothing() -> None:
-    """Keep nothing for later steps."""
 
 
 class _NullScheduler:
     """A null object in place of the scheduler, for a gang with one member."""
 
     def contribute(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
-        """Raise: there are no other members."""
         raise LocalProtocolError("a gang of one member sends no data")
 
     def listen(self, lease: int, timeout_s: float) -> None:
-        """Raise: there are no other members."""
         raise LocalProtocolError("a gang of one member does not wait for data")
 
     def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
-        """Raise the timeout of a collective that has waited too long for a replica."""
         raise CollectiveTimeoutError(text)
 
 
-def _value(replay: CallReplay, outcome: Outcome) -> Replayed:
-    slot = replay.slot
-    if slot not in outcome:
-        return Replayed(False)
-    value = outcome[slot]
-    if isinstance(replay.stage, ReduceSpec) and replay.stage.op is not None:
-        value = reduction_of(replay.stage).finish(value)
-    return Replayed(True, value)
-
-
 def first_value(plan: Plan, name: str) -> Tree:
-    """Return the first version of a state.
-
-    Raises:
-        PipedistError: its `init` function failed.
-    """
     planned = plan.states[name]
     if planned.init is None:
         return planned.value

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipedist.errors import UsageError
-from pipedist.runs.result import Progress
 
 if TYPE_CHECKING:
     from pipedist.runs.execution import Execution
@@ -39,10 +38,8 @@ Document = dict[str, Any]
 def document(run: str, name: str, state: str, execution: Execution | None) -> Document:
     """Return what a run waits for.
 
-    Args:
-        run, name: id and name of the run.
-        state: "starting", "running", "ending" (its steps are done, its files are not) or "ended".
-        execution: None if the run has not begun, or has ended.
+    `state` is "starting", "running", "ending" (its steps are done, its files are not) or "ended". `execution` is None
+    if the run has not begun, or has ended.
     """
     head: Document = {"pipedist_why": VERSION, "run": run, "name": name, "state": state}
     if execution is None:
@@ -55,16 +52,24 @@ def document(run: str, name: str, state: str, execution: Execution | None) -> Do
         text = "the disk has not confirmed a commit of the journal"
         entries.append({"reason": "journal", "for_s": round(committing_s, 3), "text": text})
     if state == "running" and not entries:
-        entries.append(
-            {"reason": "outputs", "for_s": None, "text": "all calls are done: values and files are completed"}
-        )
+        text = "all calls are done: values and files are completed"
+        entries.append({"reason": "outputs", "for_s": None, "text": text})
     scheduler = stall.scheduler
     return head | {
         "phase": progress.phase + 1,
         "phases": progress.phases,
         "elapsed_s": round(progress.elapsed_s, 3),
         "silent_s": round(scheduler.silent_s, 3),
-        "passes": [_counted(progress, place) for place in range(len(progress.passes))],
+        "passes": [
+            {
+                "stages": each.name,
+                "dataset": each.dataset,
+                "steps_done": each.steps_done,
+                "steps_total": each.steps_total,
+                "calls_done": each.calls_done,
+            }
+            for each in progress.passes
+        ],
         "workers": {
             "ready": scheduler.ready,
             "busy": scheduler.busy,
@@ -82,12 +87,6 @@ def _entry(wait: dict[str, Any]) -> dict[str, Any]:
     if wait["for_s"] is not None:
         wait["for_s"] = round(wait["for_s"], 3)
     return wait
-
-
-def _counted(progress: Progress, place: int) -> dict[str, Any]:
-    count = progress.passes[place]
-    steps = {"steps_done": count.steps_done, "steps_total": count.steps_total}
-    return {"stages": count.name, "dataset": count.dataset, **steps, "calls_done": count.calls_done}
 
 
 def lines(report: Document) -> list[str]:
@@ -158,12 +157,8 @@ class _StatusProtocol(asyncio.Protocol):
 async def serve_status(folder: Path, status: Callable[[], bytes]) -> AsyncIterator[bool]:
     """Serve the status of a run on a socket while this context is open.
 
-    Args:
-        folder: created here, and removed at the end; the caller holds the run's lock.
-        status: returns the bytes to send.
-
-    Yields:
-        Whether the socket exists; False on a file system without sockets.
+    `folder` is created here, and removed at the end; the caller holds the run's lock. Yields whether the socket
+    exists: there is none on a file system without sockets.
     """
     connections: set[asyncio.Transport] = set()
     over = asyncio.Event()
@@ -190,14 +185,7 @@ async def serve_status(folder: Path, status: Callable[[], bytes]) -> AsyncIterat
 
 
 def query_status(folder: Path, timeout_s: float) -> bytes | None:
-    """Return the status that a run sends; None if no run is listening.
-
-    Args:
-        folder: the folder of the socket.
-
-    Raises:
-        UsageError: the run does not answer, or access is denied.
-    """
+    """Return the status that a run sends; None if no run is listening."""
     status = bytearray()
     try:
         with _socket_path(folder) as path, socket.socket(socket.AF_UNIX) as client:

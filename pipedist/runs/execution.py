@@ -6,21 +6,21 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 from msgspec import Struct
 
-from pipedist.coordinator import Coordinator
+from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.coordinator.pass_handle import PassCounts
 from pipedist.core.types import Tree
 from pipedist.errors import JournalError, LocalProtocolError, OutputError, RunDrained
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.pass_execution import PassExecution
 from pipedist.runs.pass_feeds import Spool
-from pipedist.runs.pass_folds import read_later, restore_pass, sink_of
+from pipedist.runs.pass_folds import restore_pass, sink_of
 from pipedist.runs.pass_journal import PASS_STATE, STATE
-from pipedist.runs.quarantine import PassQuarantine, RunQuarantine
+from pipedist.runs.quarantine import PassQuarantine, QuarantinedElement
 from pipedist.runs.result import Ledger, Progress, StageCount
 from pipedist.runs.subscription import Subscription
 from pipedist.runs.training import Trainer
@@ -36,15 +36,7 @@ FLUSH_S_MAX = 5.0
 
 
 class Execution:
-    """One run of a plan.
-
-    Args:
-        plan: the plan to execute.
-        coordinator: coordinator of the cluster that executes it.
-        folder: the output folder, None for a run without outputs.
-        subscription: the stream that the user reads, None if there is none.
-        journal: the journal of the run, None for a run without a folder.
-    """
+    """One run of a plan."""
 
     def __init__(
         self,
@@ -55,7 +47,7 @@ class Execution:
         journal: RunJournal | None = None,
     ) -> None:
         self.timings: dict[str, float] = {}
-        """Duration of each phase, in seconds."""
+        """Seconds, by phase."""
         self._plan = plan
         self._coordinator = coordinator
         self._folder = folder
@@ -65,7 +57,7 @@ class Execution:
         self._values: dict[str, Tree] = {}
         self._spools: dict[str, Spool] = {}
         self._journal = journal
-        self._counts: dict[PassPlan, _Counted] = {}
+        self._counts: dict[PassPlan, PassHandle | _Complete] = {}
         self._quarantines: dict[PassPlan, PassQuarantine] = {}
         self._executions: dict[PassPlan, PassExecution] = {}
         self._files_kept: set[str] = set()
@@ -73,19 +65,9 @@ class Execution:
         self._phase = 0
         self._began = time.monotonic()
         self._draining = False
-        self._read_later = read_later(plan)
 
     async def run(self) -> None:
-        """Execute all phases.
-
-        Raises:
-            CallError: a call failed for good.
-            FoldError: components do not fit together.
-            OutputError: a file can't be written.
-            WorkersLost: no worker can be kept alive.
-            RunDrained: the run was drained before its end.
-            JournalError: the journal can't be read or written.
-        """
+        """Execute all phases; raise RunDrained if drained before the end."""
         if self._journal is not None:
             texts = self._journal.unwritten
             self.unwritten.update({name: OutputError(text) for name, text in texts.items()})
@@ -111,9 +93,8 @@ class Execution:
                 await execution.run()
             except Exception as error:
                 failed.append(_unwrapped(error))
-                if not isinstance(
-                    failed[-1], RunDrained
-                ):  # a drained pass leaves the others to finish their running calls
+                # a drained pass leaves the others to finish their running calls
+                if not isinstance(failed[-1], RunDrained):
                     tasks.cancel_scope.cancel()
             finally:
                 if execution.is_complete and self._journal is not None:
@@ -123,7 +104,7 @@ class Execution:
 
         journal = self._journal
         durables = {} if journal is None else {p: journal.of(p, self._plan.spec.replicas) for p in phase}
-        for pass_ in [p for p in phase if p in durables and durables[p].is_complete]:
+        for pass_ in [p for p in phase if p in durables and durables[p].before.complete]:
             await self._restore(pass_, durables[pass_])
         phase = tuple(p for p in phase if p not in self._counts)
         if not phase:
@@ -161,34 +142,23 @@ class Execution:
                 await journal.commit(taken, phase=self._phase, unwritten=texts)
 
     async def _restore(self, pass_: PassPlan, durable: PassJournal) -> None:
-        """Restore a pass that an earlier process completed."""
-        if self._folder is None:
-            raise LocalProtocolError("a run without a folder has no journal")
+        assert self._folder is not None  # it has the journal
         await restore_pass(
-            self._plan,
-            pass_,
-            durable,
-            self._folder,
-            self._read_later,
-            self._values,
-            self._spools,
-            self.unwritten,
+            self._plan, pass_, durable, self._folder.final, self._values, self._spools, self.unwritten
         )
-        self._files_kept |= durable.files
+        self._files_kept |= durable.before.files()
         quarantine = PassQuarantine(pass_.dataset, "", None, self._plan.spec.replicas)
         quarantine.restore(durable.part(PASS_STATE)["quarantine"])
         self._quarantines[pass_] = quarantine
-        counts = PassCounts(0, durable.elements, durable.elements, durable.steps)
-        self._counts[pass_] = _Complete(counts, durable.steps)
+        steps, elements = durable.before.steps, durable.before.elements
+        self._counts[pass_] = _Complete(PassCounts(0, elements, elements, steps), steps)
 
     async def _flush(self, executions: Sequence[PassExecution]) -> None:
         """Commit the steps that were taken before the phase failed."""
         if self._journal is None:
             return
-        with (
-            anyio.move_on_after(FLUSH_S_MAX, shield=True),
-            suppress(JournalError),
-        ):  # the error of the run is reported anyway
+        # the error of the run is reported anyway
+        with anyio.move_on_after(FLUSH_S_MAX, shield=True), suppress(JournalError):
             taken = [last for execution in executions if (last := execution.last_snapshot()) is not None]
             if taken:
                 await self._journal.commit(taken)
@@ -213,15 +183,17 @@ class Execution:
         return training
 
     def _open(
-        self,
-        pass_: PassPlan,
-        training: Trainer | None,
-        stack: ExitStack,
-        durable: PassJournal | None,
+        self, pass_: PassPlan, training: Trainer | None, stack: ExitStack, durable: PassJournal | None
     ) -> PassExecution:
         subscription = self._subscription
         feeding = self._plan.training
-        ended = feeding is not None and pass_.dataset == feeding.dataset and pass_.phase > feeding.phase
+        steps_max = None
+        if (
+            feeding is not None
+            and pass_.dataset == pass_.root == feeding.dataset
+            and pass_.phase > feeding.phase
+        ):
+            steps_max = self._counts[feeding].counts.steps_visible  # the training may have ended early
         execution = self._executions[pass_] = PassExecution(
             self._plan,
             pass_,
@@ -231,9 +203,8 @@ class Execution:
             values=self._values,
             unwritten=self.unwritten,
             spools=self._spools,
-            read_later=self._read_later,
             training=training if pass_.updates or pass_.follows else None,
-            steps_max=self._trained_steps() if ended and pass_.root == pass_.dataset else None,
+            steps_max=steps_max,
             journal=self._journal,
             durable=durable,
         )
@@ -245,27 +216,16 @@ class Execution:
         return execution
 
     def drain(self) -> None:
-        """Stop issuing calls.
-
-        `run` raises RunDrained when the running calls are finished.
-        """
+        """Stop issuing calls; `run` raises RunDrained after the running ones."""
         if not self._draining:
             self._draining = True
             for execution in self._executions.values():
                 execution.handle.hold()
 
-    def _trained_steps(self) -> int | None:
-        """Return the number of steps of the dataset of a finished training."""
-        feeding = self._plan.training
-        return None if feeding is None else self._counts[feeding].counts.steps_visible
-
-    # -- results, progress -----------------------------------------------------------------------
-
     def results(self) -> dict[str, Tree]:
         """Return the finished values of reduces and gathers, in the spec's order.
 
-        A gather that has an output file is returned as the path of the file, even if a later phase kept its
-        value in memory.
+        A gather with an output file is returned as the file's path, even if a later phase kept its value in memory.
         """
         results = {}
         for name, stage in self._plan.spec.stages.items():
@@ -278,9 +238,10 @@ class Execution:
                 results[name] = self._values[name]
         return results
 
-    def quarantine(self) -> RunQuarantine:
-        """Return the elements quarantined so far, in the plan's order."""
-        return RunQuarantine([self._quarantines[p] for p in self._plan.passes if p in self._quarantines])
+    def quarantine(self) -> list[tuple[str, QuarantinedElement]]:
+        """Return (dataset, element) of quarantined elements, in plan order."""
+        passes = [self._quarantines[p] for p in self._plan.passes if p in self._quarantines]
+        return [(pass_.dataset, each) for pass_ in passes for each in pass_]
 
     def ledger(self) -> Ledger:
         """Return how many elements are committed, quarantined and lost so far."""
@@ -291,14 +252,8 @@ class Execution:
             issued = max((h.counts.elements_offered for h in handles if h is not None), default=0)
             elements += issued
             # a complete pass may have had fewer steps than another of its dataset, which then ended early
-            committed += (
-                min(
-                    (issued if _is_complete(h) else h.counts.elements_visible if h is not None else 0)
-                    for h in handles
-                )
-                if handles
-                else 0
-            )
+            seen = [issued if _is_complete(h) else h.counts.elements_visible if h else 0 for h in handles]
+            committed += min(seen, default=0)
             quarantined_steps: dict[int, int] = {}
             for pass_ in passes:
                 if pass_ in self._quarantines:
@@ -313,11 +268,7 @@ class Execution:
         return Ledger(elements, committed, quarantined, elements - committed - quarantined)
 
     def _settle(self) -> None:
-        """Check that two independent counts account for every element.
-
-        Raises:
-            LocalProtocolError: they differ. This is a defect, and the run must not return a result.
-        """
+        """Check that two independent counts account for every element."""
         for pass_, execution in self._executions.items():
             counts = execution.handle.counts
             offered = (execution.handle.steps_total, counts.elements_offered)
@@ -347,7 +298,6 @@ class Execution:
         return None if since is None else time.monotonic() - since
 
     def progress(self) -> Progress:
-        """Return the progress of the current phase."""
         passes = []
         for pass_ in self._plan.phases[self._phase] if self._plan.phases else ():
             handle = self._counts.get(pass_)
@@ -379,18 +329,6 @@ class Execution:
         )
 
 
-class _Counted(Protocol):
-    """The counts of a pass."""
-
-    @property
-    def counts(self) -> PassCounts:
-        """Steps, elements and calls so far."""
-
-    @property
-    def steps_total(self) -> int | None:
-        """Number of steps, None where it is not known yet."""
-
-
 class _Complete(Struct, frozen=True):
     """A pass that an earlier process completed."""
 
@@ -398,7 +336,7 @@ class _Complete(Struct, frozen=True):
     steps_total: int
 
 
-def _is_complete(handle: _Counted | None) -> bool:
+def _is_complete(handle: PassHandle | _Complete | None) -> bool:
     return handle is not None and handle.steps_total == handle.counts.steps_visible
 
 

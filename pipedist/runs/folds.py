@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import anyio
 import anyio.abc
@@ -31,7 +31,7 @@ from pipedist.reduction.tree import FoldTree, Partial, Reduction
 
 if TYPE_CHECKING:
     from pipedist.journal.log_format import RecordLog
-    from pipedist.outputs import Sink
+    from pipedist.outputs.sink import Sink
 
 Per = Literal["run", "epoch", "step"]
 
@@ -39,11 +39,19 @@ THREAD_BYTES = 1 << 20
 """Larger pieces are written in a thread, so that the event loop stays responsive."""
 
 
+class FoldOptions(TypedDict, total=False):
+    """Options of all folds, see `Fold`."""
+
+    keep: bool
+    log: RecordLog | None
+
+
 class Fold(ABC):
     """The value or values of one reduce or gather stage.
 
+    If components do not fit together, its methods raise ValueError, TypeError or OverflowError.
+
     Args:
-        name: the stage.
         per: the scope of a value.
         sink: receives the values; None: the values are only kept.
         keep: keep the values even if there is a sink, because a later phase reads them.
@@ -63,22 +71,13 @@ class Fold(ABC):
         self._per = per
         self._sink = sink
         self._epoch = 0
-        """The current epoch; earlier epochs have their values."""
         self._fresh: list[Tree] | None = None
         """Values for `take_fresh`; None: `watch` was not called."""
         self._nothing = 0
         """Number of components, as long as all of them are None; -1 after the first other one."""
 
     async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
-        """Take the parts of the next steps, all of one epoch.
-
-        Raises:
-            ValueError: the components do not fit together.
-            TypeError: a component has a type that can't be folded.
-            OverflowError: an integer result does not fit its dtype.
-            CallError: a `combine` function failed.
-            OutputError: the file can't be written.
-        """
+        """Take the parts of the next steps, all of one epoch."""
         if self._nothing >= 0:
             made = [part for parts in steps for part in parts]
             self._nothing = self._nothing + len(made) if all(map(self._is_none, made)) else -1
@@ -102,32 +101,19 @@ class Fold(ABC):
         return fresh
 
     async def end_epoch(self, epoch: int) -> None:
-        """End an epoch, to which all steps since the previous end belong.
-
-        Raises:
-            As `add`.
-        """
+        """End an epoch, to which all steps since the previous end belong."""
         if self._per == "epoch":
             await self._close_epochs(epoch + 1)
             await self._note()
 
     async def finish(self, epochs: int) -> None:
-        """Complete the values after the last step.
-
-        Args:
-            epochs: number of epochs.
-
-        Raises:
-            As `add`.
-        """
+        """Complete the values after the last step."""
         if self._per == "run":
             await self._close()
         elif self._per == "epoch":
             await self._close_epochs(epochs)
         self._is_finished = True
         await self._note()
-
-    # -- snapshots --------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tree]:
         """Return the state of the fold, without the values in its log."""
@@ -139,12 +125,7 @@ class Fold(ABC):
     async def restore(self, state: dict[str, Tree], entries: Iterable[tuple[Tree, Tree]]) -> None:
         """Restore the `state` of a fold, and write its values to the sink again.
 
-        Args:
-            entries: metadata and values of the log's entries at that time.
-
-        Raises:
-            As `add`, for the restored values.
-            JournalError: the log is damaged.
+        `entries` are metadata and values of the log's entries at that time.
         """
         log, self._log = self._log, None
         for meta, values in entries:
@@ -173,17 +154,14 @@ class Fold(ABC):
     async def _note(self) -> None:
         if self._log is not None and self._unlogged:
             values, self._unlogged = self._unlogged, []
-            await note(self._log, values)
+            await append_to(self._log, values)
 
-    @abstractmethod
     def _scope_state(self) -> dict[str, Tree]:
-        """Return the state of the current scope."""
+        """Return the state of the current scope, without what the log has."""
+        return {}
 
-    @abstractmethod
-    async def _restore_scope(self, state: dict[str, Tree]) -> None:
-        """Restore the state of the current scope."""
-
-    # ------------------------------------------------------------------------------------------------
+    async def _restore_scope(self, state: dict[str, Tree]) -> None:  # noqa: B027
+        """Restore what `_scope_state` returned."""
 
     @property
     def of_nothing(self) -> bool:
@@ -195,7 +173,6 @@ class Fold(ABC):
 
     @property
     def result(self) -> Tree:
-        """The stage's value, or the list of its values in order."""
         if self._per == "run":
             return self._values[0] if self._values else None
         return self._values
@@ -217,35 +194,25 @@ class Fold(ABC):
 
     async def _deliver(self, value: Tree) -> None:
         if self._sink is not None:
-            await write(self._sink, value)
+            await append_to(self._sink, value)
 
     @abstractmethod
-    async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
-        """Add the parts of steps to the current scope."""
+    async def _take(self, steps: Sequence[Sequence[Tree]]) -> None: ...
 
     @abstractmethod
     async def _scope_value(self) -> Tree:
         """Return the value of the current scope, and begin a new scope."""
 
 
-async def write(sink: Sink, value: Tree) -> None:
-    """Append to a sink; in a thread if the value is large."""
+async def append_to(target: Sink | RecordLog, value: Tree, *meta: Tree) -> None:
+    """Append to a sink or log; in a thread if the value is large."""
     if array_bytes(value) > THREAD_BYTES:
-        await anyio.to_thread.run_sync(sink.append, value)
+        await anyio.to_thread.run_sync(target.append, value, *meta)
     else:
-        sink.append(value)
-
-
-async def note(log: RecordLog, values: list[Tree], meta: Tree = None) -> None:
-    """Append to a log; in a thread if the values are large."""
-    if array_bytes(values) > THREAD_BYTES:
-        await anyio.to_thread.run_sync(log.append, values, meta)
-    else:
-        log.append(values, meta)
+        target.append(value, *meta)
 
 
 def array_bytes(value: Tree) -> int:
-    """Return the total size of a tree's arrays, in bytes."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if type(value) is list and set(map(type, value)) == {np.ndarray}:
@@ -262,27 +229,14 @@ class ValueFold(Fold):
     async def _scope_value(self) -> Tree:
         return None
 
-    def _scope_state(self) -> dict[str, Tree]:
-        return {}
-
-    async def _restore_scope(self, state: dict[str, Tree]) -> None:
-        """Do nothing: a finished fold has only values."""
-
 
 class ReduceFold(Fold):
     """The fold of a built-in op, over partials made by the workers."""
 
     def __init__(
-        self,
-        name: str,
-        per: Per,
-        reduction: Reduction,
-        sink: Sink | None,
-        *,
-        keep: bool = True,
-        log: RecordLog | None = None,
+        self, name: str, per: Per, reduction: Reduction, sink: Sink | None, **options: Unpack[FoldOptions]
     ) -> None:
-        super().__init__(name, per, sink, keep=keep, log=log)
+        super().__init__(name, per, sink, **options)
         self._reduction = reduction
         self._fits = sink is None
         """Whether a value like the first call's has been checked against the file format."""
@@ -315,10 +269,7 @@ class ReduceFold(Fold):
         self._steps.restore(state["nodes"])
 
     def _check_first(self, steps: Sequence[Sequence[Partial]]) -> None:
-        """Check early whether the file can hold the value.
-
-        A call's own value has the structure of the final one.
-        """
+        """Check early, with a call's own value, whether the file can hold it."""
         first = next((part for parts in steps for part in parts), None)
         if first is None or self._sink is None:
             return
@@ -337,9 +288,7 @@ FoldCall = Callable[[list[list[Tree]]], Awaitable[Tree]]
 class CombineFold(Fold):
     """The fold of a `combine` function, which runs on workers.
 
-    Args:
-        call: executes one fold call.
-        calls_max: maximum number of concurrent fold calls.
+    At most `calls_max` fold calls run at a time.
     """
 
     def __init__(
@@ -349,11 +298,10 @@ class CombineFold(Fold):
         call: FoldCall,
         sink: Sink | None,
         *,
-        keep: bool = True,
         calls_max: int,
-        log: RecordLog | None = None,
+        **options: Unpack[FoldOptions],
     ) -> None:
-        super().__init__(name, per, sink, keep=keep, log=log)
+        super().__init__(name, per, sink, **options)
         self._call = call
         self._room = anyio.CapacityLimiter(calls_max)
         self._levels: list[_Level] = []
@@ -388,8 +336,7 @@ class CombineFold(Fold):
             await self._fold_later(level, place, groups)
 
     async def _fold_later(self, level: int, place: int, groups: list[list[Tree]]) -> None:
-        if self._tasks is None:
-            raise RuntimeError("attach() must be called before the first step")
+        assert self._tasks is not None  # `attach` was called before the first step
         borrower = object()
         await self._room.acquire_on_behalf_of(borrower)
         if self._running == 0:
@@ -420,18 +367,11 @@ class CombineFold(Fold):
             await self._put(level + 1, node)
 
     def _scope_state(self) -> dict[str, Tree]:
-        return {
-            "levels": [
-                [
-                    here.groups,
-                    here.blocks,
-                    here.promoted,
-                    list(here.folded.items()),
-                    list(here.folding.items()),
-                ]
-                for here in self._levels
-            ]
-        }
+        levels = [
+            [each.groups, each.blocks, each.promoted, [*each.folded.items()], [*each.folding.items()]]
+            for each in self._levels
+        ]
+        return {"levels": levels}
 
     async def _restore_scope(self, state: dict[str, Tree]) -> None:
         for groups, blocks, promoted, folded, folding in state["levels"]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate, groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
-from pipedist.runs.folds import Fold, Per, array_bytes, note, write
+from pipedist.runs.folds import Fold, FoldOptions, Per, append_to, array_bytes
 from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
-    from pipedist.journal.log_format import RecordLog
-    from pipedist.outputs import Sink
+    from pipedist.outputs.sink import Sink
 
 TINY_PARTS = 1024
 TINY_BYTES = 1024
@@ -37,16 +36,9 @@ class GatherFold(Fold):
     _notes_values = False
 
     def __init__(
-        self,
-        name: str,
-        per: Per,
-        axis: int,
-        sink: Sink | None,
-        *,
-        keep: bool = True,
-        log: RecordLog | None = None,
+        self, name: str, per: Per, axis: int, sink: Sink | None, **options: Unpack[FoldOptions]
     ) -> None:
-        super().__init__(name, per, sink, keep=keep, log=log)
+        super().__init__(name, per, sink, **options)
         self._axis = axis
         self._streams = sink is not None and per == "run"
         self._parts: list[Tree] = []
@@ -60,21 +52,15 @@ class GatherFold(Fold):
         self._steps = 0
 
     async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
-        """Take the parts of the next steps, as `Fold.add`, and log them."""
         await super().add(epoch, steps)
         if self._log is not None:
-            await note(self._log, [p for parts in steps for p in parts], [epoch, [len(p) for p in steps]])
+            made = [part for parts in steps for part in parts]
+            await append_to(self._log, made, [epoch, [len(parts) for parts in steps]])
 
     async def _replay(self, meta: Tree, values: Tree) -> None:
         epoch, counts = meta
         ends = [0, *accumulate(counts)]
         await self.add(epoch, [values[a:b] for a, b in pairwise(ends)])
-
-    def _scope_state(self) -> dict[str, Tree]:
-        return {}
-
-    async def _restore_scope(self, state: dict[str, Tree]) -> None:
-        """Do nothing: the log restores everything."""
 
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
         first, self._steps = self._steps, self._steps + len(steps)
@@ -84,7 +70,7 @@ class GatherFold(Fold):
         if self._streams and self._sink is not None:
             for place, block in self._blocks(made):
                 try:
-                    await write(self._sink, block)
+                    await append_to(self._sink, block)
                 except OutputError as error:
                     step, replica = _place_of(steps, place)
                     raise OutputError(f"{error} (step {first + step}, replica {replica})") from error
@@ -94,11 +80,7 @@ class GatherFold(Fold):
                 self._compact()
 
     def _check(self, first: int, steps: Sequence[Sequence[Tree]], made: Sequence[Tree]) -> None:
-        """Check that components fit; the error names step and replica.
-
-        Raises:
-            ValueError, TypeError: a component can't be gathered, or does not match the scope's first one.
-        """
+        """Check that components fit; the error names step and replica."""
         unlike = {_look(part): part for part in made}  # most are alike, and this check is cheap
         kinds = {_fit(part, self._axis) for part in unlike.values()}
         if None not in kinds and kinds <= self._fitting:
@@ -112,10 +94,7 @@ class GatherFold(Fold):
         self._fitting |= kinds - {None}
 
     def _blocks(self, parts: Sequence[Tree]) -> Iterator[tuple[int, Tree]]:
-        """Yield (index of its first part, block) for each write.
-
-        A part that is None is skipped, as in `gather`.
-        """
+        """Yield (index of its first part, block) for each write, without None."""
         if len(parts) > 1 and _is_one_kind(parts, self._axis):
             yield 0, self._together(parts)
             return
@@ -137,10 +116,9 @@ class GatherFold(Fold):
                     try:
                         self._together(tried)
                     except (TypeError, ValueError) as fault:
-                        hint = ""
-                        if isinstance(part, list | tuple):
-                            hint = "; a list is a tree of values: to return one array, use np.array(...)"
-                        return f"step {step}, replica {replica}: {fault}{hint}"
+                        is_list = isinstance(part, list | tuple)
+                        hint = "; a list is a tree of values: to return one array, use np.array(...)"
+                        return f"step {step}, replica {replica}: {fault}{hint if is_list else ''}"
         return str(error)
 
     def _compact(self) -> None:
@@ -178,10 +156,7 @@ def _look(part: Tree) -> object:
 
 
 def _fit(part: Tree, axis: int) -> object:
-    """Return a key that is equal for parts that fit together.
-
-    None: the part must be tried.
-    """
+    """Return a key that fitting parts share; None: the part must be tried."""
     leaves, structure = ([part], None) if type(part) is np.ndarray else trees.flatten(part)
     if not all(type(leaf) is np.ndarray and -leaf.ndim <= axis < leaf.ndim for leaf in leaves):
         return None
@@ -197,10 +172,7 @@ def _outline(leaf: Any) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def _is_one_kind(parts: Sequence[Tree], axis: int) -> bool:
-    """Return whether all parts are tiny arrays of one dtype and shape.
-
-    This is a fast path for the usual case.
-    """
+    """Return whether all parts are tiny arrays of one kind: a fast path."""
     return (
         set(map(type, parts)) == {np.ndarray}
         and _kind(parts[0], axis) is not None
@@ -210,10 +182,7 @@ def _is_one_kind(parts: Sequence[Tree], axis: int) -> bool:
 
 
 def _kind(part: Tree, axis: int) -> object:
-    """Return a key that is equal for tiny parts to be written together.
-
-    None: the part is written alone.
-    """
+    """Return a key of tiny parts to write together; None: write it alone."""
     if type(part) is np.ndarray:
         return _kind_of_array(part, axis) if part.nbytes <= BLOCK_PART_BYTES_MAX else None
     leaves, structure = trees.flatten(part)
@@ -234,7 +203,6 @@ def _kind_of_array(array: np.ndarray[tuple[int, ...], np.dtype[Any]], axis: int)
 
 
 def _place_of(steps: Sequence[Sequence[Tree]], place: int) -> tuple[int, int]:
-    """Return step and replica of the part at an index."""
     for step, parts in enumerate(steps):
         if place < len(parts):
             return step, place

@@ -21,22 +21,11 @@ from pipedist.core.types import Tree
 from pipedist.errors import PipedistError, UsageError
 from pipedist.journal.log_format import packed, unpacked
 from pipedist.protocol.codec import encode
-from pipedist.spec import (
-    CollectivesSpec,
-    InitFile,
-    InitFunction,
-    InitLiteral,
-    ResourcesSpec,
-    Spec,
-    load,
-)
+from pipedist.spec import CollectivesSpec, InitFile, InitFunction, InitLiteral, ResourcesSpec, Spec, load
 
 
 def meaning(spec: Spec) -> dict[str, Any]:
-    """Return everything in a spec that decides its results, as JSON.
-
-    `cluster` is not part of it.
-    """
+    """Return everything in a spec that decides its results, as JSON."""
     return {
         "replicas": spec.replicas,
         "seed": spec.seed,
@@ -60,12 +49,10 @@ def meaning(spec: Spec) -> dict[str, Any]:
 
 
 def digest(spec: Spec) -> str:
-    """Return the digest of a spec's `meaning`."""
     return digest_of(meaning(spec))
 
 
 def digest_of(meant: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a `meaning`, in hex."""
     return hashlib.sha256(json.dumps(meant, sort_keys=True).encode()).hexdigest()
 
 
@@ -109,7 +96,6 @@ class SpecSource(Struct, frozen=True):
 
     @classmethod
     def of(cls, spec: object, params: Mapping[str, Tree] | None, sets: Sequence[str]) -> SpecSource:
-        """Return the source of a spec that was given to a run."""
         if not isinstance(spec, str | os.PathLike):
             return NO_SOURCE
         try:
@@ -119,12 +105,6 @@ class SpecSource(Struct, frozen=True):
         return cls(os.path.abspath(os.fspath(spec)), tuple(sets), kept)
 
     def load(self) -> Spec:
-        """Load the spec.
-
-        Raises:
-            UsageError: the spec did not come from a file, or the file is gone.
-            SpecError: the file has mistakes.
-        """
         if not self.source:
             raise UsageError(
                 "the run's spec did not come from a file: it was passed in Python, as a dict or with values "
@@ -145,12 +125,7 @@ _MISSING: Final = object()
 
 
 def differences(there: Any, now: Any, path: str = "") -> Iterator[str]:
-    """Yield a line for each difference: "stages.late.axis: 0 there, 1 now".
-
-    Args:
-        there, now: plain values: maps, lists, text, numbers.
-        path: prefix of the paths in the lines.
-    """
+    """Yield a line for each difference: "stages.late.axis: 0 there, 1 now"."""
     if _text(there) == _text(now):
         return
     if isinstance(there, Mapping) and isinstance(now, Mapping):
@@ -177,7 +152,6 @@ def _excerpt(value: Any) -> str:
 
 
 LINES_MAX = 12
-"""Maximum number of lines that `listed` returns in full."""
 
 
 def listed(lines: Iterable[str]) -> str:

@@ -39,20 +39,13 @@ class PassExecution:
     """The execution of one pass.
 
     Args:
-        plan: the run's plan.
-        pass_: the pass to execute.
-        coordinator: coordinator of the cluster that executes it.
-        folder: the output folder, None for a run without outputs.
-        subscription: the stream of this pass that the user reads, None if there is none.
+        subscription: the stream of this pass that the user reads.
         values: finished values of earlier phases, by stage; this pass adds its own. A value that is only in
             its file is the file's path.
         unwritten: why an output file could not be written, by stage; this pass adds its own.
         spools: the kept values of run stages, of earlier phases and (open) of this pass.
-        read_later: reduce and gather stages whose values a later phase or an update reads.
         training: the training that the pass is part of, None if it is independent.
         steps_max: number of steps to read; None: the whole dataset.
-        journal: the journal of the run, None if it has none.
-        durable: the pass's part of the journal, None if there is none.
     """
 
     def __init__(
@@ -66,7 +59,6 @@ class PassExecution:
         values: MutableMapping[str, Tree],
         unwritten: MutableMapping[str, OutputError],
         spools: Mapping[str, Spool],
-        read_later: frozenset[str],
         training: Trainer | None,
         steps_max: int | None,
         journal: RunJournal | None,
@@ -74,6 +66,7 @@ class PassExecution:
     ) -> None:
         self._plan = plan
         self._pass = pass_
+        self.name = pass_.name
         self._coordinator = coordinator
         self._subscription = subscription
         self._values = values
@@ -81,18 +74,16 @@ class PassExecution:
         self._feed = feed_of(plan, pass_, spools)
         self._training = training if pass_.updates else None
         self._state_history: StateHistory | None = None
-        """Versions of the states, for replays of calls."""
         self._journal = journal
         self._durable = durable
-        self.steps = 0 if durable is None else durable.steps
+        self.steps = 0 if durable is None else durable.before.steps
         """Steps [0, steps) have been taken: folded, kept and streamed."""
-        self.elements = 0 if durable is None else durable.elements
-        """Elements of these steps."""
+        self.elements = 0 if durable is None else durable.before.elements
         self._taking = anyio.Lock(fast_acquire=True)
-        """Held while steps are taken."""
         self._between = False
         """No step is partly taken, so a snapshot is consistent."""
-        self._is_complete = False
+        self.is_complete = False
+        """Whether all steps are taken and all values complete."""
         self._took = anyio.Event()
         """Set if steps were taken since the latest snapshot."""
         self.evaluated_by: list[PassExecution] = []
@@ -105,25 +96,12 @@ class PassExecution:
             self._feed = GatedFeed(self._feed, "run", steps_max=steps_max)
         self._spools = {name: spools[name] for name in pass_.kept}
         self._kept_slots = {name: slot_of(name, plan.spec.stages[name]) for name in pass_.kept}
-        self._folds = PassFolds(
-            plan, pass_, coordinator, folder, read_later=read_later, unwritten=unwritten, durable=durable
-        )
+        self._folds = PassFolds(plan, pass_, coordinator, folder, unwritten=unwritten, durable=durable)
         self.quarantine = PassQuarantine(
             pass_.dataset, next(iter(pass_.runs), ""), self._feed, self._replicas
         )
-        """The quarantined elements of the pass."""
         self.handle = self._open()
         """The pass at the coordinator; the owner of this object closes it with `leave`."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all steps are taken and all values complete."""
-        return self._is_complete
-
-    @property
-    def name(self) -> str:
-        """The name of the pass in messages."""
-        return self._pass.name
 
     def refined(self, wait: Waiting) -> Waiting:
         """Return a more precise description of a wait, if the pass knows one."""
@@ -138,21 +116,25 @@ class PassExecution:
             return wait.refined("subscriber", text)
         if self._participant is not None and not self._between:
             return wait.refined("state", f"{wait.text}: states are being updated with the steps before them")
-        stages = ", ".join(self._folds.names)
+        stages = ", ".join(self._pass.folds)
         by = f" by the stages {stages}" if stages else ""
         return wait.refined("fold", f"{wait.text}{by}")
 
     def _open(self) -> PassHandle:
         streamed = () if self._subscription is None else self._subscription.stages
         quarantine = quarantine_of(self._plan, self._pass)
+        speculation = self._plan.spec.cluster.speculation
+        # workers keep no results in a training, because a resumed run may have other states
+        keep = not self._pass.gang and self._participant is None
+        stamp = self._durable.stamp if self._durable is not None and keep else ""
         handle = self._coordinator.open_pass(
             pass_program(self._plan, self._pass, self._feed.reader, self._values, streamed),
-            name=self._pass.name,
+            name=self.name,
             settings=PassSettings(
                 self._replicas,
                 gang=self._pass.gang,
                 first_step=self.steps,
-                speculation=0.0 if self._pass.gang else speculation_of(self._plan),
+                speculation=0.0 if self._pass.gang or isinstance(speculation, str) else float(speculation),
                 quarantine=bool(quarantine) and quarantine.issuperset(self._pass.runs),
                 gpus=self._pass.gpus,
             ),
@@ -161,7 +143,7 @@ class PassExecution:
             on_quarantine=self.quarantine.add,
             feed=self._feed,
             on_arrival=_announcer(self._subscription, self._replicas),
-            stamp=self._stamp(),
+            stamp=stamp,
         )
         if self._durable is not None:
             self._durable.on_committed = handle.settle
@@ -169,24 +151,8 @@ class PassExecution:
         handle.counts.steps_visible = self.steps
         return handle
 
-    def _stamp(self) -> str:
-        """Return the stamp under which workers keep results, or "" for none.
-
-        They keep none in a training, because a resumed run may have other states.
-        """
-        if self._durable is None or self._pass.gang or self._participant is not None:
-            return ""
-        return self._durable.stamp
-
     async def begin(self) -> None:
-        """Go to the first step that is not committed.
-
-        Call it before any pass of the phase runs.
-
-        Raises:
-            JournalError: the journal is damaged.
-            Exception: an error of reading the data.
-        """
+        """Go to the first uncommitted step, before any pass of the phase runs."""
         if self._durable is None:
             return
         if self._training is not None:
@@ -200,16 +166,7 @@ class PassExecution:
                 self._participant.restore(self._durable.part(PASS_STATE)["training"])
 
     async def run(self) -> None:
-        """Execute the pass to its end.
-
-        Raises:
-            CallError: a call failed for good.
-            FoldError: components do not fit together.
-            OutputError: a file can't be written.
-            WorkersLost: no worker can be kept alive.
-            RunDrained: the pass was drained before its end.
-            ExceptionGroup: a group of these.
-        """
+        """Execute the pass to its end; errors may be in an ExceptionGroup."""
         participant = self._participant
         with ExitStack() as stack:
             self._folds.open(stack)
@@ -218,19 +175,18 @@ class PassExecution:
                 await self._folds.begin(tasks, None if saved is None else saved["folds"])
                 if participant is not None:
                     self._folds.watch(participant.watched)
-                tasks.start_soon(self.handle.run_feed, name=f"feed of {self._pass.name}")
+                tasks.start_soon(self.handle.run_feed, name=f"feed of {self.name}")
                 await self._read(tasks)
                 self._between = False
-                await self._folds.finish(
-                    self._plan.epochs(self._pass) if participant is None else participant.epochs
-                )
+                epochs = self._plan.epochs(self._pass) if participant is None else participant.epochs
+                await self._folds.finish(epochs)
                 if participant is not None:
                     await participant.on_finished(self._folds.take_fresh(participant.watched))
             for spool in self._spools.values():
                 await anyio.to_thread.run_sync(spool.finish)
             await self._folds.write()
         self._folds.deliver(self._values)
-        self._between = self._is_complete = True
+        self._between = self.is_complete = True
 
     async def _read(self, tasks: anyio.abc.TaskGroup) -> None:
         """Take all steps, and commit them periodically."""
@@ -242,9 +198,8 @@ class PassExecution:
 
         self._between = True
         if self._journal is not None and self._durable is not None:
-            tasks.start_soon(
-                commit_periodically, self._journal, self._durable, name=f"journal of {self._pass.name}"
-            )
+            name = f"journal of {self.name}"
+            tasks.start_soon(commit_periodically, self._journal, self._durable, name=name)
         async for batch in self.handle.batches():
             async with self._taking:
                 self._between = False
@@ -253,8 +208,6 @@ class PassExecution:
                 self._between = True
             self._took.set()
         committing.cancel()
-
-    # -- snapshots --------------------------------------------------------------------------------
 
     async def _next_snapshot(self, durable: PassJournal) -> PendingSnapshot:
         """Wait until the subscriber has seen new steps, and snapshot them."""
@@ -272,10 +225,7 @@ class PassExecution:
         return taken
 
     def last_snapshot(self) -> PendingSnapshot | None:
-        """Return a snapshot of the uncommitted steps.
-
-        None if there are none, or if a step is partly taken.
-        """
+        """Return a snapshot of uncommitted whole steps, None if there are none."""
         if self._durable is None or not self._between or self.steps == self._durable.steps_committed:
             return None
         if not all(held_out._between for held_out in self.evaluated_by):
@@ -285,47 +235,37 @@ class PassExecution:
         return self._snapshot(self._durable)
 
     def complete_snapshot(self) -> PendingSnapshot:
-        """Return the snapshot of the complete pass."""
-        if self._durable is None or not self._is_complete:
-            raise RuntimeError(f"pass {self._pass.name} is incomplete or has no journal")
+        assert self._durable is not None
+        assert self.is_complete
         return self._snapshot(self._durable)
 
     def _snapshot(self, durable: PassJournal) -> PendingSnapshot:
-        version = 2 * self.steps + self._is_complete
-        parts: dict[str, Versioned] = {
-            PASS_STATE: (
-                version,
-                {
-                    "folds": self._folds.state(),
-                    "training": None if self._participant is None else self._participant.state(),
-                    "quarantine": self.quarantine.state(self.steps),
-                },
-            )
+        version = 2 * self.steps + self.is_complete
+        state = {
+            "folds": self._folds.state(),
+            "training": None if self._participant is None else self._participant.state(),
+            "quarantine": self.quarantine.state(self.steps),
         }
+        parts: dict[str, Versioned] = {PASS_STATE: (version, state)}
         if self._training is not None:
-            for name, (number, value) in self._training.states.latest().items():
+            for name, (number, value) in self._training.states.latest.items():
                 parts[STATE + name] = (number, [value, number])
         dropped: list[str] = []
         if self._state_history is not None:
             dropped += self._state_history.dropped()
-        if self._is_complete:
+        if self.is_complete:
             dropped += self._folds.logs_over()
         return durable.snapshot(
             self.steps,
             self.elements,
             parts,
             quarantined=self.quarantine.steps(),
-            complete=self._is_complete,
+            complete=self.is_complete,
             dropped=dropped,
         )
 
-    # -- step by step --------------------------------------------------------------------------------
-
     def _segments(self, batch: Batch) -> Iterator[tuple[int, int, list[list[Slots]]]]:
-        """Yield (first step, epoch, steps), each of one epoch.
-
-        If steps are streamed, each has one step only.
-        """
+        """Yield (first step, epoch, steps) by epoch, or by step if streamed."""
         streams = self._subscription is not None and self._subscription.kind == "steps"
         first, last = batch.first, batch.first + len(batch.steps)
         while first < last:
@@ -352,7 +292,6 @@ class PassExecution:
             await subscription.room()
 
     def _keep(self, first: int, epoch: int, steps: list[list[Slots]]) -> None:
-        """Append steps to the spools."""
         places = [self.quarantine.ids(step) for step in range(first, first + len(steps))]
         for name, spool in self._spools.items():
             for step, parts in enumerate(parts_of(self._kept_slots[name], steps), first):
@@ -361,13 +300,12 @@ class PassExecution:
                 spool.append(parts, ids, elements=elements, epoch=epoch, skipped=skipped)
 
     async def _notify_training(self, participant: TrainingParticipant, last: int, epoch: int) -> None:
-        """Notify the training, which then updates states and evaluates."""
         ends = await participant.feed.ends_epoch(last)
         if ends:
             await self._folds.end_epoch(epoch)
         await participant.on_taken(last, epoch, self._folds.take_fresh(participant.watched), ends=ends)
         if self._training is not None and self._state_history is not None:
-            self._state_history.add(self._training.states.latest(), steps=self.steps, epochs=epoch + ends)
+            self._state_history.add(self._training.states.latest, steps=self.steps, epochs=epoch + ends)
 
     def leave(self) -> None:
         """End the pass at the coordinator, and its part in a training."""
@@ -395,12 +333,3 @@ def _announcer(subscription: Subscription | None, replicas: int) -> Arrival | No
                     subscription.put(Part(name, step, replica, values[slot]), size)
 
     return announce
-
-
-def speculation_of(plan: Plan) -> float:
-    """Return the multiple of the usual duration that starts a second attempt.
-
-    0: calls get no second attempt.
-    """
-    times = plan.spec.cluster.speculation
-    return 0.0 if isinstance(times, str) else float(times)

@@ -22,7 +22,6 @@ from pipedist.protocol.program import ReaderConfig, Shards
 
 
 def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
-    """Return the feed of a pass."""
     spec = plan.spec
     dataset = spec.datasets[pass_.dataset]
     if pass_.root != pass_.dataset:
@@ -52,7 +51,6 @@ class Spool:
     Memory holds only a few numbers for each step.
 
     Args:
-        stage: name of the stage, for errors.
         log: a log of the journal, which survives the process. None: a temporary file without a name, which
             disappears with the process.
     """
@@ -66,15 +64,15 @@ class Spool:
         self._frames = array("q", [0])
         """Index of the first frame of each step in `_sizes`."""
         self._sizes = array("q")
-        """Bytes of each frame."""
         self._skipped: dict[int, tuple[int, ...]] = {}
         """Shards without a value, by step."""
-        self._parts = array("l")
+        self.parts = array("l")
+        """Number of non-empty shards, by step."""
         self._bytes = array("q", [0])
         """Bytes of the frames before each step, and in total."""
         self._elements = array("q", [0])
         """Elements before each step, and in total."""
-        self._epochs = array("l")
+        self.epochs = array("l")
         self._latest: tuple[int, list[Tree], list[Tree]] = (-1, [], [])
 
     def _temporary(self) -> RecordLog:
@@ -84,8 +82,7 @@ class Spool:
             return RecordLog(os.dup(file.fileno()), EMPTY, self._unwritable)
 
     def __len__(self) -> int:
-        """Return the number of steps."""
-        return len(self._parts)
+        return len(self.parts)
 
     def append(
         self,
@@ -102,9 +99,6 @@ class Spool:
             parts: values of the shards that are not empty, possibly followed by those of empty shards.
             ids: the element ids of the shards that are not empty.
             skipped: the replicas among them without a value, because their whole shard was quarantined.
-
-        Raises:
-            OutputError, JournalError: the disk is full, or fails.
         """
         values = list(parts)
         for hole in skipped:
@@ -112,28 +106,23 @@ class Spool:
         self._index(self._log.append([list(ids), values], [len(ids), elements, epoch, *skipped]))
 
     def restore(self, entries: Iterable[LogEntry]) -> None:
-        """Index the steps that the log already has."""
         for entry in entries:
             self._index(entry)
 
     def _index(self, entry: LogEntry) -> None:
         parts, elements, epoch, *skipped = entry.meta
         if skipped:
-            self._skipped[len(self._parts)] = tuple(skipped)
+            self._skipped[len(self.parts)] = tuple(skipped)
         self._sizes.extend(entry.sizes)
         self._frames.append(len(self._sizes))
         self._starts.append(entry.at)
         self._bytes.append(self._bytes[-1] + sum(entry.sizes))
-        self._parts.append(parts)
+        self.parts.append(parts)
         self._elements.append(self._elements[-1] + elements)
-        self._epochs.append(epoch)
+        self.epochs.append(epoch)
 
     def finish(self) -> None:
-        """Flush the log after the last step, so that it can be read.
-
-        Raises:
-            OutputError, JournalError: the disk is full, or fails.
-        """
+        """Flush the log after the last step, so that it can be read."""
         self._log.flush()
 
     def _unwritable(self, error: OSError) -> PipedistError:
@@ -145,7 +134,6 @@ class Spool:
         )
 
     def read(self, step: int) -> tuple[list[Tree], list[Tree]]:
-        """Return the element ids and the values of a step's shards."""
         if self._latest[0] != step:
             sizes = self._sizes[self._frames[step] : self._frames[step + 1]]
             starts = accumulate(sizes, initial=self._starts[step])
@@ -154,25 +142,15 @@ class Spool:
             self._latest = (step, ids, parts)
         return self._latest[1], self._latest[2]
 
-    def parts(self, step: int) -> int:
-        """Return the number of non-empty shards of a step."""
-        return self._parts[step]
-
     def skipped(self, step: int) -> tuple[int, ...]:
-        """Return the replicas among these shards that have no value."""
+        """Return the replicas whose whole shard was quarantined."""
         return self._skipped.get(step, ())
 
     def bytes(self, first: int, last: int) -> int:
-        """Return the size of steps [first, last)."""
         return self._bytes[last] - self._bytes[first]
 
     def elements(self, first: int, last: int) -> int:
-        """Return the number of elements of steps [first, last)."""
         return self._elements[last] - self._elements[first]
-
-    def epoch(self, step: int) -> int:
-        """Return the epoch of a step."""
-        return self._epochs[step]
 
     def close(self) -> None:
         """Close a temporary file; a log of the journal is closed by the journal."""
@@ -196,17 +174,15 @@ class SpoolFeed(Feed):
         self.reader = ReaderConfig(None, batch, -1, False)
 
     async def begin_at(self, step: int) -> None:
-        """Pass over the steps before `step`."""
         self._next = step
 
     async def pull(self, count: int) -> list[StepBatch]:
-        """Return the next steps."""
         spool, first = self._spool, self._next
         self._next = min(len(spool), first + count)
         batches = []
         kinds = groupby(
             range(first, self._next),
-            key=lambda step: (spool.parts(step), spool.epoch(step), spool.skipped(step)),
+            lambda step: (spool.parts[step], spool.epochs[step], spool.skipped(step)),
         )
         for (parts, _, skipped), same in kinds:
             last = first + len(list(same))
@@ -216,11 +192,7 @@ class SpoolFeed(Feed):
         return batches
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return the kept values of calls [lo, hi).
-
-        Raises:
-            FoldError: a shard has no value, because the stage was not called with it.
-        """
+        """Return the kept values of calls [lo, hi)."""
         ids: list[Tree] = []
         values = []
         for call in range(lo, hi):
@@ -246,15 +218,12 @@ class SpoolFeed(Feed):
         """Do nothing: the values are on disk."""
 
     def elements(self, first: int, last: int) -> int:
-        """Return the number of elements of steps [first, last)."""
         return self._spool.elements(first, last)
 
     def epoch(self, step: int) -> int:
-        """Return the epoch of a step."""
-        return self._spool.epoch(step)
+        return self._spool.epochs[step]
 
     def ids(self, step: int) -> list[Tree]:
-        """Return the element ids of each shard that is not empty."""
         return list(self._spool.read(step)[0])
 
 
@@ -266,7 +235,6 @@ class GatedFeed(Feed):
     """Holds the steps of a feed back until `admit` allows them.
 
     Args:
-        feed: the feed to gate.
         granularity: whether `admit` counts steps or epochs; "run": all steps are admitted.
         states: returns the states that calls read.
         first_epoch: the last epoch that is admitted from the beginning; -1: none is, and only `end` ends the
@@ -302,25 +270,18 @@ class GatedFeed(Feed):
 
     @property
     def reader(self) -> ReaderConfig:  # type: ignore[override]
-        """How a worker finds a shard."""
         return self._feed.reader
 
     @property
     def steps_total(self) -> int | None:  # type: ignore[override]
-        """Number of steps, None where it is not known yet."""
-        total = self._feed.steps_total
         if self._ended:
             return self._next
-        if total is None or self._steps_max is None:
-            return total
-        return min(total, self._steps_max)
+        limits = [steps for steps in (self._feed.steps_total, self._steps_max) if steps is not None]
+        return None if self._feed.steps_total is None else min(limits)
 
     async def begin_at(self, step: int) -> None:
-        """Pass over the steps before `step`."""
         await self._feed.begin_at(step)
         self._next = step
-
-    # -- the gate -------------------------------------------------------------------------------
 
     def admit(self, *, step: int, epoch: int) -> None:
         """Admit steps up to `step` or epochs up to `epoch`, by granularity."""
@@ -347,31 +308,20 @@ class GatedFeed(Feed):
         return f"step {first} is read after epoch {self._feed.epoch(first)} of the training"
 
     async def next_epoch(self) -> int | None:
-        """Return the epoch of the next step that `pull` will return, or None.
-
-        Raises:
-            Exception: an error of reading the data.
-        """
+        """Return the epoch of the next step that `pull` will return, or None."""
         async with self._reading:
             await self._look_ahead(1)
             return self._feed.epoch(self._ahead[0].first) if self._ahead else None
 
     async def ends_epoch(self, step: int) -> bool:
-        """Return whether a pulled, unreleased step is the last of its epoch.
-
-        Raises:
-            Exception: an error of reading the data.
-        """
+        """Return whether a pulled, unreleased step is the last of its epoch."""
         async with self._reading:
             if step + 1 == self._next:
                 await self._look_ahead(1)
             there_is_more = step + 1 < self._next or len(self._ahead) > 0
             return not there_is_more or self._feed.epoch(step + 1) != self._feed.epoch(step)
 
-    # -- a feed ----------------------------------------------------------------------------------
-
     async def pull(self, count: int) -> list[StepBatch]:
-        """Wait until the next steps are admitted, and return them."""
         while not self._ended:
             changed = self._changed  # fetched first, so that no `admit` during the read is missed
             async with self._reading:
@@ -403,13 +353,9 @@ class GatedFeed(Feed):
         return batches
 
     def _is_admitted(self, step: int) -> bool:
-        match self._granularity:
-            case "step":
-                return step <= self._step
-            case "epoch":
-                return self._feed.epoch(step) <= self._epoch
-            case _:
-                return True
+        if self._granularity == "step":
+            return step <= self._step
+        return self._granularity == "run" or self._feed.epoch(step) <= self._epoch
 
     def _cut(self, steps: StepBatch, at: int) -> tuple[StepBatch, StepBatch]:
         elements = self._feed.elements(steps.first, at)
@@ -420,31 +366,24 @@ class GatedFeed(Feed):
         )
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return the shards of calls [lo, hi), with the states that they read."""
         shards = self._feed.shards(lo, hi, local=local)
         return shards if self._states is None else replace(shards, states=self._states())
 
     def separable(self, call: int) -> int:
-        """Return the number of elements of a call that `some` can send separately."""
         return self._feed.separable(call)
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        """Return a shard with some elements of a call, and its states."""
         shards = self._feed.some(call, elements, local=local)
         return shards if self._states is None else replace(shards, states=self._states())
 
     def release(self, before: int) -> None:
-        """Release the data of steps before `before`."""
         self._feed.release(before)
 
     def elements(self, first: int, last: int) -> int:
-        """Return the number of elements of pulled, unreleased steps [first, last)."""
         return self._feed.elements(first, last)
 
     def epoch(self, step: int) -> int:
-        """Return the epoch of such a step."""
         return self._feed.epoch(step)
 
     def ids(self, step: int) -> list[Tree]:
-        """Return the element ids of each shard of such a step."""
         return self._feed.ids(step)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING
 
 import anyio.abc
 import anyio.to_thread
@@ -15,7 +15,7 @@ from pipedist.core.types import Tree
 from pipedist.errors import CallError, FoldError, OutputError
 from pipedist.plan import PassPlan, Plan
 from pipedist.reduction.batched import step_partial
-from pipedist.runs.folds import CombineFold, Fold, FoldCall, ReduceFold, ValueFold
+from pipedist.runs.folds import CombineFold, Fold, FoldCall, Per, ReduceFold, ValueFold
 from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.pass_feeds import Spool
 from pipedist.runs.pass_journal import PASS_STATE, STATE
@@ -25,8 +25,8 @@ from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, UpdateSpec,
 from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
-    from pipedist.journal.log_format import RecordLog
-    from pipedist.outputs import RunFolder, Sink
+    from pipedist.outputs import RunFolder
+    from pipedist.outputs.sink import Sink
     from pipedist.outputs.tables import Table
     from pipedist.runs.pass_journal import PassJournal
 
@@ -40,14 +40,10 @@ _MISFITS = (TypeError, ValueError, OverflowError, OutputError)
 class PassFolds:
     """The folds of the reduce and gather stages of one pass.
 
+    If components do not fit together, its methods raise FoldError.
+
     Args:
-        plan: the run's plan.
-        pass_: the pass.
-        coordinator: coordinator of the cluster that executes `combine` functions.
-        folder: the output folder, None for a run without outputs.
-        read_later: stages whose values a later phase or an update reads.
         unwritten: why an output file could not be written, by stage; the folds add their own.
-        durable: the pass's part of the journal, None if there is none.
     """
 
     def __init__(
@@ -57,7 +53,6 @@ class PassFolds:
         coordinator: Coordinator,
         folder: RunFolder | None,
         *,
-        read_later: frozenset[str],
         unwritten: MutableMapping[str, OutputError],
         durable: PassJournal | None,
     ) -> None:
@@ -65,28 +60,16 @@ class PassFolds:
         self._pass = pass_
         self._coordinator = coordinator
         self._folder = folder
-        self._read_later = read_later
         self._unwritten = unwritten
         self._durable = durable
         self._slots = {name: slot_of(name, plan.spec.stages[name]) for name in (*pass_.runs, *pass_.folds)}
         self._folds: dict[str, Fold] = {}
         self._sinks: dict[str, Sink] = {}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The stages whose folds are open."""
-        return tuple(self._folds)
-
-    # -- the beginning -----------------------------------------------------------------------------
-
     def open(self, stack: ExitStack) -> None:
         """Open every fold and its file.
 
-        Args:
-            stack: closes them; a file that is not finished by then is discarded.
-
-        Raises:
-            OutputError: a file can't be written.
+        `stack` closes them; a file that is not finished by then is discarded.
         """
         for name in self._pass.folds:
             sink = sink_of(self._plan, self._folder, name)
@@ -97,14 +80,11 @@ class PassFolds:
 
     def _fold(self, name: str, sink: Sink | None, stack: ExitStack) -> Fold:
         stage = self._plan.spec.stages[name]
-        keep = keeps(self._plan, self._folder, self._read_later, name)
-        log: RecordLog | None = None
-        if self._durable is not None and grows(self._plan, name):
-            log = self._durable.log(name)
+        keep = self._folder is None or keeps(self._plan, name)
+        log = self._durable.log(name) if self._durable is not None and grows(self._plan, name) else None
         if isinstance(stage, GatherSpec):
             return GatherFold(name, stage.per, stage.gather, sink, keep=keep, log=log)
-        if not isinstance(stage, ReduceSpec):
-            raise TypeError(f"stage {name} is neither a reduce nor a gather")
+        assert isinstance(stage, ReduceSpec)
         if stage.op is not None:
             return ReduceFold(name, stage.per, reduction_of(stage), sink, keep=keep, log=log)
         call = self._fold_call(name, stack)
@@ -130,14 +110,9 @@ class PassFolds:
         return call
 
     async def begin(self, tasks: anyio.abc.TaskGroup, states: Mapping[str, Tree] | None) -> None:
-        """Prepare for the first step, or restore a snapshot.
+        """Prepare for the first step, or restore the `state` in a snapshot.
 
-        Args:
-            tasks: the task group in which fold calls run.
-            states: the `state` in the snapshot from which the pass continues; None: the pass begins.
-
-        Raises:
-            JournalError: the journal is damaged.
+        Fold calls run in `tasks`.
         """
         for fold in self._folds.values():
             if isinstance(fold, CombineFold):
@@ -148,33 +123,17 @@ class PassFolds:
             found = self._durable.entries(name) if grows(self._plan, name) else ()
             await fold.restore(states[name], ((entry.meta, tree) for entry, tree in found))
 
-    # -- step by step ------------------------------------------------------------------------------
-
     async def add(self, epoch: int, steps: Sequence[Sequence[Slots]]) -> None:
-        """Take the results of the next steps, all of one epoch.
-
-        Raises:
-            FoldError: components do not fit together.
-            CallError: a `combine` function failed.
-            OutputError: a file can't be written.
-        """
+        """Take the results of the next steps, all of one epoch."""
         for name, fold in self._folds.items():
-            try:
+            with self._errors_of(name):
                 await fold.add(epoch, parts_of(self._slots[name], steps))
-            except _MISFITS as error:
-                self._raise(name, error)
 
     async def end_epoch(self, epoch: int) -> None:
-        """End an epoch, to which all steps since the previous end belong.
-
-        Raises:
-            As `add`.
-        """
+        """End an epoch, to which all steps since the previous end belong."""
         for name, fold in self._folds.items():
-            try:
+            with self._errors_of(name):
                 await fold.end_epoch(epoch)
-            except _MISFITS as error:
-                self._raise(name, error)
 
     def watch(self, names: frozenset[str]) -> None:
         """Keep new values of some stages for `take_fresh` from now on."""
@@ -186,11 +145,7 @@ class PassFolds:
         return {name: self._folds[name].take_fresh() for name in names}
 
     async def step_value(self, name: str, slots: list[Slots]) -> Tree:
-        """Return the value of a stage for a single step, for a subscriber.
-
-        Raises:
-            CallError: a `combine` function failed.
-        """
+        """Return the value of a stage for a single step, for a subscriber."""
         stage = self._plan.spec.stages[name]
         (parts,) = parts_of(self._slots[name], [slots])
         if isinstance(stage, RunSpec):
@@ -201,56 +156,42 @@ class PassFolds:
         fold = self._folds[name]
         if isinstance(fold, CombineFold):
             return await fold.step_value(parts)
-        if not isinstance(stage, ReduceSpec):
-            raise TypeError(f"stage {name} has no value for a step")
+        assert isinstance(stage, ReduceSpec)
         reduction = reduction_of(stage)
         return reduction.finish(step_partial(reduction, parts))
 
-    def _raise(self, name: str, error: Exception) -> NoReturn:
+    @contextmanager
+    def _errors_of(self, name: str) -> Iterator[None]:
         """Raise an error of a fold as the error of its stage."""
-        if self._folds[name].of_nothing:
-            raise FoldError(name, self._no_value(name)) from error
-        if isinstance(error, OutputError):
-            raise error
-        raise FoldError(name, str(error)) from error
+        try:
+            yield
+        except _MISFITS as error:
+            if self._folds[name].of_nothing:
+                raise FoldError(name, self._no_value(name)) from error
+            if isinstance(error, OutputError):
+                raise
+            raise FoldError(name, str(error)) from error
 
     def _no_value(self, name: str) -> str:
         of = self._plan.spec.stages[name].of
         return f"stage {of} returned None on every call: is a `return` missing?"
 
-    # -- snapshots --------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Tree]:
-        """Return the state of the folds, without the values in their logs."""
         return {name: fold.state() for name, fold in self._folds.items()}
 
     def logs_over(self) -> list[str]:
         """Return the logs of a complete pass whose values are in files."""
         return [name for name, fold in self._folds.items() if grows(self._plan, name) and not fold.kept]
 
-    # -- the end -----------------------------------------------------------------------------------
-
     async def finish(self, epochs: int) -> None:
-        """Complete all values after the last step.
-
-        Args:
-            epochs: number of epochs.
-
-        Raises:
-            FoldError: components do not fit together, or all of them were None.
-            CallError: a `combine` function failed.
-        """
+        """Complete all values; raise FoldError if all components were None."""
         for name, fold in self._folds.items():
-            with self._file_of(name):
-                try:
-                    await fold.finish(epochs)
-                except _MISFITS as error:
-                    self._raise(name, error)
+            with self._file_of(name), self._errors_of(name):
+                await fold.finish(epochs)
             if fold.of_nothing:
                 raise FoldError(name, self._no_value(name))
 
     async def write(self) -> None:
-        """Complete the files."""
         for name, sink in self._sinks.items():
             if name not in self._unwritten:
                 with self._file_of(name):
@@ -274,7 +215,6 @@ class PassFolds:
 
 
 def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> Sink | None:
-    """Return the sink of a stage's value, None if it has no file."""
     output = plan.spec.outputs.get(name)
     if output is None or folder is None:
         return None
@@ -283,7 +223,7 @@ def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> Sink | None:
     stage = plan.spec.stages[name]
     return open_sink(
         folder.staged(output),
-        shape="run" if getattr(stage, "per", "run") == "run" else "per",
+        shape="run" if per_of(plan, name) == "run" else "per",
         gather=isinstance(stage, GatherSpec),
         axis=stage.gather if isinstance(stage, GatherSpec) else 0,
         label=f"outputs.{name} ({output})",
@@ -292,7 +232,6 @@ def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> Sink | None:
 
 
 def _table(plan: Plan, name: str) -> Table | None:
-    """Return the table of a stage's value, if its `combine` function has one."""
     stage = plan.spec.stages[name]
     if not isinstance(stage, ReduceSpec) or stage.combine is None or stage.per != "run":
         return None
@@ -301,13 +240,6 @@ def _table(plan: Plan, name: str) -> Table | None:
 
     ref = plan.functions[name]
     return table_of(load(ref, [str(plan.spec.code)]) if ref.name else stage.combine)
-
-
-class Files(Protocol):
-    """Locates the files of outputs."""
-
-    def final(self, output: str) -> Path:
-        """Return the absolute path of an output."""
 
 
 def read_later(plan: Plan) -> frozenset[str]:
@@ -321,58 +253,49 @@ def read_later(plan: Plan) -> frozenset[str]:
     ) | {stage.of for stage in plan.spec.stages.values() if isinstance(stage, UpdateSpec)}
 
 
-def keeps(plan: Plan, folder: Files | None, read_later: frozenset[str], name: str) -> bool:
-    """Return whether a stage keeps its values besides writing them to a file."""
-    if folder is None or name not in plan.spec.outputs:
+def per_of(plan: Plan, name: str) -> Per:
+    """Return the scope of a stage's values."""
+    return getattr(plan.spec.stages[name], "per", "run")
+
+
+def keeps(plan: Plan, name: str) -> bool:
+    """Return whether a stage keeps its values, in a run with a folder."""
+    if name not in plan.spec.outputs:
         return True
-    stage = plan.spec.stages[name]
-    return name in read_later if isinstance(stage, GatherSpec) else getattr(stage, "per", "run") == "run"
+    is_gather = isinstance(plan.spec.stages[name], GatherSpec)
+    return name in read_later(plan) if is_gather else per_of(plan, name) == "run"
 
 
 def grows(plan: Plan, name: str) -> bool:
     """Return whether the state of a fold grows with the run, and needs a log."""
-    stage = plan.spec.stages[name]
-    return isinstance(stage, GatherSpec) or getattr(stage, "per", "run") != "run"
+    return isinstance(plan.spec.stages[name], GatherSpec) or per_of(plan, name) != "run"
 
 
 async def restore_pass(
     plan: Plan,
     pass_: PassPlan,
     durable: PassJournal,
-    folder: Files,
-    read_later: frozenset[str],
+    final: Callable[[str], Path],
     values: MutableMapping[str, Tree],
     spools: MutableMapping[str, Spool],
     unwritten: Mapping[str, OutputError],
 ) -> None:
-    """Restore the values of a complete pass.
+    """Restore the values of a complete pass into `values` and `spools`.
 
-    Args:
-        values, spools: receive the values.
-        unwritten: stages whose output files could not be written.
-
-    Raises:
-        JournalError: the journal is damaged.
+    `final` returns the path of an output.
     """
     found = durable.part(PASS_STATE)
     for name in pass_.folds:
-        if keeps(plan, folder, read_later, name):
-            fold = _finished_fold(plan, name)
+        if keeps(plan, name):
+            stage, per = plan.spec.stages[name], per_of(plan, name)
+            axis = stage.gather if isinstance(stage, GatherSpec) else None
+            fold = ValueFold(name, per, None) if axis is None else GatherFold(name, per, axis, None)
             entries = durable.entries(name) if grows(plan, name) else ()
             await fold.restore(found["folds"][name], ((entry.meta, tree) for entry, tree in entries))
             values[name] = fold.result
         elif name not in unwritten:
-            values[name] = folder.final(plan.spec.outputs[name])
+            values[name] = final(plan.spec.outputs[name])
     for name in pass_.kept:
         spools[name] = spool = Spool(name, durable.log(name))
         spool.restore(durable.places(name))
     values.update((name, value[0]) for name, value in durable.parts(STATE).items())
-
-
-def _finished_fold(plan: Plan, name: str) -> Fold:
-    stage = plan.spec.stages[name]
-    if isinstance(stage, GatherSpec):
-        return GatherFold(name, stage.per, stage.gather, None)
-    if not isinstance(stage, ReduceSpec):
-        raise TypeError(f"stage {name} is neither a reduce nor a gather")
-    return ValueFold(name, stage.per, None)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -23,21 +22,15 @@ from pipedist.journal.writer import Journal, PassSnapshot, file_name
 from pipedist.plan import PassPlan
 from pipedist.protocol.codec import decode, encode
 
-if TYPE_CHECKING:
-    pass
-
 COMMIT_S = 0.5
-"""Shortest time between two commits of a pass..."""
-
 COST_SHARE = 0.05
-"""... which is extended if commits would take more than this share of the time."""
+"""Time between two commits of a pass: COMMIT_S, or more if they would take more than this share of the time."""
 
 Versioned = tuple[int, Tree]
 """A version number, and the value of that version."""
 
 
 def key_of(pass_: PassPlan) -> str:
-    """Return the key of a pass in the journal."""
     return f"{pass_.phase}/{pass_.root}"
 
 
@@ -45,7 +38,6 @@ class RunJournal:
     """The journal of a run, by pass.
 
     Args:
-        journal: the writer.
         history: the committed progress of earlier processes; None: the run begins.
         stamp: equal for all processes of a run as long as its code does not change.
     """
@@ -55,48 +47,31 @@ class RunJournal:
         self._history = history
         self._stamp = stamp
         self._changed = anyio.Event()
-        """Set with each commit."""
+        self.is_resumed = history is not None
+        self.unwritten = {} if history is None else history.unwritten
+        """Why an output file of a complete phase could not be written, by stage."""
         self.holds_steps = history is not None and any(each.steps for each in history.passes.values())
         """Whether steps are committed, so that a resumed run can skip them."""
         self.committing_since: float | None = None
-        """Start of the commit in progress, None if there is none."""
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether an earlier process began the run."""
-        return self._history is not None
-
-    @property
-    def unwritten(self) -> Mapping[str, str]:
-        """Why an output file of a complete phase could not be written, by stage."""
-        return self._history.unwritten if self._history is not None else {}
+        """Start of the commit in progress."""
 
     def of(self, pass_: PassPlan, replicas: int) -> PassJournal:
-        """Return a pass's part of the journal."""
         key = key_of(pass_)
         before = self._history.passes.get(key) if self._history is not None else None
         stamp = f"{self._stamp} {key}"
         return PassJournal(self._journal, key, replicas, before or PassHistory(), stamp)
 
     async def commit(
-        self,
-        taken: Sequence[PendingSnapshot],
-        *,
-        phase: int | None = None,
-        unwritten: Mapping[str, str] | None = None,
+        self, taken: Sequence[PendingSnapshot], *, phase: int | None = None, unwritten: Mapping[str, str] = {}
     ) -> None:
         """Write snapshots, and return when they are durable.
 
-        Args:
-            phase: the phase that they complete, None if they complete none.
-            unwritten: why an output file of the phase could not be written, by stage.
-
-        Raises:
-            JournalError: they can't be written.
+        `phase` is the phase that they complete. `unwritten` has the reasons why its output files could not be
+        written, by stage.
         """
 
         def write() -> None:
-            self._journal.commit([one.snapshot for one in taken], phase=phase, unwritten=unwritten or {})
+            self._journal.commit([one.snapshot for one in taken], phase=phase, unwritten=unwritten)
             for one in taken:
                 one.pass_.committed(one)
 
@@ -117,14 +92,7 @@ class RunJournal:
             await self._changed.wait()
 
     async def commit_periodically(self, take: Callable[[], Awaitable[PendingSnapshot]]) -> None:
-        """Commit a pass periodically, until it is cancelled.
-
-        Args:
-            take: waits for the next snapshot, and returns it.
-
-        Raises:
-            JournalError: a snapshot can't be written.
-        """
+        """Commit periodically what `take` returns, until cancelled."""
         while True:
             taken = await take()
             begin = time.monotonic()
@@ -133,11 +101,7 @@ class RunJournal:
             await anyio.sleep(max(COMMIT_S, took / COST_SHARE))
 
     async def end(self, ledger: Mapping[str, int], kept: set[str]) -> None:
-        """Record the end of the run, and delete files that no later run can use.
-
-        Args:
-            kept: files that are not deleted.
-        """
+        """Record the end of the run, and delete all files except `kept`."""
 
         def write() -> None:
             self._journal.end(ledger)
@@ -149,92 +113,52 @@ class RunJournal:
 class PassJournal:
     """One pass's part of the journal.
 
+    Its methods raise JournalError if it is damaged.
+
     Args:
-        journal: the writer.
-        key: the key of the pass.
-        replicas: number of replicas; call number = step * replicas + replica.
         before: the progress committed by earlier processes.
-        stamp: identifies the run, the pass and its code.
+        stamp: equal for all processes of a run as long as its code does not change.
     """
 
     def __init__(
         self, journal: Journal, key: str, replicas: int, before: PassHistory, stamp: str = ""
     ) -> None:
         self.stamp = stamp
-        """Equal for all processes of a run as long as its code does not change."""
-        self.on_committed: Callable[[int], None] = _ignore
+        self.on_committed: Callable[[int], None] = lambda _: None
         """Called on the event loop after each commit, with the number of durable steps."""
         self._journal = journal
         self._key = key
         self._replicas = replicas
-        self._before = before
+        self.before = before
         self._logs: dict[str, RecordLog] = {}
-        self._committed = (before.steps, before.elements)
-        """Durable steps, and their elements."""
+        self.steps_committed = before.steps
+        """Number of steps that are durable now."""
+        self._elements_committed = before.elements
         self._versions: dict[str, int] = {}
 
-    @property
-    def steps(self) -> int:
-        """Number of steps that earlier processes committed."""
-        return self._before.steps
-
-    @property
-    def elements(self) -> int:
-        """Number of elements of these steps."""
-        return self._before.elements
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether earlier processes completed the pass."""
-        return self._before.complete
-
-    @property
-    def files(self) -> set[str]:
-        """The files with the committed progress."""
-        return self._before.files()
-
-    @property
-    def steps_committed(self) -> int:
-        """Number of steps that are durable now."""
-        return self._committed[0]
-
-    # -- reading ---------------------------------------------------------------------------------
-
     def part(self, name: str) -> Tree:
-        """Return a part of the latest snapshot, None if it has none of that name.
-
-        Raises:
-            JournalError: the journal is damaged.
-        """
-        part = self._before.parts.get(name)
+        """Return a part of the latest snapshot, None if it has none of that name."""
+        part = self.before.parts.get(name)
         if part is None:
             return None
         if part.inline is not None:
             return unpacked(part.inline)
-        if part.end is None:
-            raise JournalError(
-                f"the journal has neither a value nor a file for part {name} of pass {self._key}"
-            )
-        entries = list(read_log(self._path(part.file), part.end))
-        return decode(entries[0][1])
+        assert part.end is not None  # because the value is in a file
+        ((_, frames),) = read_log(self._path(part.file), part.end)
+        return decode(frames)
 
     def parts(self, prefix: str) -> dict[str, Tree]:
         """Return the parts with a prefix, by the rest of their names."""
-        names = [name for name in self._before.parts if name.startswith(prefix)]
+        names = [name for name in self.before.parts if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.part(name) for name in names}
 
     def logs(self, prefix: str) -> list[str]:
         """Return the names of durable logs that begin with a prefix."""
         begin = file_name(self._key, prefix)
         own = file_name(self._key, "")
-        return [f.removeprefix(own).removesuffix(".log") for f in self._before.logs if f.startswith(begin)]
+        return [f.removeprefix(own).removesuffix(".log") for f in self.before.logs if f.startswith(begin)]
 
     def entries(self, name: str) -> Iterator[tuple[LogEntry, Tree]]:
-        """Yield the durable entries of a log, and their values.
-
-        Raises:
-            JournalError: the log is damaged, or is missing although steps are committed.
-        """
         for entry, frames in self._raw(name):
             yield entry, decode(frames)
 
@@ -245,27 +169,21 @@ class PassJournal:
 
     def _raw(self, name: str) -> Iterator[tuple[LogEntry, list[bytes]]]:
         file = f"{file_name(self._key, name)}.log"
-        if file in self._before.logs:
-            yield from read_log(self._path(file), self._before.logs[file])
-        elif self._before.steps:
+        if file in self.before.logs:
+            yield from read_log(self._path(file), self.before.logs[file])
+        elif self.before.steps:
             raise JournalError(
-                f"the journal in {self._journal.folder} has {self._before.steps:,} steps of pass "
+                f"the journal in {self._journal.folder} has {self.before.steps:,} steps of pass "
                 f"{self._key}, but no record of {file}, which holds their results. Use --restart to discard it"
             )
 
     def _path(self, file: str) -> Path:
         return self._journal.folder / file
 
-    # -- writing ---------------------------------------------------------------------------------
-
     def log(self, name: str) -> RecordLog:
-        """Open a log to append to it, after its durable entries.
-
-        Raises:
-            JournalError: it can't be opened.
-        """
+        """Open a log to append to it, after its durable entries."""
         file = f"{file_name(self._key, name)}.log"
-        log = self._logs[file] = self._journal.log(file, self._before.logs.get(file))
+        log = self._logs[file] = self._journal.log(file, self.before.logs.get(file))
         return log
 
     def is_open(self, name: str) -> bool:
@@ -285,15 +203,10 @@ class PassJournal:
         """Return a snapshot with the changes since the latest commit.
 
         Args:
-            steps: steps [0, steps) are taken.
-            elements: number of elements of these steps.
+            steps, elements: steps [0, steps) are taken, and have this number of elements.
             parts: values that replace earlier ones.
             quarantined: the step of each quarantined element.
-            complete: whether the pass is complete.
             dropped: logs that are no longer needed.
-
-        Raises:
-            JournalError: a log can't be written.
         """
         versions = {name: version for name, (version, _) in parts.items()}
         changed = {
@@ -301,14 +214,14 @@ class PassJournal:
             for name, (version, tree) in parts.items()
             if self._versions.get(name) != version
         }
-        first, elements_before = self._committed
+        first = self.steps_committed
         gone = tuple(f"{file_name(self._key, name)}.log" for name in dropped)
         snapshot = PassSnapshot(
             self._key,
             self._replicas,
             first,
             steps,
-            elements - elements_before,
+            elements - self._elements_committed,
             changed,
             {file: log.end() for file, log in self._logs.items() if file not in gone},
             complete=complete,
@@ -319,13 +232,9 @@ class PassJournal:
 
     def committed(self, taken: PendingSnapshot) -> None:
         """Record that the latest snapshot is durable."""
-        self._committed = taken.until
+        self.steps_committed, self._elements_committed = taken.until
         self._versions.update(taken.versions)
         self._logs = {file: log for file, log in self._logs.items() if file not in taken.snapshot.dropped}
-
-
-def _ignore(_steps: int) -> None:
-    return
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,8 +242,6 @@ class PendingSnapshot:
     """A snapshot that is not durable yet.
 
     Args:
-        pass_: the pass.
-        snapshot: its changes.
         until: number of steps taken, and of their elements.
         versions: version of each part of the pass.
     """

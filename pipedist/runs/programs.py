@@ -6,6 +6,7 @@ People name a call by its key, `STAGE/STEP/REPLICA`, as in `pipedist replay`.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,15 +19,7 @@ from pipedist.errors import CallError, UsageError
 from pipedist.plan import DEFAULT_COLLECTIVES, PassPlan, Plan
 from pipedist.protocol.program import OWN_STATE, Emit, Program, ReaderConfig, StageProgram, StateValue
 from pipedist.reduction.tree import Reduction
-from pipedist.spec import (
-    ReduceSpec,
-    RunSpec,
-    StageRef,
-    StageSpec,
-    StateRef,
-    UpdateSpec,
-    substitute,
-)
+from pipedist.spec import ReduceSpec, RunSpec, StageRef, StageSpec, StateRef, UpdateSpec, substitute
 
 _VALUE = "="
 """Prefix of the slot of a stage's whole value; stage names can't contain it."""
@@ -42,10 +35,7 @@ ENDS = "ends"
 
 
 def slot_of(name: str, stage: StageSpec) -> str:
-    """Return the slot of a stage's parts.
-
-    Partials have slots of their own, and values share one.
-    """
+    """Return the slot of a stage's parts; equal values share one."""
     if isinstance(stage, RunSpec):
         return _VALUE + name
     if isinstance(stage, ReduceSpec) and stage.op is not None:
@@ -63,7 +53,6 @@ def parts_of(slot: str, steps: Sequence[Sequence[Slots]]) -> list[list[Tree]]:
 
 
 def reduction_of(stage: ReduceSpec) -> Reduction:
-    """Return the reduction of a stage with a built-in op."""
     return Reduction.of(str(stage.op), stage.axis)
 
 
@@ -73,7 +62,6 @@ def pass_program(
     """Return the program that is executed on each shard of a pass.
 
     Args:
-        reader: how workers read its shards.
         values: the finished values of earlier phases, and the final states.
         streamed: stages whose values are sent back because they are streamed.
     """
@@ -84,14 +72,12 @@ def pass_program(
     for name in pass_.runs:
         stage = spec.stages[name]
         if isinstance(stage, RunSpec):
-            kwargs = arguments(stage.with_, values)
-            of, fn = index[stage.of], plan.functions[name]
             stages.append(
                 StageProgram(
                     name,
-                    fn,
-                    of,
-                    kwargs,
+                    plan.functions[name],
+                    index[stage.of],
+                    arguments(stage.with_, values),
                     collectives=bool(stage.collectives),
                     timeout_s=stage.timeout_s,
                     gpus=stage.gpus,
@@ -126,41 +112,26 @@ def arguments(with_: Mapping[str, Tree], values: Mapping[str, Tree]) -> dict[str
     """Return the arguments of a stage: finished values, references to states."""
 
     def value_of(ref: StageRef | StateRef) -> Tree:
-        return (
-            StateValue(ref.name) if isinstance(ref, StateRef) and ref.name not in values else values[ref.name]
-        )
+        is_changing = isinstance(ref, StateRef) and ref.name not in values
+        return StateValue(ref.name) if is_changing else values[ref.name]
 
     return {name: substitute(value, value_of) for name, value in with_.items()}
 
 
 def combine_program(plan: Plan, name: str) -> Program:
     """Return the program of a `combine` function, whose calls fold groups."""
-    return Program(
-        seed=plan.spec.seed,
-        replicas=1,
-        reader=None,
-        stages=(StageProgram(name, plan.functions[name], -1, {}, "combine"),),
-        emits=(Emit(COMBINED, 0),),
-        code=(str(plan.spec.code),),
-        threads=plan.spec.threads_per_replica,
-        verify=plan.verify,
-    )
+    stage = StageProgram(name, plan.functions[name], -1, {}, "combine")
+    return _alone(plan, (stage,), (Emit(COMBINED, 0),), gang=False)
 
 
 def init_program(plan: Plan, name: str, init: FunctionRef) -> Program:
-    """Return the program of the `init` function of a state."""
     return _alone(plan, (StageProgram(name, init, -1, {}, "apply"),), (Emit(NEW, 0),))
 
 
 def update_program(plan: Plan, name: str, values: Mapping[str, Tree]) -> Program:
-    """Return the program of an update: (state, value) -> next state.
-
-    Args:
-        values: the finished values of earlier phases.
-    """
+    """Return the program of an update: (state, value) -> next state."""
     stage = plan.spec.stages[name]
-    if not isinstance(stage, UpdateSpec):
-        raise TypeError(f"stage {name} is not an update")
+    assert isinstance(stage, UpdateSpec)
     own = {OWN_STATE: StateValue(name)}
     kwargs = {**own, **arguments(stage.with_, values)}
     stages = [StageProgram(name, plan.functions[name], -1, kwargs, "update")]
@@ -172,8 +143,10 @@ def update_program(plan: Plan, name: str, values: Mapping[str, Tree]) -> Program
     return _alone(plan, tuple(stages), tuple(emits))
 
 
-def _alone(plan: Plan, stages: tuple[StageProgram, ...], emits: tuple[Emit, ...]) -> Program:
-    """Return a program whose steps have one call, with its own state versions."""
+def _alone(
+    plan: Plan, stages: tuple[StageProgram, ...], emits: tuple[Emit, ...], *, gang: bool = True
+) -> Program:
+    """Return a program whose steps have one call."""
     return Program(
         seed=plan.spec.seed,
         replicas=1,
@@ -183,7 +156,7 @@ def _alone(plan: Plan, stages: tuple[StageProgram, ...], emits: tuple[Emit, ...]
         code=(str(plan.spec.code),),
         threads=plan.spec.threads_per_replica,
         verify=plan.verify,
-        gang=True,
+        gang=gang,
     )
 
 
@@ -203,6 +176,9 @@ def quarantine_of(plan: Plan, pass_: PassPlan) -> frozenset[str]:
     return frozenset(n for n, s in stages.items() if isinstance(s, RunSpec) and s.on_error == "quarantine")
 
 
+_KEY = re.compile(r"([^/]+)/([0-9]{1,18})/([0-9]{1,18})")
+
+
 class CallKey(Struct, frozen=True):
     """The name of a call: a stage of its pass, its step and its replica."""
 
@@ -212,35 +188,20 @@ class CallKey(Struct, frozen=True):
 
     @classmethod
     def of(cls, text: str) -> CallKey:
-        """Parse a key.
-
-        Raises:
-            UsageError: the text is not a key.
-        """
-        stage, _, rest = text.partition("/")
-        step, _, replica = rest.partition("/")
-        if not (stage and _is_number(step) and _is_number(replica)):
+        found = _KEY.fullmatch(text)
+        if found is None:
             raise UsageError(f"{text!r} is not a call: expected STAGE/STEP/REPLICA, for example delays/12/3")
-        return cls(stage, int(step), int(replica))
+        return cls(found[1], int(found[2]), int(found[3]))
 
     def __str__(self) -> str:
         return f"{self.stage}/{self.step}/{self.replica}"
 
     def command(self, run: Path, element: int | None = None) -> str:
-        """Return the command line that executes the call again.
-
-        Args:
-            run: the output folder.
-            element: the only element of the call to use; None: all.
-        """
+        """Return the command that executes the call again."""
         relative = os.path.relpath(run)
         folder = str(run) if relative.startswith("..") else relative
         one = "" if element is None else f" --element {element}"
         return f"pipedist replay {shlex.quote(folder)} --call {shlex.quote(str(self))}{one}"
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 18
 
 
 def pass_of(plan: Plan, stage: str) -> PassPlan | None:
@@ -259,11 +220,7 @@ def pass_of(plan: Plan, stage: str) -> PassPlan | None:
 
 
 def replay_of(plan: Plan, error: CallError, run: Path) -> str:
-    """Return the command that executes a failed call again, or "".
-
-    Args:
-        run: the output folder.
-    """
+    """Return the command that executes a failed call again, or ""."""
     # if a worker died, its stage is unknown, and the error names the pass
     named = next((p.runs[0] for p in plan.passes if p.runs and p.name == error.stage), error.stage)
     if pass_of(plan, named) is None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 from numpy.typing import NDArray
 
 from pipedist.core.types import Tree
@@ -37,10 +37,8 @@ class QuarantinedElement(Struct, frozen=True):
     """One element that a stage can't process.
 
     Args:
-        element: its id.
         stage: the stage that fails, or the first stage of the pass if that is unknown.
         cause: the exception, or how the worker died, as text.
-        step, replica: step and replica of its call.
         input: the element as JSON; "" if it is not available.
         note: why the input is not available.
         alone: whether the element fails by itself; False: its whole shard was quarantined.
@@ -60,13 +58,7 @@ class QuarantinedElement(Struct, frozen=True):
         return {"element": self.element, "stage": self.stage, "cause": self.cause}
 
     def line(self, dataset: str) -> str:
-        """Return its line of the file, without a line end.
-
-        The line does not depend on the location of the file.
-
-        Args:
-            dataset: name of the dataset.
-        """
+        """Return its line of the file, wherever that is, without a line end."""
         import json  # rarely needed
 
         head = {
@@ -96,10 +88,8 @@ class PassQuarantine:
     """The quarantined elements of one pass.
 
     Args:
-        dataset: name of the dataset that the pass reads.
         stage: the stage that is named if the failing stage is unknown.
         feed: the feed of the pass; None: an earlier process completed the pass.
-        replicas: number of replicas.
     """
 
     def __init__(self, dataset: str, stage: str, feed: Feed | None, replicas: int) -> None:
@@ -111,10 +101,6 @@ class PassQuarantine:
         self._removed: dict[int, NDArray[np.int64] | None] = {}
         """Positions removed from the shards of steps that are not taken, by call; None: all."""
         self._with_input: list[_Place] = []
-        """Places of the elements that are listed with their input, in order."""
-
-    def __bool__(self) -> bool:
-        return bool(self._by_step)
 
     def __iter__(self) -> Iterator[QuarantinedElement]:
         """Yield the elements by step, replica and id."""
@@ -147,31 +133,23 @@ class PassQuarantine:
             cause = causes[place]
             text, note = inputs.get(place, ("", _NO_INPUT))
             stage = cause.stage or self._stage
-            found.append(
-                QuarantinedElement(int(ids[place]), stage, cause.text, step, replica, text, note, alone)
-            )
+            element = int(ids[place])
+            found.append(QuarantinedElement(element, stage, cause.text, step, replica, text, note, alone))
         if inputs:
-            self._with_input = sorted(
-                [*self._with_input, *((step, replica, int(ids[place])) for place in inputs)]
-            )
-            self._drop_later_inputs()
-
-    def _drop_later_inputs(self) -> None:
-        """Drop the inputs of all but the first elements, whatever arrived first."""
-        gone, self._with_input = set(self._with_input[INPUTS_MAX:]), self._with_input[:INPUTS_MAX]
-        for step in {step for step, *_ in gone}:
-            self._by_step[step] = [
-                replace(each, input="", note=_NO_INPUT) if _place(each) in gone else each
-                for each in self._by_step[step]
-            ]
+            added = [(step, replica, int(ids[place])) for place in inputs]
+            self._with_input = sorted([*self._with_input, *added])
+            # drop the inputs of all but the first elements, whatever arrived first
+            gone, self._with_input = set(self._with_input[INPUTS_MAX:]), self._with_input[:INPUTS_MAX]
+            for step in {step for step, *_ in gone}:
+                self._by_step[step] = [
+                    replace(each, input="", note=_NO_INPUT) if _place(each) in gone else each
+                    for each in self._by_step[step]
+                ]
 
     def ids(self, step: int) -> tuple[list[Tree], tuple[int, ...]]:
-        """Return the ids of non-empty shards, and the replicas without a value.
+        """Return the ids of shards, and the replicas without a value.
 
-        Quarantined ids are removed.
-
-        Args:
-            step: a step that is pulled and not released; call this once for each step.
+        Quarantined ids are removed. Call this once for each step, which is pulled and not released.
         """
         if self._feed is None:
             raise LocalProtocolError("a pass that was already complete has its ids in its spools")
@@ -189,22 +167,13 @@ class PassQuarantine:
         return ids, tuple(skipped)
 
     def steps(self) -> dict[int, int]:
-        """Return the step of each quarantined element."""
         return {each.element: step for step, found in self._by_step.items() for each in found}
 
     def state(self, steps: int) -> list[list[Any]]:
-        """Return the elements of steps before `steps`.
-
-        Later ones are found again on a resume.
-        """
-        return [
-            [x.element, x.stage, x.cause, x.step, x.replica, x.input, x.note, x.alone]
-            for x in self
-            if x.step < steps
-        ]
+        """Return the elements before `steps`; a resume finds later ones again."""
+        return [list(astuple(each)) for each in self if each.step < steps]
 
     def restore(self, state: Iterable[Sequence[Any]]) -> None:
-        """Restore what `state` returned."""
         for fields in state:
             each = QuarantinedElement(*fields)
             self._by_step.setdefault(each.step, []).append(each)
@@ -222,7 +191,7 @@ def _inputs(feed: Feed, call: int, places: Sequence[int]) -> dict[int, tuple[str
 
     found: dict[int, tuple[str, str]] = {}
     try:
-        (value,) = _values(feed, call, places)
+        (value,) = feed.some(call, [(place, place + 1) for place in places], local=False).values or []
         rows = [_row(value, at) for at in range(len(places))]
     except Exception as error:  # reading user data may raise anything, which may be why the element failed
         if len(places) == 1:
@@ -241,11 +210,6 @@ def _inputs(feed: Feed, call: int, places: Sequence[int]) -> dict[int, tuple[str
     return found
 
 
-def _values(feed: Feed, call: int, places: Sequence[int]) -> Sequence[Tree]:
-    shards = feed.some(call, [(place, place + 1) for place in places], local=False)
-    return shards.values or ()
-
-
 def _row(value: Tree, at: int) -> Tree:
     """Return one element of a shard; for columns, one cell of each."""
     if isinstance(value, dict):
@@ -253,32 +217,11 @@ def _row(value: Tree, at: int) -> Tree:
     return value[at]
 
 
-class RunQuarantine:
-    """The quarantined elements of a run.
+def write_file(path: Path, quarantined: Iterable[tuple[str, QuarantinedElement]]) -> None:
+    """Write a line for each (dataset, element)."""
+    from pipedist.core.files import replace_file
+    from pipedist.outputs.run_record import writing  # rarely needed
 
-    Args:
-        of: the quarantine of each pass, in the plan's order.
-    """
-
-    def __init__(self, of: Sequence[PassQuarantine]) -> None:
-        self._of = of
-
-    def __iter__(self) -> Iterator[tuple[str, QuarantinedElement]]:
-        """Yield (dataset, element)."""
-        return ((of.dataset, each) for of in self._of for each in of)
-
-    def __bool__(self) -> bool:
-        return any(self._of)
-
-    def write(self, path: Path) -> None:
-        """Write the file, with one line for each element.
-
-        Raises:
-            OutputError: the disk is full, or fails.
-        """
-        from pipedist.core.files import replace_file
-        from pipedist.outputs.run_record import writing  # rarely needed
-
-        lines = "".join(f"{each.line(dataset)}\n" for dataset, each in self)
-        with writing(FILE):
-            replace_file(path, lines.encode("utf-8", "backslashreplace"))
+    lines = "".join(f"{each.line(dataset)}\n" for dataset, each in quarantined)
+    with writing(FILE):
+        replace_file(path, lines.encode("utf-8", "backslashreplace"))

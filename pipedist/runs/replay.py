@@ -21,7 +21,7 @@ from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
 from pipedist.datasets.sources import SourceError
 from pipedist.errors import JournalError, OutputError, UsageError
-from pipedist.journal.history import Header, History, PassHistory, read_history
+from pipedist.journal.history import History, PassHistory, read_history
 from pipedist.journal.log_format import DISK, FIRST, RecordLog
 from pipedist.journal.writer import Journal, file_name
 from pipedist.outputs.run_record import PRIVATE, read_record
@@ -30,7 +30,7 @@ from pipedist.protocol.program import Shards
 from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
 from pipedist.runs.identity import SpecSource, differences, listed
 from pipedist.runs.pass_feeds import Spool, feed_of
-from pipedist.runs.pass_folds import read_later, restore_pass
+from pipedist.runs.pass_folds import restore_pass
 from pipedist.runs.pass_journal import PASS_STATE, PassJournal, key_of
 from pipedist.runs.programs import CallKey, pass_of, pass_program, slot_of
 from pipedist.runs.quarantine import QuarantinedElement
@@ -42,14 +42,10 @@ class Replay(Struct, frozen=True):
     """A call that can be executed again.
 
     Args:
-        run: id of its run.
-        key: name of the call.
-        epoch: epoch of its step.
         elements: ids of the elements to process.
         skipped: ids of its quarantined elements, which are skipped.
         states: version of each state that it reads.
         notes: messages for the user, one line each.
-        call: the program and inputs to execute.
     """
 
     run: str
@@ -67,12 +63,7 @@ class Replay(Struct, frozen=True):
 
 
 def threads_of(folder: Path) -> int:
-    """Return the number of BLAS and OpenMP threads for calls of a run.
-
-    Raises:
-        UsageError: the folder has no run, or the run has no journal.
-        JournalError: its journal is damaged.
-    """
+    """Return the number of BLAS and OpenMP threads for calls of a run."""
     return int(_history(folder).header.spec["threads_per_replica"])
 
 
@@ -80,15 +71,7 @@ def threads_of(folder: Path) -> int:
 def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Iterator[Replay]:
     """Find a call of a run and its inputs, without changing the folder.
 
-    Args:
-        folder: the run's output folder.
-        key: name of the call.
-        elements: ids of the only elements of the call to process; empty: as it was committed.
-
-    Raises:
-        UsageError: there is no such run or call, an input is not available, or something has changed.
-        SpecError: the spec has mistakes now.
-        JournalError: the journal is damaged.
+    `elements` are ids of the only elements of the call to process; empty: as it was committed.
     """
     history = _history(folder)
     header = history.header
@@ -101,8 +84,11 @@ def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Ite
                 f"call {key} of the run {header.run} can't be replayed, because something has changed "
                 f"(there {header.digest[:12]}, now {now.digest[:12]}):{listed(changed)}"
             )
+        modules = [line.partition(":")[0] for line in differences(header.code, now.code)]
+        notes = [f"module {', '.join(modules)} has changed since the run"] if modules else []
+        notes += [f"the run used {line}" for line in platform_changes(header)]
         lookup = _Lookup(plan, folder, history, key, stack)
-        yield anyio.run(lookup.find, tuple(elements), _code_changed(header, now))
+        yield anyio.run(lookup.find, tuple(elements), notes)
 
 
 def _history(folder: Path) -> History:
@@ -120,14 +106,6 @@ def _history(folder: Path) -> History:
     return history
 
 
-def _code_changed(there: Header, now: Header) -> list[str]:
-    modules = [line.partition(":")[0] for line in differences(there.code, now.code)]
-    return [
-        *([f"module {', '.join(modules)} has changed since the run"] if modules else []),
-        *(f"the run used {line}" for line in platform_changes(there)),
-    ]
-
-
 class _ReadOnlyPassJournal(PassJournal):
     """A pass's part of a journal, for reading only: a run may use the folder."""
 
@@ -136,9 +114,8 @@ class _ReadOnlyPassJournal(PassJournal):
         super().__init__(unopened, key, replicas, before)
 
     def log(self, name: str) -> RecordLog:
-        """Open the durable part of a log."""
         file = f"{file_name(self._key, name)}.log"
-        end = self._before.logs.get(file)
+        end = self.before.logs.get(file)
         if end is None:
             raise JournalError(f"the journal has no values of {name}")
         try:
@@ -154,27 +131,7 @@ def _unreadable(error: OSError) -> JournalError:
     )
 
 
-class _OutputFiles(Struct, frozen=True):
-    """The output files of a run."""
-
-    folder: Path
-
-    def final(self, output: str) -> Path:
-        """Return the absolute path of an output."""
-        return (self.folder / output).absolute()
-
-
 class _Lookup:
-    """Finds a call and its inputs.
-
-    Args:
-        plan: the run's plan.
-        folder: the run's output folder.
-        history: the history in the run's journal.
-        key: name of the call.
-        stack: closes the files that are opened.
-    """
-
     def __init__(self, plan: Plan, folder: Path, history: History, key: CallKey, stack: ExitStack) -> None:
         self._plan = plan
         self._folder = folder
@@ -188,11 +145,10 @@ class _Lookup:
         return _ReadOnlyPassJournal(self._folder, key_of(pass_), self._plan.spec.replicas, before)
 
     async def find(self, elements: tuple[int, ...], notes: list[str]) -> Replay:
-        """Return the call."""
         plan, key, pass_ = self._plan, self._key, self._pass
         journal = self._journal(pass_)
-        if journal.is_complete and key.step >= journal.steps:
-            raise _no_such_step(key, pass_, journal.steps)
+        if journal.before.complete and key.step >= journal.before.steps:
+            raise _no_such_step(key, pass_, journal.before.steps)
         values, spools = await self._restore_earlier_phases()
         feed = feed_of(plan, pass_, spools)
         await self._go_to_step(feed)
@@ -227,22 +183,19 @@ class _Lookup:
             if earlier.phase >= self._pass.phase:
                 continue
             journal = self._journal(earlier)
-            if not journal.is_complete:
+            if not journal.before.complete:
                 raise UsageError(
                     f"the run did not reach call {self._key}: the earlier pass {earlier.name} is incomplete"
                 )
             made: dict[str, Spool] = {}
-            later = read_later(self._plan)
-            await restore_pass(
-                self._plan, earlier, journal, _OutputFiles(self._folder), later, values, made, unwritten
-            )
+            final = self._folder.absolute().joinpath
+            await restore_pass(self._plan, earlier, journal, final, values, made, unwritten)
             for name, spool in made.items():
                 spools[name] = spool
                 self._stack.callback(spool.close_log)
         return values, spools
 
     async def _go_to_step(self, feed: Feed) -> None:
-        """Read a feed up to the call's step."""
         key, pass_ = self._key, self._pass
         try:
             await feed.begin_at(key.step)
@@ -302,7 +255,6 @@ class _Lookup:
         return feed.some(call, places, local=True), chosen, () if elements else tuple(sorted(skipped))
 
     def _states(self, epoch: int) -> dict[str, tuple[int, Tree]]:
-        """Return version and value of each state that the call read."""
         training = self._plan.training
         if training is None or not self._plan.states_read(self._pass):
             return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +34,7 @@ class Ledger:
 
     def to_json(self) -> dict[str, int]:
         """Return the ledger in the form of the results document."""
-        return {
-            "elements": self.elements,
-            "committed": self.committed,
-            "quarantined": self.quarantined,
-            "lost": self.lost,
-        }
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from pipedist.journal.history import FORMAT, Header, History, PassHistory, read_
 from pipedist.journal.writer import Journal, file_name
 from pipedist.plan import PassPlan, Plan
 from pipedist.plan.phases import links_of
-from pipedist.runs.identity import NO_SOURCE, SpecSource, differences, digest_of, listed, meaning
-from pipedist.runs.pass_folds import grows, keeps, read_later
+from pipedist.runs.identity import NO_SOURCE, SpecSource, differences, digest, digest_of, listed, meaning
+from pipedist.runs.pass_folds import grows, keeps
 from pipedist.runs.pass_journal import RunJournal, key_of
 from pipedist.spec import InitFile, UpdateSpec
 
@@ -41,7 +41,6 @@ class OpenedJournal:
 
     Args:
         journal: the journal; the caller closes it.
-        run: the same journal, by pass.
         notice: a message for the user about what is resumed, or "".
     """
 
@@ -63,13 +62,10 @@ def open_journal(
     """Open the journal of a run in its folder.
 
     Args:
-        plan: the run's plan.
-        folder: the output folder, open and locked.
         run_id: the id of the run, if it is a new one.
         outputs: all files that the run may write into its folder, as for `open_folder`.
         reuse: if something has changed, continue with the passes that it does not affect.
         force: continue even if versions or the type of processor have changed.
-        source: where the spec came from.
 
     Raises:
         UsageError: the run in the folder can't continue, because something has changed.
@@ -78,7 +74,7 @@ def open_journal(
     history = read_history(folder.journal) if folder.found else None
     if history is None:  # no run, or one that was killed before its first record
         if folder.found == "other":
-            folder.take_over(run_id, digest_of(meaning(plan.spec)), outputs, ())
+            folder.take_over(run_id, digest(plan.spec), outputs, ())
         header = header_of(plan, folder.run_id, source)
         journal = Journal.create(folder.journal, header)
         return OpenedJournal(journal, RunJournal(journal, None, _stamp(header)))
@@ -130,28 +126,31 @@ def platform_changes(there: Header) -> list[str]:
 
 def explain(plan: Plan, journal: Path) -> str:
     """Return the differences between a plan's spec and a journal's, or ""."""
-    try:
-        history = read_history(journal)
-    except (UsageError, JournalError):
-        return ""
-    return "" if history is None else ":" + listed(differences(history.header.spec, meaning(plan.spec)))
+    there = _header_there(journal)
+    return "" if there is None else ":" + listed(differences(there.spec, meaning(plan.spec)))
 
 
 def since(plan: Plan, journal: Path) -> list[str]:
     """Return the inputs, modules and platform traits changed since a run."""
-    try:
-        history = read_history(journal)
-    except (UsageError, JournalError):
+    there = _header_there(journal)
+    if there is None:
         return []
-    if history is None:
-        return []
-    now, there = header_of(plan, ""), history.header
+    now = header_of(plan, "")
     modules = [name for name in now.code if there.code.get(name) != now.code[name]]
     return [
         *_changed_inputs(there, now),
         *(f"module {name} has changed" for name in modules),
         *(f"the run used {line}" for line in platform_changes(there)),
     ]
+
+
+def _header_there(journal: Path) -> Header | None:
+    """Return the header of a journal, None if it can't be read."""
+    try:
+        history = read_history(journal)
+    except (UsageError, JournalError):
+        return None
+    return None if history is None else history.header
 
 
 def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
@@ -173,10 +172,7 @@ def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
 
 
 def _stamp(now: Header) -> str:
-    """Return a digest of the run, its platform and its code.
-
-    Results that workers keep are valid as long as it does not change.
-    """
+    """Return a digest that changes with the run, its platform and its code."""
     return digest_of({"run": now.run, "platform": dict(now.platform), "code": dict(now.code)})
 
 
@@ -184,7 +180,6 @@ def _stamp(now: Header) -> str:
 
 
 def header_of(plan: Plan, run_id: str, source: SpecSource = NO_SOURCE) -> Header:
-    """Return the first record of a run's journal."""
     meant = meaning(plan.spec)
     return Header(
         format=FORMAT,
@@ -220,11 +215,8 @@ def _changed_inputs(there: Header, now: Header, names: Iterable[str] | None = No
     for name in dict.fromkeys((*there.inputs, *now.inputs)) if names is None else names:
         for line in differences(there.inputs.get(name, {}), now.inputs.get(name, {})):
             path, _, what = line.rpartition(": ")
-            yield f"{name}: {path.removesuffix('[0]').removesuffix('[1]')} has changed: {_sizes(what)}"
-
-
-def _sizes(what: str) -> str:
-    return f"(bytes, or modification time in ns) {what}"
+            path = path.removesuffix("[0]").removesuffix("[1]")
+            yield f"{name}: {path} has changed: (bytes, or modification time in ns) {what}"
 
 
 def _code(plan: Plan) -> dict[str, str]:
@@ -267,8 +259,7 @@ def _modules_of(function: str) -> list[str]:
 def _described(plan: Plan, pass_: PassPlan) -> dict[str, Any]:
     """Return the journal's description of a pass.
 
-    `needs` are the paths in the spec that affect its values.
-    """
+    `needs` are the paths in the spec that affect its values."""
     spec, links, training = plan.spec, links_of(plan.spec), plan.training
     turns = [p for p in plan.passes if p.updates or p.follows]
     together = turns if pass_ in turns else [pass_]  # passes of a training complete together
@@ -316,10 +307,7 @@ def _reused(
     source: SpecSource,
     moved: Sequence[str],
 ) -> OpenedJournal:
-    """Begin a run with the unchanged passes of an earlier one.
-
-    It reuses none if the platform has changed.
-    """
+    """Begin a run with the unchanged passes of an earlier one."""
     header = header_of(plan, run_id, source)
     taken: dict[str, PassHistory] = {}
     lines = []
@@ -334,19 +322,12 @@ def _reused(
             lines.append(
                 f"reusing {steps} steps of {pass_.name}: its definition and its inputs are unchanged"
             )
-    files = plan.spec.outputs
-    kept = [
-        files[name]
-        for pass_ in plan.passes
-        if key_of(pass_) in taken and taken[key_of(pass_)].complete
-        for name in (*pass_.folds, *pass_.updates)
-        if name in files
-    ]
+    complete = [p for p in plan.passes if key_of(p) in taken and taken[key_of(p)].complete]
+    kept = [output for pass_ in complete for output in _outputs(plan, pass_).values()]
     Journal.replace(folder.journal, header, taken)
     folder.take_over(run_id, header.digest, outputs, kept)
     again = read_history(folder.journal)
-    if again is None:
-        raise JournalError(f"the journal in {folder.journal} can't be read back after it was written")
+    assert again is not None  # it was just written
     journal = Journal.reopen(folder.journal, again)
     journal.keep(name for found in taken.values() for name in found.files())
     return OpenedJournal(journal, RunJournal(journal, again, _stamp(header)), "\n".join(lines))
@@ -365,9 +346,8 @@ def _changed_passes(
     turns = [pass_ for pass_ in plan.passes if pass_.updates or pass_.follows]
     for first in [pass_ for pass_ in turns if why[pass_]][:1]:
         for pass_ in turns:
-            why[pass_] = why[pass_] or [
-                f"it is part of the training of {first.name}, which is executed again"
-            ]
+            training = f"it is part of the training of {first.name}, which is executed again"
+            why[pass_] = why[pass_] or [training]
     return why
 
 
@@ -401,16 +381,19 @@ def _missing(plan: Plan, pass_: PassPlan, folder: RunFolder, found: PassHistory)
             return f"the journal file {name} is missing"
     if not found.complete:
         return ""
-    later = read_later(plan)
-    for name in (*pass_.folds, *pass_.updates):
-        output = plan.spec.outputs.get(name)
-        if output is not None and not folder.has(output):
+    for output in _outputs(plan, pass_).values():
+        if not folder.has(output):
             return f"the output {output} is missing or was changed"
     for name in pass_.folds:
         log = f"{file_name(key_of(pass_), name)}.log"
-        if grows(plan, name) and keeps(plan, folder, later, name) and log not in found.logs:
+        if grows(plan, name) and keeps(plan, name) and log not in found.logs:
             return f"a later phase now reads {name}, which the earlier run stored only in its output file"
     return ""
+
+
+def _outputs(plan: Plan, pass_: PassPlan) -> dict[str, str]:
+    """Return the outputs that a pass writes, by stage."""
+    return {n: plan.spec.outputs[n] for n in (*pass_.folds, *pass_.updates) if n in plan.spec.outputs}
 
 
 def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
@@ -418,8 +401,7 @@ def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
     for pass_ in plan.passes:
         found = history.passes.get(key_of(pass_))
         if found is not None and found.complete:
-            for name in (*pass_.folds, *pass_.updates):
-                output = plan.spec.outputs.get(name)
-                if output is not None and name not in history.unwritten and not folder.has(output):
+            for name, output in _outputs(plan, pass_).items():
+                if name not in history.unwritten and not folder.has(output):
                     return folder.staged(output)
     return None

@@ -24,12 +24,13 @@ from pipedist.cluster.launchers.server import Spare
 from pipedist.coordinator import LogSink
 from pipedist.core.misuse_hints import AsyncOnly
 from pipedist.core.types import Tree
-from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunCancelled, UsageError
+from pipedist.errors import CallError, JournalError, OutputError, RunCancelled, UsageError
 from pipedist.plan import Plan, compile_plan
 from pipedist.protocol import messages as msg
 from pipedist.runs.execution import Execution
 from pipedist.runs.programs import replay_of
 from pipedist.runs.quarantine import FILE as QUARANTINE
+from pipedist.runs.quarantine import write_file
 from pipedist.runs.result import Ledger, Progress, Result, files_of, restored
 from pipedist.runs.subscription import Part, Step, Stream, Subscription
 from pipedist.spec import Spec, load, with_cluster
@@ -153,7 +154,9 @@ class Run(AsyncOnly):
             if self._folder is not None:
                 from pipedist.runs.diagnostics import serve_status  # only runs with a folder need it
 
-                await self._stack.enter_async_context(serve_status(self._folder.live, self._answer))
+                await self._stack.enter_async_context(
+                    serve_status(self._folder.live, lambda: json.dumps(self.why()).encode())
+                )
             self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
         except BaseException as error:
             await self._stack.__aexit__(type(error), error, error.__traceback__)
@@ -161,10 +164,7 @@ class Run(AsyncOnly):
         return self
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._finished.is_set():
             self._end(RunCancelled("the context of the run was left before the run ended"))
@@ -178,16 +178,10 @@ class Run(AsyncOnly):
         wanted = self._spec.cluster.workers if self._workers is None else self._workers
         return usable_cores() if wanted == "auto" else checked_count(wanted)
 
-    def _path(self) -> Path | None:
-        """Return the output folder, None if the run writes nothing."""
-        if self._output is None and not (self._spec.outputs or self._resume or self._restart):
-            return None
-        return Path("out") / self._spec.name if self._output is None else self._output
-
     def _open_folder(self) -> None:
-        path = self._path()
-        if path is None:
-            return
+        path = Path("out") / self._spec.name if self._output is None else self._output
+        if self._output is None and not (self._spec.outputs or self._resume or self._restart):
+            return  # the run writes nothing
         from pipedist.outputs import FinishedRun, open_folder  # most embedded runs write no files
         from pipedist.runs.identity import SpecSource, digest
         from pipedist.runs.resume import explain, open_journal, since
@@ -288,9 +282,6 @@ class Run(AsyncOnly):
         state = "ended" if self._finished.is_set() else "running" if self._execution else "starting"
         return document(self.id, self.name, state, None if state == "ended" else self._execution)
 
-    def _answer(self) -> bytes:
-        return json.dumps(self.why()).encode()
-
     @property
     def silent_s(self) -> float:
         """Seconds without any progress; 0 before the run begins."""
@@ -371,8 +362,7 @@ class Run(AsyncOnly):
             self._subscription.release()
         await self._finished.wait()
         self._raise_error()
-        if self._result is None:
-            raise LocalProtocolError("the run ended with neither a result nor an error")
+        assert self._result is not None  # because there is no error
         return self._result
 
     # -- stopping --------------------------------------------------------------------------------
@@ -414,8 +404,7 @@ class Run(AsyncOnly):
         self._tasks.start_soon(self._main, name=f"run {self.name}")
 
     async def _main(self) -> None:
-        if self._cluster is None:
-            raise UsageError("a run is used inside `async with pipedist.open(...)`")
+        assert self._cluster is not None  # since the run was entered
         folder = self._folder
         coordinator = self._cluster.coordinator
         self._execution = Execution(self.plan, coordinator, folder, self._subscription, self._journal)
@@ -450,7 +439,7 @@ class Run(AsyncOnly):
             files = {n: folder.final(o) for n, o in self._spec.outputs.items() if n not in failed}
         quarantine = execution.quarantine()
         if folder is not None and quarantine:
-            await anyio.to_thread.run_sync(quarantine.write, folder.staged(QUARANTINE))
+            await anyio.to_thread.run_sync(write_file, folder.staged(QUARANTINE), quarantine)
         result = Result(
             name=self.name,
             run_id=self.id,

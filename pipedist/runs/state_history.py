@@ -35,11 +35,7 @@ PART_BYTES_MAX: Final = 2**25
 
 
 class StateHistory:
-    """Logs the versions of states.
-
-    Args:
-        durable: the journal's part of the pass that feeds the updates.
-    """
+    """Logs the versions of states, in the part of the pass that feeds them."""
 
     def __init__(self, durable: PassJournal) -> None:
         self._durable = durable
@@ -49,15 +45,7 @@ class StateHistory:
         self._known: dict[str, int] = {}
 
     def add(self, latest: Mapping[str, tuple[int, Tree]], *, steps: int, epochs: int) -> None:
-        """Log the versions that are new.
-
-        Args:
-            latest: version and value of each state.
-            steps, epochs: number of steps and epochs applied in them.
-
-        Raises:
-            JournalError: the log can't be written.
-        """
+        """Log new versions, in which `steps` and `epochs` were applied."""
         for name, (version, value) in latest.items():
             if self._known.get(name, 0) == version:
                 continue
@@ -74,48 +62,6 @@ class StateHistory:
         return [name for number in self._parts[:-2] if self._durable.is_open(name := f"{LOG}{number}")]
 
 
-class FoundVersion(Struct, frozen=True):
-    """The result of looking for a version of a state.
-
-    Args:
-        is_there: whether the version is kept.
-        version, value: the version and its value; version 0 has no value, because `init` makes it again.
-        versions: all versions that are kept.
-    """
-
-    is_there: bool
-    version: int = 0
-    value: Tree = None
-    versions: tuple[int, ...] = ()
-
-
-def find(durable: PassJournal, name: str, per: str, wanted: int) -> FoundVersion:
-    """Return the version of a state after a number of steps or epochs.
-
-    Args:
-        durable: the journal's part of the pass that feeds the updates.
-        per: whether the state changes with each step or each epoch.
-        wanted: number of steps or epochs applied.
-
-    Raises:
-        JournalError: the log is damaged.
-    """
-    numbers = _numbers(durable)
-    known = numbers[:1] == [0]
-    version, value, fits = 0, None, True
-    versions: list[int] = []
-    for number in numbers:
-        for entry, tree in durable.entries(f"{LOG}{number}"):
-            state, entry_version, steps, epochs, entry_fits = entry.meta
-            if state != name:
-                continue
-            if entry_fits:
-                versions.append(entry_version)
-            if (steps if per == "step" else epochs) <= wanted:
-                known, version, value, fits = True, entry_version, tree, entry_fits
-    return FoundVersion(known and fits, version, value, tuple(dict.fromkeys(versions)))
-
-
 def _numbers(durable: PassJournal) -> list[int]:
     return sorted(int(name.removeprefix(LOG)) for name in durable.logs(LOG))
 
@@ -124,8 +70,7 @@ class Applied(Struct, frozen=True):
     """The progress of a training's updates at some moment.
 
     Args:
-        steps: number of steps applied; None: unknown.
-        epochs: number of epochs applied.
+        steps, epochs: number of steps and epochs applied; None: unknown.
         run: whether the updates of the whole run are applied.
     """
 
@@ -134,18 +79,11 @@ class Applied(Struct, frozen=True):
     run: bool
 
     def count(self, per: str) -> int | None:
-        """Return the number of changes of a state, by its scope."""
         return self.steps if per == "step" else self.epochs if per == "epoch" else int(self.run)
 
 
 def before_call(plan: Plan, pass_: PassPlan, step: int, epoch: int, now: Applied) -> Applied:
-    """Return the updates that were applied when a call was issued.
-
-    Args:
-        pass_: the pass of the call, which feeds updates or is evaluated after each epoch.
-        epoch: the epoch of the call's step.
-        now: the updates applied in the journal.
-    """
+    """Return the updates that were applied when a call was issued."""
     if not pass_.follows:
         return Applied(step, epoch, False)
     is_last = now.run and epoch + 1 == now.epochs
@@ -155,33 +93,19 @@ def before_call(plan: Plan, pass_: PassPlan, step: int, epoch: int, now: Applied
 
 
 def in_journal(training: PassJournal) -> Applied:
-    """Return the updates applied in the durable states."""
     found = training.part(PASS_STATE)
     if found is None:
         return Applied(0, 0, False)
     position = found["training"]
-    ended = training.is_complete or position["over"]
-    return Applied(
-        training.steps, position["epochs"] if ended else position["admitted"][1], training.is_complete
-    )
+    complete = training.before.complete
+    epochs = position["epochs"] if complete or position["over"] else position["admitted"][1]
+    return Applied(training.before.steps, epochs, complete)
 
 
 def states_of(
     plan: Plan, pass_: PassPlan, key: CallKey, epoch: int, training: PassJournal
 ) -> dict[str, tuple[int, Tree] | None]:
-    """Return version and value of each state that a call read.
-
-    None stands for the first version.
-
-    Args:
-        pass_: the pass of the call.
-        epoch: the epoch of the call's step.
-        training: the journal's part of the pass that feeds the updates.
-
-    Raises:
-        UsageError: the journal does not have the version.
-        JournalError: the journal is damaged.
-    """
+    """Return (version, value) of each state that a call read, None: first."""
     now = in_journal(training)
     then = before_call(plan, pass_, key.step, epoch, now)
     durable = training.parts(STATE)
@@ -202,17 +126,28 @@ def states_of(
 def _earlier(
     key: CallKey, name: str, per: str, wanted: int | None, kept: int | None, training: PassJournal
 ) -> tuple[int, Tree] | None:
-    """Return an earlier version of a state and its value, or None (the first)."""
+    """Return an earlier version of a state, None: the first, from `init`."""
     latest = training.parts(STATE).get(name)
-    among = FoundVersion(False) if wanted is None else find(training, name, per, wanted)
-    if among.is_there and wanted is not None and kept is not None and wanted < kept:
-        return (among.version, among.value) if among.version else None
-    versions = sorted({*among.versions, *(() if latest is None else (latest[1],))})
+    versions = set() if latest is None else {latest[1]}
+    numbers = _numbers(training) if wanted is not None else []
+    known = numbers[:1] == [0]
+    found: tuple[int, Tree] | None = None
+    for number in numbers:
+        for entry, tree in training.entries(f"{LOG}{number}"):
+            state, version, steps, epochs, fits = entry.meta
+            if state != name:
+                continue
+            if fits:
+                versions.add(version)
+            if wanted is not None and (steps if per == "step" else epochs) <= wanted:
+                known, found = fits, (version, tree) if version else None
+    if known and wanted is not None and kept is not None and wanted < kept:
+        return found
     read = "an earlier or later version" if wanted is None else f"version {wanted}"
     often = f"one a{'n' * (per == 'epoch')} {per}"
     raise UsageError(
         f"call {key} read {read} of state {name} ({often}), which is not kept: the journal has "
-        f"{_ranges(versions)}. It keeps the latest committed version, and of the earlier ones the last "
+        f"{_ranges(sorted(versions))}. It keeps the latest committed version, and of the earlier ones the last "
         f"{PART_BYTES_MAX // 2**20} MiB, without versions above {VERSION_BYTES_MAX // 2**10} KiB. To replay "
         "this call, run the spec again with another --output and let the function raise at this step: the "
         "version is then the latest one"

@@ -67,16 +67,7 @@ class Part(Struct, frozen=True):
 
 
 class Subscription:
-    """A bounded queue between the run and its subscriber.
-
-    Args:
-        kind: whole steps in order, or parts as they arrive.
-        stages: the stages to stream.
-        plan: the run's plan.
-
-    Raises:
-        UsageError: there is no such stage, or the stages belong to different passes.
-    """
+    """A bounded queue between the run and its subscriber."""
 
     def __init__(self, kind: Literal["steps", "parts"], stages: Sequence[str], plan: Plan) -> None:
         self.kind = kind
@@ -94,16 +85,12 @@ class Subscription:
         self._left = False
         self._released = False
         self._given = 0
-        """Number of items that the subscriber has finished: it has asked for the next one."""
+        """Number of items that the subscriber has finished, because it asked for the next one."""
         self.mark = 0
         """Number of items put in so far."""
 
     def put(self, item: Step | Part, size: int) -> None:
-        """Add an item; drop it if the subscriber has left.
-
-        Args:
-            size: its size in bytes.
-        """
+        """Add an item of `size` bytes; drop it if the subscriber has left."""
         if self._left:
             return
         self.mark += 1
@@ -119,25 +106,20 @@ class Subscription:
 
     @property
     def waiting(self) -> int:
-        """Number of items that are not taken."""
         return len(self._items)
 
     async def room(self) -> None:
-        """Wait until there is room for an item."""
         while self.is_full:
             await self._change()
 
     def has_passed(self, mark: int) -> bool:
         """Return whether the subscriber has finished the first `mark` items.
 
-        It has finished all of them if it asked for the results.
-
         A subscriber that has left may not have seen the waiting items, so a resumed run streams them again.
         """
         return self._released or self._given >= mark
 
     async def passed(self, mark: int) -> None:
-        """Wait until `has_passed`."""
         while not self.has_passed(mark):
             await self._change()
 
@@ -154,12 +136,10 @@ class Subscription:
         self._wake()
 
     def end(self) -> None:
-        """Mark the end of the items."""
         self._ended = True
         self._wake()
 
     async def take(self) -> Step | Part | None:
-        """Return the next item, None at the end."""
         self._given = self.mark - len(self._items)
         if not self._items:
             self._wake()
@@ -247,7 +227,6 @@ class Stream(AsyncIterableOnly, Generic[Item]):
 
 
 def _pass_of(plan: Plan, stages: Sequence[str]) -> PassPlan:
-    """Return the pass that makes the values of all `stages`."""
     homes = {name: p for p in plan.passes for name in (*p.runs, *p.folds)}
     for name in stages:
         if name in plan.states:

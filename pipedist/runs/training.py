@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -35,7 +36,7 @@ from pipedist.scheduler import PassSettings
 from pipedist.spec import StateRef, UpdateSpec, references
 
 if TYPE_CHECKING:
-    from pipedist.outputs import Sink
+    from pipedist.outputs.sink import Sink
 
 Fresh = Mapping[str, Sequence[Tree]]
 """New values of stages, by name, in order."""
@@ -49,36 +50,25 @@ class TrainingParticipant(ABC):
         watched: the reduce and gather stages whose values the participant needs.
     """
 
-    def __init__(self, feed: GatedFeed, watched: frozenset[str]) -> None:
+    def __init__(self, feed: GatedFeed, watched: frozenset[str], epochs: int) -> None:
         self.feed = feed
         self.watched = watched
-
-    @property
-    @abstractmethod
-    def epochs(self) -> int:
+        self.epochs = epochs
         """Number of epochs, valid after the last step."""
 
     @abstractmethod
     async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
-        """Handle that the pass has taken the steps up to `step`.
-
-        Args:
-            epoch: the epoch of the step.
-            fresh: the new values of `watched` stages.
-            ends: whether it was the last step of the epoch.
-        """
+        """Handle taken steps up to `step`, perhaps the last of its epoch."""
 
     @abstractmethod
     def state(self) -> Tree:
-        """Return the participant's position, between two steps."""
+        """Return the participant's position, between two steps, for `restore`."""
 
     @abstractmethod
-    def restore(self, state: Tree) -> None:
-        """Continue from the `state` of a participant of the same pass."""
+    def restore(self, state: Tree) -> None: ...
 
     @abstractmethod
-    async def on_finished(self, fresh: Fresh) -> None:
-        """Handle the end of the pass, with the last values."""
+    async def on_finished(self, fresh: Fresh) -> None: ...
 
     @abstractmethod
     def leave(self) -> None:
@@ -89,9 +79,7 @@ class Trainer:
     """The training of one phase.
 
     Args:
-        plan: the run's plan.
         pass_: the pass whose steps feed the updates.
-        coordinator: coordinator of the cluster that executes it.
         sinks: sinks of the final values of states, by the update's name.
     """
 
@@ -107,20 +95,12 @@ class Trainer:
         self.states = TrainingStates(plan, coordinator, pass_.updates)
 
     def participant(self, pass_: PassPlan, feed: Feed) -> TrainingParticipant:
-        """Return the participant of a pass.
-
-        Call it for every pass before any of them runs.
-
-        Args:
-            feed: the feed of the pass.
-        """
+        """Return the participant of a pass, before any of them runs."""
         names = self._plan.states_read(pass_)
 
-        def read() -> dict[str, list[int]]:
-            return self.states.read(names)
-
+        read = partial(self.states.read, names)
         if pass_.follows:
-            participant = HeldOutParticipant(GatedFeed(feed, "epoch", read, first_epoch=-1), frozenset())
+            participant = HeldOutParticipant(GatedFeed(feed, "epoch", read, first_epoch=-1))
             self._held_out.append(participant)
             return participant
         sources = frozenset(self._plan.spec.stages[name].of for name in pass_.updates)
@@ -136,13 +116,9 @@ class Trainer:
         )
 
     async def update(self, per: str, values: Mapping[str, Tree]) -> bool:
-        """Apply the updates of one step, epoch or run.
+        """Apply updates of one scope; return whether an `until` holds.
 
-        Args:
-            values: values of the stages that feed them; None, if there were no calls, changes nothing.
-
-        Returns:
-            Whether an `until` holds.
+        A value that is None, because there were no calls, changes nothing.
         """
         fed = {
             name: value
@@ -159,26 +135,20 @@ class Trainer:
         return ends
 
     async def evaluate(self, epoch: int) -> None:
-        """Read the datasets of the held-out passes once.
-
-        Raises:
-            RunDrained: one of them has ended, because the run was drained.
-        """
+        """Read held-out datasets once; raise RunDrained if one was drained."""
         for participant in self._held_out:
             await participant.begin(epoch)
         for participant in self._held_out:
             await participant.wait()
 
     def end(self) -> None:
-        """End the held-out passes after the last epoch."""
         for participant in self._held_out:
             participant.feed.end()
 
     async def deliver(self, unwritten: dict[str, OutputError]) -> dict[str, Tree]:
         """Write the states that have files, and return the values of all.
 
-        Args:
-            unwritten: receives the error of each file that could not be written, by the update's name.
+        `unwritten` receives the error of each file that could not be written, by the update's name.
         """
         for name, sink in self._sinks.items():
             try:
@@ -190,63 +160,45 @@ class Trainer:
 
 
 class FeedingParticipant(TrainingParticipant):
-    """The pass whose steps feed the updates.
-
-    Args:
-        training: the training that it is part of.
-        epochs_max: number of epochs, if no `until` ends it earlier.
-    """
+    """The pass whose steps feed the updates, for at most `epochs_max` epochs."""
 
     def __init__(self, feed: GatedFeed, watched: frozenset[str], training: Trainer, epochs_max: int) -> None:
-        super().__init__(feed, watched)
+        super().__init__(feed, watched, epochs_max)
         self._training = training
-        self._epochs = epochs_max
         self._evaluated = 0
-        """Number of epochs that have been evaluated."""
         self._admitted = (0, 0)
         """The step and the epoch up to which steps are admitted."""
         self._over = False
-        """Whether an `until` holds."""
-
-    @property
-    def epochs(self) -> int:
-        """Number of epochs, valid after the last step."""
-        return self._epochs
 
     async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
-        """Apply the updates of the steps and of a finished epoch; admit more."""
         over = await self._updated(fresh, "step")
         if ends:
             over = await self._updated(fresh, "epoch") or over
         if over:
             self._end(epoch + 1)
             return
-        if ends and epoch + 1 < self._epochs and await self.feed.next_epoch() is not None:
+        if ends and epoch + 1 < self.epochs and await self.feed.next_epoch() is not None:
             await self._evaluate_before(epoch + 1)
-        self._admitted = (step + 1, epoch + 1 if ends else epoch)
-        self.feed.admit(step=self._admitted[0], epoch=self._admitted[1])
+        self._admit(step + 1, epoch + 1 if ends else epoch)
+
+    def _admit(self, step: int, epoch: int) -> None:
+        self._admitted = (step, epoch)
+        self.feed.admit(step=step, epoch=epoch)
 
     def _end(self, epochs: int) -> None:
-        self._epochs, self._over = epochs, True
+        self.epochs, self._over = epochs, True
         self.feed.end()
 
     def state(self) -> Tree:
-        """As `TrainingParticipant`."""
-        return {
-            "epochs": self._epochs,
-            "evaluated": self._evaluated,
-            "admitted": list(self._admitted),
-            "over": self._over,
-        }
+        position = {"epochs": self.epochs, "evaluated": self._evaluated}
+        return {**position, "admitted": list(self._admitted), "over": self._over}
 
     def restore(self, state: Tree) -> None:
-        """As `TrainingParticipant`."""
         self._evaluated = state["evaluated"]
         if state["over"]:
             self._end(state["epochs"])
         else:
-            self._admitted = (state["admitted"][0], state["admitted"][1])
-            self.feed.admit(step=self._admitted[0], epoch=self._admitted[1])
+            self._admit(*state["admitted"])
 
     async def _updated(self, fresh: Fresh, per: str) -> bool:
         """Apply updates of steps or epochs in order; return whether `until` holds."""
@@ -262,59 +214,43 @@ class FeedingParticipant(TrainingParticipant):
             self._evaluated += 1
 
     async def on_finished(self, fresh: Fresh) -> None:
-        """Apply the last updates, and evaluate the last epoch."""
         for per in ("epoch", "run"):
             await self._updated(fresh, per)
-        await self._evaluate_before(self._epochs)
+        await self._evaluate_before(self.epochs)
         self._training.end()
 
     def leave(self) -> None:
-        """End the held-out passes."""
         self._training.end()
 
 
 class HeldOutParticipant(TrainingParticipant):
     """A pass that reads its dataset once after each epoch of the feeding pass."""
 
-    def __init__(self, feed: GatedFeed, watched: frozenset[str]) -> None:
-        super().__init__(feed, watched)
-        self._epochs = 0
+    def __init__(self, feed: GatedFeed) -> None:
+        super().__init__(feed, frozenset(), 0)
         self._done = anyio.Event()
         self._left = False
 
-    @property
-    def epochs(self) -> int:
-        """Number of epochs, valid after the last step."""
-        return self._epochs
-
     def state(self) -> Tree:
-        """As `TrainingParticipant`."""
-        return {"epochs": self._epochs}
+        return {"epochs": self.epochs}
 
     def restore(self, state: Tree) -> None:
         """As `TrainingParticipant`; the feeding pass admits its epoch again."""
-        self._epochs = state["epochs"]
+        self.epochs = state["epochs"]
 
     async def begin(self, epoch: int) -> None:
-        """Admit the steps of an epoch."""
-        self._epochs = epoch + 1
+        self.epochs = epoch + 1
         self._done = anyio.Event()
         if self._left or await self.feed.next_epoch() != epoch:
             self._done.set()  # it has no steps
         self.feed.admit(step=0, epoch=epoch)
 
     async def wait(self) -> None:
-        """Wait until the steps of the epoch are taken.
-
-        Raises:
-            RunDrained: the pass ended before.
-        """
         await self._done.wait()
         if self._left:
             raise RunDrained("the run was drained while it read held-out data")
 
     async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
-        """Record the end of an epoch."""
         if ends:
             self._done.set()
 
@@ -322,21 +258,17 @@ class HeldOutParticipant(TrainingParticipant):
         """Do nothing: the training has already ended."""
 
     def leave(self) -> None:
-        """End all waits for the pass."""
         self._left = True
         self._done.set()
 
 
 Version = tuple[int, Tree]
-"""A state's version and its value."""
 
 
 class TrainingStates:
     """The states of one training, and the calls that change them.
 
     Args:
-        plan: the run's plan.
-        coordinator: coordinator of the cluster that executes it.
         names: the updates, in the order in which they are applied.
     """
 
@@ -344,8 +276,7 @@ class TrainingStates:
         self._plan = plan
         self._coordinator = coordinator
         self._names = tuple(names)
-        self._values: dict[str, Tree] = {}
-        self._versions: dict[str, int] = {}
+        self.latest: dict[str, Version] = {}
         self._spaces: dict[str, int] = {}
         self._handles: dict[str, PassHandle] = {}
         self._reads: dict[str, tuple[str, ...]] = {}
@@ -357,11 +288,6 @@ class TrainingStates:
         Args:
             values: the finished values of earlier phases.
             durable: the durable versions by name; empty if the training has not begun.
-
-        Raises:
-            CallError: an `init` function failed.
-            WorkersLost: no worker can be kept alive.
-            UnsendableError: an argument can't be sent.
         """
         for name in self._names:
             stage = self._plan.spec.stages[name]
@@ -391,35 +317,20 @@ class TrainingStates:
 
     def _put(self, name: str, value: Tree, version: int) -> None:
         self._coordinator.put_state(self._spaces[name], version, value)
-        self._values[name], self._versions[name] = value, version
+        self.latest[name] = (version, value)
 
     def value(self, name: str) -> Tree:
-        """Return the latest value of a state."""
-        return self._values[name]
-
-    def latest(self) -> dict[str, Version]:
-        """Return the latest version of every state."""
-        return {name: (self._versions[name], self._values[name]) for name in self._names}
+        return self.latest[name][1]
 
     def read(self, names: Sequence[str]) -> dict[str, list[int]]:
         """Return references to the latest states: name -> [space, version]."""
-        return {name: [self._spaces[name], self._versions[name]] for name in names}
+        return {name: [self._spaces[name], self.latest[name][0]] for name in names}
 
     async def update(self, values: Mapping[str, Tree]) -> bool:
-        """Apply the updates of one moment.
+        """Apply the updates of one moment, and return whether an `until` holds.
 
-        An update that reads another's state is applied after it; independent updates run concurrently.
-
-        Args:
-            values: the value that feeds each update, by the update's name.
-
-        Returns:
-            Whether an `until` holds.
-
-        Raises:
-            CallError: a function failed; if several did, the error of the first update in order.
-            FoldError: an update returned None, or an `until` returned neither True nor False.
-            WorkersLost: no worker can be kept alive.
+        An update that reads another's state is applied after it; independent updates run concurrently. If several
+        functions fail, the error of the first update in order is raised.
         """
         ends = False
         waiting = [name for name in self._names if name in values]
@@ -444,17 +355,16 @@ class TrainingStates:
         async with anyio.create_task_group() as tasks:
             for name in names:
                 tasks.start_soon(apply, name, name=f"update of {name}")
-        for name in names:
-            if name in failed:
-                raise failed[name]
+        for name in filter(failed.__contains__, names):
+            raise failed[name]
         return [done[name] for name in names]
 
     async def _apply(self, name: str, value: Tree) -> bool:
         (slots,) = await self._handles[name].call_step([value], self.read(self._reads[name]))
-        if slots[NEW] is None and self._values[name] is not None:
+        if slots[NEW] is None and self.value(name) is not None:
             raise FoldError(name, "the update returned None: is a `return` missing?")
         ends = _truth(slots[ENDS], name) if ENDS in slots else False
-        self._put(name, slots[NEW], self._versions[name] + 1)
+        self._put(name, slots[NEW], self.latest[name][0] + 1)
         return ends
 
     def close(self) -> None:

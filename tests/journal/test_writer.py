@@ -17,8 +17,8 @@ from pipedist.journal import history as history_module
 from pipedist.journal.history import FORMAT, Header, History, PassHistory, read_history
 from pipedist.journal.log_format import (
     FIRST,
+    Disk,
     LogEnd,
-    RealDisk,
     RecordLog,
     digest_of,
     pack_record,
@@ -133,7 +133,7 @@ def test_a_journal_writes_nothing_after_a_full_disk(tmp_path: Path, room: int) -
     assert found(tmp_path).passes["0/d"].steps == 99
 
 
-class CountedDisk(RealDisk):
+class CountedDisk(Disk):
     """A disk that knows what is open, and fails in one way."""
 
     def __init__(self) -> None:

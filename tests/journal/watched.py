@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipedist.journal.log_format import Buffer, RealDisk
+from pipedist.journal.log_format import Buffer, Disk
 
 
-class WatchedDisk(RealDisk):
+class WatchedDisk(Disk):
     """The real one, watched.
 
     Args:

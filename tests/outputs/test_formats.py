@@ -34,6 +34,6 @@ def test_another_path(path: str, word: str) -> None:
 
 
 def test_missing_pyarrow_is_a_problem_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipedist.outputs.formats._installed", lambda module: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     assert "pipedist[parquet]" in (missing_package("a.parquet") or "")
     assert missing_package("a.json") is None

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedist.errors import OutputError
-from pipedist.outputs import SUFFIXES, open_sink
+from pipedist.outputs import open_sink
 from pipedist.outputs import spool as spool_module
+from pipedist.outputs.formats import SUFFIXES
 
 Shape = Literal["run", "per"]
 
