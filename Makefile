@@ -7,6 +7,9 @@ INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 
+# Tests start thousands of processes: without bytecode each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
