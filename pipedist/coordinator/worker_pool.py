@@ -80,7 +80,7 @@ class WorkerPool(WorkerRegistry):
         self._started: dict[str, int] = {}
         """The incarnation of each worker whose process was started here and has not ended."""
         self._evicted: dict[str, int] = {}
-        """The last evicted incarnation of each dialled-in worker that has not said Goodbye."""
+        """The last evicted incarnation of each dialled-in worker that has not sent Goodbye."""
         self._due: dict[str, int] = {}
         """Incarnations to start when the previous process has ended."""
         self._supervisors: dict[str, bytes] = {}

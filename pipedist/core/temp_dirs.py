@@ -57,10 +57,10 @@ def _make(parent: str, prefix: str) -> tuple[str, int]:
             os.mkdir(path, _MODE)
             lock = _open(path)
             try:
-                is_ours = try_lock(lock)
+                is_locked = try_lock(lock)
             except OSError:  # a file system without locks: no process removes the folder as stale
                 return path, lock
-            if is_ours and is_file_at(path, lock):
+            if is_locked and is_file_at(path, lock):
                 return path, lock
             os.close(lock)  # another process took it for a stale one
     raise OSError(f"{_ATTEMPTS_MAX} new folders in {parent} were removed at once by others")

@@ -150,6 +150,6 @@ def _key(document: dict[str, object], key: str, name: str) -> bytes:
     return text
 
 
-def _check_pair(public: bytes, secret: bytes, who: str, name: str) -> None:
+def _check_pair(public: bytes, secret: bytes, side: str, name: str) -> None:
     if zmq.curve_public(secret) != public:
-        raise UsageError(f"{name}: {who}_secret does not belong to {who}_public")
+        raise UsageError(f"{name}: {side}_secret does not belong to {side}_public")

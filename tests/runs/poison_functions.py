@@ -20,9 +20,9 @@ import pipedist
 GIGABYTE = 1 << 30
 
 
-def poison(x: np.ndarray, how: str, guilty: Sequence[int], ctx: Any) -> dict[str, Any]:
-    """Double a shard, unless one of the guilty elements is in it."""
-    if set(guilty) & set(x.tolist()):
+def poison(x: np.ndarray, how: str, culprits: Sequence[int], ctx: Any) -> dict[str, Any]:
+    """Double a shard, unless one of the culprits is in it."""
+    if set(culprits) & set(x.tolist()):
         fall_ill(how)
     return {"y": x * 2, "ids": ctx.elements, "noise": ctx.rng.standard_normal(1)}
 
@@ -58,12 +58,12 @@ def _note_attempt(notes: Path) -> None:
         file.write(b".")
 
 
-async def poison_async(x: np.ndarray, how: str, guilty: Sequence[int], ctx: Any) -> dict[str, Any]:
+async def poison_async(x: np.ndarray, how: str, culprits: Sequence[int], ctx: Any) -> dict[str, Any]:
     """The same, among other calls on one event loop."""
     await asyncio.sleep(0.001)
-    if how == "await" and set(guilty) & set(x.tolist()):
+    if how == "await" and set(culprits) & set(x.tolist()):
         await asyncio.sleep(1000)
-    return poison(x, how, guilty, ctx)
+    return poison(x, how, culprits, ctx)
 
 
 def only_y(parts: dict[str, Any]) -> np.ndarray:

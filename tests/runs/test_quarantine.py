@@ -25,7 +25,7 @@ N = 64
 
 
 def document(
-    guilty: list[int], how: str = "raises", run: str = "poison", *, replicas: int = 2, **keys: Any
+    culprits: list[int], how: str = "raises", run: str = "poison", *, replicas: int = 2, **keys: Any
 ) -> dict[str, Any]:
     return {
         "pipedist": 1,
@@ -35,7 +35,7 @@ def document(
         "stages": {
             "a": {
                 "run": f"{F}:{run}",
-                "with": {"how": how, "guilty": guilty},
+                "with": {"how": how, "culprits": culprits},
                 "on_error": "quarantine",
                 **keys,
             },
@@ -44,20 +44,20 @@ def document(
     }
 
 
-def check(result: pipedist.Result, guilty: list[int], cause: str, replicas: int = 2) -> None:
-    """The rest was processed in order, in one call a shard, and nothing is missing but the guilty."""
-    rest = [i for i in range(N) if i not in guilty]
+def check(result: pipedist.Result, culprits: list[int], cause: str, replicas: int = 2) -> None:
+    """The rest was processed in order, in one call a shard, and nothing is missing but the culprits."""
+    rest = [i for i in range(N) if i not in culprits]
     assert result["all"]["ids"].tolist() == rest
     assert result["all"]["y"].tolist() == [2 * i for i in rest]
     assert len(result["all"]["noise"]) == 2 * replicas
     assert result.ledger.to_json() == {
         "elements": N,
         "committed": len(rest),
-        "quarantined": len(guilty),
+        "quarantined": len(culprits),
         "lost": 0,
     }
     assert [(x["element"], x["stage"], x["cause"]) for x in result.quarantined] == [
-        (i, "a", cause) for i in guilty
+        (i, "a", cause) for i in culprits
     ]
 
 
@@ -295,8 +295,8 @@ def listed(orders: list[list[int]]) -> list[str]:
         quarantine = PassQuarantine("d", "a", feed, 2)
         quarantine.restore(state)
         for call in calls:
-            guilty = tuple((place, cause) for place in range(4 - call % 2))
-            quarantine.add(CallsQuarantined(0, call, call + 1, guilty))
+            culprits = tuple((place, cause) for place in range(4 - call % 2))
+            quarantine.add(CallsQuarantined(0, call, call + 1, culprits))
         state = quarantine.state(5)
     return [each.line("d") for each in quarantine]
 

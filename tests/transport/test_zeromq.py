@@ -16,7 +16,7 @@ from pipedist.transport.endpoints import ipc_endpoint, private_directory
 from pipedist.transport.keys import new_keys
 from pipedist.transport.router import Router
 
-from .memory import SMALL
+from .memory import SMALL, until
 from .sockets import WAIT_S, blocking, dealer, descriptors, is_gone, log, router
 
 TREE = {"x": np.arange(100_000.0), "y": [1, np.arange(5)], "z": np.arange(2000)}
@@ -282,7 +282,7 @@ async def test_no_descriptor_is_left(over: str) -> None:
     before = descriptors()
     for _ in range(3):
         await once()
-    assert descriptors() <= before
+    await until(lambda: descriptors() <= before)  # ZeroMQ closes some in a thread of its own
 
 
 @pytest.mark.asyncio
@@ -297,7 +297,7 @@ async def test_a_failed_opening_leaves_nothing_and_names_the_port() -> None:
         with pytest.raises(UsageError, match=f"port {port} on 127.0.0.1 is taken"):
             async with router(f"tcp://127.0.0.1:{port}", keys):
                 pytest.fail("was opened")
-        assert descriptors() <= before
+        await until(lambda: descriptors() <= before)  # ZeroMQ closes some in a thread of its own
 
 
 @pytest.mark.asyncio
@@ -396,4 +396,4 @@ async def test_closing_that_is_cancelled_leaves_no_descriptor() -> None:
     before = descriptors()
     await once()
     gc.collect()
-    assert descriptors() <= before
+    await until(lambda: descriptors() <= before)  # ZeroMQ closes some in a thread of its own

@@ -127,7 +127,7 @@ class Link:
         """What we lend from; None before the greeting."""
         self._ledger = memoryview(b"")
         """The peer's."""
-        self._told: set[int] = set()
+        self._announced: set[int] = set()
         """Serials of the segments that the peer knows."""
         self._unsent: deque[int] = deque()
         """Retired segments that the peer does not know of yet."""
@@ -186,8 +186,8 @@ class Link:
 
     def retire(self, serial: int) -> None:
         """Tell the peer, if it knows a segment, that it is over."""
-        if serial in self._told:
-            self._told.discard(serial)
+        if serial in self._announced:
+            self._announced.discard(serial)
             self._unsent.append(serial)
             self._flush()
 
@@ -216,19 +216,19 @@ class Link:
         if loan is None:
             return None
         slot = loan.slot
-        if slot.segment.serial not in self._told and not self._tell(slot.segment):
+        if slot.segment.serial not in self._announced and not self._announce(slot.segment):
             self._pool.withdraw(loan)
             return None
         return Reference(place, slot.segment.serial, slot.index, loan.number, size_bytes)
 
-    def _tell(self, segment: LentSegment) -> bool:
+    def _announce(self, segment: LentSegment) -> bool:
         body = SEGMENT_FORM.pack(segment.serial, segment.number, segment.slots, segment.slot_bytes)
         try:
             sent = _send(self.connection, SEGMENT, body, (segment.descriptor,))
         except OSError:
             return False  # it is gone: `read` finds out too
         if sent:
-            self._told.add(segment.serial)
+            self._announced.add(segment.serial)
         return sent
 
     def _flush(self) -> bool:

@@ -227,7 +227,7 @@ class Listener:
 def _pidfd(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
-    except OSError:  # another namespace, or it is gone: then the link's end tells
+    except OSError:  # another namespace, or it is gone: then the end of the link shows it
         return -1
 
 

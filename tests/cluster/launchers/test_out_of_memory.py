@@ -30,7 +30,7 @@ name: hungry
 replicas: 2
 dataset: {range: 24, batch: 8}
 stages:
-  y: {run: "hungry:eat", with: {guilty: 13}, on_error: POLICY}
+  y: {run: "hungry:eat", with: {culprits: 13}, on_error: POLICY}
   rows: {gather: 0, of: y}
 outputs: {rows: rows.json}
 """
@@ -38,8 +38,8 @@ outputs: {rows: rows.json}
 CODE = f"""
 import numpy as np
 
-def eat(x, guilty):
-    if guilty in x:
+def eat(x, culprits):
+    if culprits in x:
         np.ones({4 * LIMIT}, np.uint8)
     return x * 2
 """
