@@ -161,17 +161,13 @@ class ForkServer:
         alive = True
         for key, _ in ready:
             alive = key.data() and alive
-        self._kill_stopped()
-        self._kill_replaced()
+        self._kill_late()
         if self._check_s is not None:
             self._kill_overdue()
         return alive
 
     def _timeout_s(self) -> float | None:
-        due = [
-            c.stopped_at + self._stopped_s_max for c in self._children.values() if c.stopped_at is not None
-        ]
-        due += [c.closed_at + _EXIT_S_MAX for c in self._children.values() if c.closed_at is not None]
+        due = [at for child in self._children.values() if (at := self._kill_at(child)) is not None]
         if not due:
             return self._check_s if self._children else None
         timeout_s = max(0.0, min(due) - time.monotonic())
@@ -258,16 +254,30 @@ class ForkServer:
             if (child.worker, child.incarnation) == (worker, incarnation):
                 _kill(child)  # not reaped yet, so the pid is still its own
 
-    def _kill_stopped(self) -> None:
-        limit = time.monotonic() - self._stopped_s_max
-        if not any(_stopped_before(child, limit) for child in self._children.values()):
+    def _kill_at(self, child: _Child) -> float | None:
+        """Return when to kill a worker that is stopped, or has closed its descriptors without an end."""
+        if child.was_killed:
+            return None
+        if child.stopped_at is not None:
+            return child.stopped_at + self._stopped_s_max
+        return None if child.closed_at is None else child.closed_at + _EXIT_S_MAX
+
+    def _kill_late(self) -> None:
+        now = time.monotonic()
+
+        def is_late(child: _Child) -> bool:
+            at = self._kill_at(child)
+            return at is not None and at <= now
+
+        if not any(map(is_late, self._children.values())):
             return
-        self._reap()  # if this process was stopped too, the workers may run again
-        for child in list(self._children.values()):
-            if _stopped_before(child, limit):
-                child.stopped_at = None
+        self._reap()  # if this process was stopped too, the workers may run again, or have ended
+        for child in filter(is_late, list(self._children.values())):
+            if child.stopped_at is not None:
                 child.note = f"stopped for {self._stopped_s_max:g} s, then killed with "
-                _kill(child)
+            else:
+                child.note = "replaced by another program (exec), then killed with "
+            _kill(child)
 
     def _on_closed(self, child: _Child) -> bool:
         """Note that a worker ends, or that user code has replaced its program (exec)."""
@@ -280,17 +290,6 @@ class ForkServer:
             self._selector.unregister(child.life)
             os.close(child.life)
             child.life = -1
-
-    def _kill_replaced(self) -> None:
-        limit = time.monotonic() - _EXIT_S_MAX
-        if not any(_closed_before(child, limit) for child in self._children.values()):
-            return
-        self._reap()  # it may have ended meanwhile
-        for child in self._children.values():
-            if _closed_before(child, limit) and child.stopped_at is None:
-                child.closed_at = None
-                child.note = "replaced by another program (exec), then killed with "
-                _kill(child)
 
     def _kill_overdue(self) -> None:
         now_ns = time.monotonic_ns()
@@ -406,14 +405,6 @@ def _close_memory(progress: CallProgress, memory: int) -> None:
     progress.close()
     if memory >= 0:
         os.close(memory)
-
-
-def _stopped_before(child: _Child, time_s: float) -> bool:
-    return child.stopped_at is not None and child.stopped_at <= time_s
-
-
-def _closed_before(child: _Child, time_s: float) -> bool:
-    return child.closed_at is not None and child.closed_at <= time_s
 
 
 def _kill(child: _Child) -> None:

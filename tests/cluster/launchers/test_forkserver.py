@@ -61,14 +61,14 @@ for child in (goes_on, stays):
     wait_state(child.pid, "T")
 server._reap()
 clock.now = 2.9
-server._kill_stopped()
+server._kill_late()
 assert not goes_on.was_killed and not stays.was_killed
 os.kill(goes_on.pid, signal.SIGCONT)
 clock.now = 3.1
-server._kill_stopped()
+server._kill_late()
 assert not goes_on.was_killed and stays.was_killed
 clock.now = 100.0
-server._kill_stopped()
+server._kill_late()
 assert not goes_on.was_killed
 server._kill_all()
 """)
