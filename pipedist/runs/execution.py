@@ -126,9 +126,7 @@ class Execution:
                     for execution in executions:
                         tasks.start_soon(guarded, execution, name=f"pass {execution.name}")
             finally:
-                # after an internal error, the state of the passes can't be trusted
-                is_internal = any(isinstance(error, LocalProtocolError) for error in failed)
-                if not is_internal and not all(execution.is_complete for execution in executions):
+                if not all(execution.is_complete for execution in executions):
                     await self._flush(executions)
             if failed:
                 raise min(failed, key=lambda error: isinstance(error, RunDrained))
