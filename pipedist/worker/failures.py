@@ -69,19 +69,20 @@ def describe(
 ) -> CallFailure:
     """Return the failure to report; `in_user_code`: a stage's function raised the error."""
     module, name = class_names(error)
+    text = _ENDS.get(type(error), exception_text)(error)
     return CallFailure(
         call=call,
         stage=stage,
         module=module,
         name=name,
-        text=_clipped(_ENDS.get(type(error), exception_text)(error), TEXT_CHARS_MAX),
-        traceback=_clipped(_formatted(error, in_user_code), TRACEBACK_CHARS_MAX),
+        text=_clipped(text, TEXT_CHARS_MAX),
+        traceback=_clipped(_formatted(error, text, in_user_code), TRACEBACK_CHARS_MAX),
         retryable=retryable,
         aborted=aborted,
     )
 
 
-def _formatted(error: BaseException, in_user_code: bool) -> str:
+def _formatted(error: BaseException, text: str, in_user_code: bool) -> str:
     frames = user_frames(error.__traceback__) if in_user_code else error.__traceback__
     if frames is None or (not in_user_code and isinstance(error, _WITHOUT_TRACEBACK)):
         return ""
@@ -92,11 +93,10 @@ def _formatted(error: BaseException, in_user_code: bool) -> str:
         except BaseException as second:  # methods of a user's exception class
             return f"<the traceback cannot be formatted: {type(second).__name__}>\n"
 
-    text = within_limit(error, formatted, "<the traceback takes too long to format>\n")
+    trace = within_limit(error, formatted, "<the traceback takes too long to format>\n")
     if type(error) in _NOT_SENT and functions.process_note():
-        text += f"{functions.process_note()}; {_NOT_SENT[type(error)]}"
-    is_read_only = type(error) is ValueError and str(error).endswith("is read-only")
-    return text + _READ_ONLY * is_read_only
+        trace += f"{functions.process_note()}; {_NOT_SENT[type(error)]}"
+    return trace + _READ_ONLY * (isinstance(error, ValueError) and text.endswith("is read-only"))
 
 
 def user_frames(tb: TracebackType | None) -> TracebackType | None:
