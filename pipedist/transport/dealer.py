@@ -218,6 +218,8 @@ class Dealer:
                     has_news = True
                 else:
                     self._read_link()
+            if has_news and not is_ready:  # its messages came first, maybe after the poll looked at them
+                is_ready = bool(self._socket.getsockopt(zmq.EVENTS) & event)
             if is_ready and event == _POLLIN:
                 return True
             if has_news or self._failure is not None:
