@@ -53,6 +53,7 @@ def test_digits_are_the_same_on_any_number_of_workers(digits: Path, workers: int
     assert digests(tmp_path) == digests(digits)
 
 
+@pytest.mark.slow
 def test_digits_are_the_same_with_workers_killed(digits: Path, tmp_path: Path) -> None:
     killed: list[int] = []
     kills = {3: ("w1",), 100: ("w0", "w1"), 300: ("w0",)}

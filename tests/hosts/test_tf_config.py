@@ -131,7 +131,13 @@ def outcome(process: subprocess.Popen[str]) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("jobs", [{"worker": 3}, {"worker": 2, "chief": 1}], ids=["workers", "chief"])
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        pytest.param({"worker": 3}, id="workers", marks=pytest.mark.slow),
+        pytest.param({"worker": 2, "chief": 1}, id="chief"),
+    ],
+)
 def test_every_program_has_the_same_result(tmp_path: Path, jobs: dict[str, int]) -> None:
     with programs(tmp_path, jobs, TWICE="1", FAIL="1") as started:
         scheduling = "chief/0" if "chief" in jobs else "worker/0"

@@ -31,7 +31,7 @@ SPEC = """\
 pipedist: 1
 name: many
 replicas: 8
-dataset: {{range: 64000, batch: 64}}
+dataset: {{range: 16000, batch: 64}}
 stages:
   work: {{run: "many_code:work", with: {{folder: "{folder}"}}}}
   total: {{reduce: sum, of: work, axis: 0}}
@@ -53,7 +53,7 @@ async def execute(spec: Path, output: Path, workers: int) -> tuple[list[int], in
     async with LocalCluster(workers=workers) as cluster:
         async with pipedist.open(spec, cluster=cluster, output=output) as run:
             result = await run.results()
-        assert (result.ledger.committed, result.ledger.lost) == (64_000, 0)
+        assert (result.ledger.committed, result.ledger.lost) == (16_000, 0)
         pids = list(cluster.coordinator.pids.values())
         held = sum(own_bytes(pid) for pid in pids)
     return pids, held

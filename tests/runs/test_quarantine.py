@@ -96,7 +96,9 @@ def test_an_element_that_hangs_is_found_by_its_timeout(how: str, run: str) -> No
     check(result, [17], "TimeoutError: timed out after 0.6 s", replicas=16)
 
 
-@pytest.mark.parametrize("workers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_the_result_is_the_same_for_any_number_of_workers(workers: int) -> None:
     result = pipedist.run(document([0, 17, 40], "segfault", replicas=8), workers=workers)
     check(result, [0, 17, 40], "signal 11 (SIGSEGV)", replicas=8)

@@ -21,7 +21,7 @@ def sleeps(shard: Any) -> Any:
 
 
 async def waits(shard: Any) -> Any:
-    await asyncio.sleep(2.0)
+    await asyncio.sleep(1.2)
     return shard
 
 
