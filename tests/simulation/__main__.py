@@ -13,11 +13,8 @@ from collections.abc import Sequence
 
 from pipedist.errors import UsageError
 from pipedist.testing import Faults, SimulationFailure
-from tests.simulation.scripted_simulation import ScriptedSimulation
 from tests.simulation.simulation import Simulation
 from tests.simulation.simulation_suite import RELEASE_SIZES, SimulationSuite
-
-SCRIPTED_SEEDS = 2_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--share", type=float, default=1.0, help="share of the suite")
     parser.add_argument("--seed", type=int, help="run only this seed")
-    parser.add_argument("--scripted", action="store_true", help="run the seed with scripted workers")
     parser.add_argument("--workers", type=int, default=5)
     parser.add_argument("--calls", type=int, default=40)
     parser.add_argument("--faults", help="KIND=RATE,...; default: drawn from the seed")
@@ -37,22 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         if options.seed is not None:
-            if options.scripted:
-                ScriptedSimulation(options.seed).run()
-            else:
-                Simulation(
-                    options.seed,
-                    workers=options.workers,
-                    calls=options.calls,
-                    faults=faults,
-                    check_every=options.check_every,
-                ).run()
+            Simulation(
+                options.seed,
+                workers=options.workers,
+                calls=options.calls,
+                faults=faults,
+                check_every=options.check_every,
+            ).run()
             _print(f"seed {options.seed}: no violation")
             return 0
-        seeds = max(1, round(SCRIPTED_SEEDS * options.share))
-        for seed in range(seeds):
-            ScriptedSimulation(seed).run()
-        _print(f"{seeds} seeds of scripted workers: no violation")
         for size in RELEASE_SIZES:
             suite = SimulationSuite(size.workers, size.calls)
             suite.run(range(max(1, round(size.seeds * options.share))))

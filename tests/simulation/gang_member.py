@@ -8,6 +8,7 @@ from pipedist.collectives.channel import RETURNED
 from pipedist.protocol.messages import AssignGang, Relay
 from pipedist.worker.events import CallRaised, CallsFinished, CollectiveOverdue, CollectiveReached
 from tests.simulation.reference_model import Violation
+from tests.simulation.workloads import STAGES
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -59,15 +60,15 @@ class GangMember:
             if fate is None:
                 continue
             if fate.kills > 0:
-                fate.kills -= 1
-                process.exit("signal 11 (SIGSEGV)", running=(assigned.lease, call))
+                fate.kill_once()
+                process.exit("signal 11 (SIGSEGV)", (assigned.lease, call))
                 return
             if fate.hangs > 0:
                 fate.hangs -= 1
                 process.later(HANG_S, self.run, took_s)
                 return
             if fate.raises > 0:
-                fate.raises -= 1
+                fate.raise_once()
                 raisers.add(call)
         if raisers:
             self._report(raisers, aborted=self._collectives > 0)
@@ -141,16 +142,22 @@ class GangMember:
         assigned, process = self._assigned, self._process
         process.listening = False
         if not raisers and not aborted:
-            process.handle(CallsFinished(assigned.lease, assigned.lo, assigned.hi, self._busy_ns))
+            between = self._simulation.random.randint(assigned.lo, assigned.hi)
+            for lo, hi in (assigned.lo, between), (between, assigned.hi):
+                if lo < hi:
+                    process.handle(CallsFinished(assigned.lease, lo, hi, self._busy_ns))
         else:
             for call in range(assigned.lo, assigned.hi):
                 if call in raisers or aborted:
-                    process.handle(raised(assigned.lease, call, aborted=call not in raisers))
+                    process.handle(
+                        raised(self._simulation, assigned.lease, call, aborted=call not in raisers)
+                    )
                 else:
                     process.handle(CallsFinished(assigned.lease, call, call + 1, self._busy_ns))
         process.slice_over(assigned.lease)
 
 
-def raised(lease: int, call: int, *, aborted: bool = False) -> CallRaised:
+def raised(simulation: Simulation, lease: int, call: int, *, aborted: bool = False) -> CallRaised:
     """Return the event that a call raised in a random stage."""
-    return CallRaised(lease, call, "simulated", "builtins", "ValueError", "fate", "", True, aborted)
+    stage = simulation.stages.choice(STAGES)
+    return CallRaised(lease, call, stage, "builtins", "ValueError", "fate", "", True, aborted)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from pipedist.protocol.messages import Goodbye, Heartbeat, Message, Refuse
 from pipedist.testing.faults import STOPPED_S_MAX
-from pipedist.testing.network import Connection
+from pipedist.testing.network import PARTITION_S_MAX, Connection
 from tests.simulation.reference_model import Violation
-from tests.simulation.worker_process import WorkerProcess
+from tests.simulation.worker_process import End, WorkerProcess
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -22,7 +22,20 @@ if TYPE_CHECKING:
 STARTUP_S_MAX = 0.05
 EXIT_REPORT_S_MAX = 0.02
 
-Running = tuple[int, int] | None
+LATE_HEARTBEATS = 0.3
+"""Share of the ended processes whose last heartbeat arrives late, after the report of their end."""
+
+RESTART_S = 0.5
+"""How soon a supervisor starts the next incarnation."""
+
+SILENT_ENDS = 0.5
+"""Share of the processes with an unknown call whose supervisor ends with them, and reports nothing."""
+
+SILENT_RESTART_S = 8.0
+"""How soon such a host is back: after the heartbeat timeout."""
+
+UNKNOWN_CALLS = 0.3
+"""Share of the ended processes of which it is not known what they executed."""
 
 
 class SimulatedLauncher:
@@ -71,10 +84,14 @@ class SimulatedLauncher:
         self._soon(EXIT_REPORT_S_MAX, process.kill)
 
     def _spawn(self, worker: str, incarnation: int, *, supervised: bool) -> WorkerProcess:
-        process = WorkerProcess(self._simulation, worker, incarnation, supervised=supervised)
+        simulation = self._simulation
+        process = WorkerProcess(simulation, worker, incarnation, supervised=supervised)
         self.alive[worker] = process
         self._all.append(process)
-        self._soon(STARTUP_S_MAX, process.begin)
+        if not supervised and simulation.fails_to_start():
+            self._soon(STARTUP_S_MAX, process.exit, "exit code 1")
+        else:
+            self._soon(STARTUP_S_MAX, process.begin)
         return process
 
     def _soon(self, within_s: float, action: object, *args: object) -> None:
@@ -95,19 +112,30 @@ class SimulatedLauncher:
 
     # -- events of processes -----------------------------------------------------------------
 
-    def exited(self, process: WorkerProcess, text: str, running: Running) -> None:
-        """Report the exit of a process to the driver, a little later."""
+    def rejoin(self, process: WorkerProcess) -> None:
+        """Start the next incarnation of a worker of another host, while the last one runs."""
+        supervisor = self._supervisors[process.worker]
+        if supervisor.process is process:
+            self.respawn(supervisor, process.incarnation + 1)
+
+    def exited(self, process: WorkerProcess, end: End) -> None:
+        """Report the end of a process to the driver, a little later."""
         if self.alive.get(process.worker) is process:
             del self.alive[process.worker]
-        self._simulation.note(process, text)
+        self._simulation.note(process, end.text)
+        if end.timed_out is None and self._simulation.random.random() < UNKNOWN_CALLS:
+            end = end._replace(running=None)
         if process.supervised:
-            self._supervisors[process.worker].ended(process, text)
+            self._supervisors[process.worker].ended(process, end)
+        elif end.left:  # after its Goodbye
+            time = self._simulation.time
+            time.at(time.now + EXIT_REPORT_S_MAX, self._report_exit, process, end)
         else:
-            self._soon(EXIT_REPORT_S_MAX, self._report_exit, process, text, running)
+            self._soon(EXIT_REPORT_S_MAX, self._report_exit, process, end)
 
-    def _report_exit(self, process: WorkerProcess, text: str, running: Running) -> None:
+    def _report_exit(self, process: WorkerProcess, end: End) -> None:
         due = self._due.pop(process.worker, None)
-        self._simulation.driver.lost(process, text, running=running)
+        self._simulation.driver.lost(process, end)
         if due is not None and process.worker not in self.alive:
             self._spawn(process.worker, due, supervised=False)
 
@@ -159,7 +187,22 @@ class Supervisor:
         ):
             self.process.kill()
 
-    def ended(self, process: WorkerProcess, text: str) -> None:
-        self._connection.send_up(Goodbye(self.worker, process.incarnation, text, crashed=True))
-        time = self._simulation.time
-        time.at(time.now + 0.5, self._simulation.launcher.respawn, self, process.incarnation + 1)
+    def ended(self, process: WorkerProcess, end: End) -> None:
+        """Report the end of a process, and start the next incarnation unless there is one."""
+        lease, call = end.running or (0, 0)
+        is_timed_out = end.timed_out is not None
+        goodbye = Goodbye(
+            self.worker, process.incarnation, end.text, not end.left, lease, call, 0, is_timed_out
+        )
+        is_silent = end.running is None and not end.left and self._simulation.random.random() < SILENT_ENDS
+        if not is_silent:
+            self._connection.send_up(goodbye)
+        time, random = self._simulation.time, self._simulation.random.random
+        if random() < LATE_HEARTBEATS:
+            late = Heartbeat(self.worker, process.incarnation)
+            driver = self._simulation.driver
+            time.at(time.now + PARTITION_S_MAX * random(), driver.receive_from_supervisor, self, late)
+        if self.process is not process:
+            return
+        after_s = SILENT_RESTART_S if is_silent else RESTART_S
+        time.at(time.now + after_s, self._simulation.launcher.respawn, self, process.incarnation + 1)

@@ -55,7 +55,9 @@ def exit_of_an_old_incarnation_counts(patch: pytest.MonkeyPatch) -> None:
 @mutation
 def heartbeats_of_an_old_incarnation_count(patch: pytest.MonkeyPatch) -> None:
     def heard(self: Scheduler, event: ev.HeartbeatReceived) -> None:
-        self._members.record_heartbeat(self._members.workers[event.worker])
+        worker = self._members.workers.get(event.worker)
+        if worker is not None:
+            self._members.record_heartbeat(worker)
 
     patch.setitem(_handlers(), ev.HeartbeatReceived, heard)
 

@@ -14,8 +14,8 @@ from tests.simulation.workloads import Workload
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
-READER_S_MAX = 0.05
-"""The longest time until requested steps are offered, and until visible steps are consumed."""
+READER_S_MAX = (0.05, 0.05, 1.0)
+"""The longest time until requested steps are offered, and until visible steps are consumed; one is drawn."""
 
 
 class Readers:
@@ -27,6 +27,7 @@ class Readers:
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+        self._within_s = simulation.random.choice(READER_S_MAX)
         self.open = 0
         """Number of passes that are not closed."""
         self._offering: set[int] = set()
@@ -56,9 +57,7 @@ class Readers:
         """Execute a command for the reader of a pass."""
         match command:
             case cmd.RequestSteps(pass_id):
-                record = self._record(pass_id)
-                if record.offered < record.work.steps:
-                    self._offer_soon(pass_id)
+                self._offer_soon(pass_id)
             case cmd.StepsReady(pass_id, first, last):
                 self._visible(pass_id, first, last)
             case cmd.StepFailed(pass_id, step):
@@ -74,7 +73,7 @@ class Readers:
 
     def _soon(self, action: Callable[..., None], *args: object) -> None:
         time = self._simulation.time
-        time.at(time.now + READER_S_MAX * self._simulation.random.random(), action, *args)
+        time.at(time.now + self._within_s * self._simulation.random.random(), action, *args)
 
     def _offer_soon(self, pass_id: int) -> None:
         if pass_id not in self._offering:
@@ -86,7 +85,7 @@ class Readers:
         record = self._record(pass_id)
         work, parts = record.work, record.work.parts
         first, last = record.offered, min(record.requested, work.steps)
-        if record.is_closed or last <= first:
+        if record.is_closed or record.is_ended:
             return
         while first < last:
             end = first + 1
@@ -95,12 +94,20 @@ class Readers:
             size = (end - first) * work.step_bytes
             self._simulation.driver.handle(ev.StepsAvailable(pass_id, first, end, parts[first], size))
             first = end
-        if record.offered == work.steps and work.settings.ordered:
+        if record.offered == work.steps:
             self._soon(self._end, pass_id)
 
     def _end(self, pass_id: int) -> None:
-        if not self._record(pass_id).is_closed:
+        record = self._record(pass_id)
+        if not record.is_closed and not record.is_ended:
             self._simulation.driver.handle(ev.StepsEnded(pass_id))
+            self._close_if_over(record)
+
+    def _close_if_over(self, record: PassRecord) -> None:
+        """Close an unordered pass when all its steps were reported."""
+        if not record.work.settings.ordered and record.is_ended and record.is_all_reported:
+            record.end = record.end or "complete"
+            self._soon(self._close, record.work.id)
 
     def _visible(self, pass_id: int, first: int, last: int) -> None:
         waiting = self._visible_steps.setdefault(pass_id, [])
@@ -117,9 +124,7 @@ class Readers:
         size = sum([model.result_bytes(pass_id, first, last) for first, last in steps])
         consumed = max(record.consumed, *[last for _, last in steps])
         self._simulation.driver.handle(ev.StepsConsumed(pass_id, consumed, size))
-        if not record.work.settings.ordered and record.is_all_reported:
-            record.end = record.end or "complete"
-            self._soon(self._close, pass_id)
+        self._close_if_over(record)
 
     def _close(self, pass_id: int) -> None:
         if not self._record(pass_id).is_closed:

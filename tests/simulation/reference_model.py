@@ -825,9 +825,11 @@ class ReferenceModel:
 
     def _on_size_call(self, command: cmd.SizeCall) -> None:
         record = self.passes[command.pass_id]
-        poison = record.work.fates[command.call].poison
+        fate = record.work.fates.get(command.call)
         is_new = command.call not in record.searched
-        self._must(poison is not None and is_new, f"call {command.call} is bisected")
+        self._must(
+            fate is not None and fate.poison is not None and is_new, f"call {command.call} is bisected"
+        )
 
     def _on_quarantined(self, command: cmd.CallsQuarantined) -> None:
         record = self.passes[command.pass_id]

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from msgspec.structs import replace
+
 from pipedist.coordinator.gang_relay import GangRelay
 from pipedist.coordinator.results import Chunk
 from pipedist.errors import RemoteProtocolError
@@ -18,12 +20,19 @@ from pipedist.scheduler import Command, Event, Scheduler, SchedulerLimits
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from tests.simulation.reference_model import ReferenceModel, Violation
-from tests.simulation.worker_process import Item, WorkerProcess
-from tests.simulation.workloads import Workload
+from tests.simulation.worker_process import End, Item, WorkerProcess
+from tests.simulation.workloads import STAGES, Fate, Workload
 
 if TYPE_CHECKING:
     from tests.simulation.launcher import Supervisor
     from tests.simulation.simulation import Simulation
+
+
+LATE_S_MAX = 0.3
+"""How late a Hello of an earlier incarnation arrives, and how long after a cancellation a worker is killed."""
+
+LATE_HELLOS = 0.05
+"""Share of the workers for which a Hello of their earlier incarnation arrives late."""
 
 
 class _NoSegments:
@@ -130,36 +139,46 @@ class SimulatedSchedulerProcess:
                 work = self._work_of(lease)
                 size = (hi - lo) * work.call_bytes if work is not None else 0
                 self.handle(ev.CallsDone(worker, incarnation, lease, lo, hi, busy_ns, size))
-            case msg.Failed(lease=lease, call=call, aborted=aborted):
-                work = self._work_of(lease)
-                fate = work.fates.get(call) if work is not None else None
+            case msg.Failed(lease=lease, call=call, stage=stage, text=text, aborted=aborted):
+                fate = self._fate_of(lease, call)
                 self._gangs.failed(message)
-                retries = fate.retries if fate is not None else 0
-                self.handle(ev.CallFailed(worker, incarnation, lease, call, retries, aborted))
+                retries = fate.retries if fate is not None else self._simulation.random.choice((0, 5))
+                quarantine = fate is not None and fate.quarantine
+                self.handle(
+                    ev.CallFailed(worker, incarnation, lease, call, retries, aborted, quarantine, stage, text)
+                )
                 self._gangs.reported(lease)
             case msg.Exchange():
                 try:
                     self._gangs.exchange(cast(Any, process), message, cast(Any, payload))
                 except RemoteProtocolError as error:
                     process.connection.cut()
-                    self.lost(process, f"protocol error: {error}")
+                    self._lost(ev.WorkerLost(worker, incarnation, f"protocol error: {error}"))
             case msg.Stalled(lease, members, text):
-                self.handle(ev.GangStalled(worker, incarnation, lease, tuple(map(int, members)), text))
+                missing, draw = tuple(map(int, members)), self._simulation.random.random
+                if draw() < 0.5:  # the lease of another member, or none
+                    other = lease + (1 if draw() < 0.5 else -1)
+                    self.handle(ev.GangStalled(worker, incarnation, other, missing, text))
+                self.handle(ev.GangStalled(worker, incarnation, lease, missing, text))
             case msg.Cancelled(lease):
                 self.handle(ev.CancelConfirmed(worker, incarnation, lease))
             case msg.Goodbye(reason=reason):
-                self.lost(process, reason, graceful=True)
+                self._lost(ev.WorkerLost(worker, incarnation, reason, graceful=True))
 
     def _work_of(self, lease: int) -> Workload | None:
         record = self.model.leases.get(lease)
         return self._simulation.works[record.pass_id] if record is not None else None
+
+    def _fate_of(self, lease: int, call: int) -> Fate | None:
+        work = self._work_of(lease)
+        return work.fates.get(call) if work is not None else None
 
     def _greet(self, process: WorkerProcess) -> None:
         worker, incarnation = process.worker, process.incarnation
         peer = self._peers.get(worker)
         if peer is process:
             process.connection.cut()
-            self.lost(process, "it sent Hello twice")
+            self._lost(ev.WorkerLost(worker, incarnation, "it sent Hello twice"))
             return
         stale = peer is not None and peer.incarnation > incarnation
         if stale or (not process.alive and process.worker in self._managed):
@@ -171,6 +190,10 @@ class SimulatedSchedulerProcess:
             # devices are not simulated: each process has as many as any call needs
             joined = ev.WorkerJoined(worker, incarnation, supervised=process.supervised, gpus=math.inf)
             self.handle(joined)
+            if incarnation and self._simulation.random.random() < LATE_HELLOS:
+                time = self._simulation.time
+                late = ev.WorkerJoined(worker, incarnation - 1)
+                time.at(time.now + LATE_S_MAX * self._simulation.random.random(), self.handle, late)
 
     def receive_from_supervisor(self, supervisor: Supervisor, message: msg.Message) -> None:
         """Handle a message of a supervisor."""
@@ -179,33 +202,31 @@ class SimulatedSchedulerProcess:
                 if incarnation <= self._evicted.get(worker, -1):
                     supervisor.refuse(before=incarnation + 1)
                 self.handle(ev.HeartbeatReceived(worker, incarnation))
-            case msg.Goodbye(worker, incarnation, reason, crashed):
-                self._report_lost(worker, incarnation, reason, graceful=not crashed)
+            case msg.Goodbye(worker, incarnation, reason, crashed, lease, call, timed_out=timed_out):
+                running = (lease, call) if lease else None
+                fate = self._fate_of(lease, call) if timed_out else None
+                self._died(worker, incarnation, End(reason, running, fate, not crashed))
 
-    def lost(
-        self,
-        process: WorkerProcess,
-        cause: str,
-        *,
-        graceful: bool = False,
-        running: tuple[int, int] | None = None,
-    ) -> None:
-        """Report that a process has ended, or must be treated so."""
-        self._report_lost(process.worker, process.incarnation, cause, graceful=graceful, running=running)
+    def lost(self, process: WorkerProcess, end: End) -> None:
+        """Report that a process of the launcher has ended."""
+        self._died(process.worker, process.incarnation, end._replace(left=False))
 
-    def _report_lost(
-        self,
-        worker: str,
-        incarnation: int,
-        cause: str,
-        *,
-        graceful: bool,
-        running: tuple[int, int] | None = None,
-    ) -> None:
-        peer = self._peers.get(worker)
-        if peer is not None and peer.incarnation == incarnation:
-            del self._peers[worker]
-        self.handle(ev.WorkerLost(worker, incarnation, cause, graceful, running))
+    def _died(self, worker: str, incarnation: int, end: End) -> None:
+        lost = ev.WorkerLost(worker, incarnation, end.text, end.left, end.running)
+        fate = end.timed_out
+        if fate is not None:
+            stage = self._simulation.stages.choice(STAGES)
+            lost = replace(
+                lost, stage=stage, timed_out=True, retries=fate.retries, quarantine=fate.quarantine
+            )
+        self._lost(lost)
+
+    def _lost(self, lost: ev.WorkerLost) -> None:
+        """Report that a worker has ended, or must be treated so."""
+        peer = self._peers.get(lost.worker)
+        if peer is not None and peer.incarnation == lost.incarnation:
+            del self._peers[lost.worker]
+        self.handle(lost)
 
     @property
     def peers(self) -> Collection[WorkerProcess]:
@@ -249,7 +270,8 @@ class SimulatedSchedulerProcess:
         self.send(command.worker, msg.Unbind(command.pass_id))
 
     def _do_assign(self, c: cmd.SendAssign) -> None:
-        self.send(c.worker, msg.Assign(c.lease, c.pass_id, c.lo, c.hi, c.attempt))
+        elements = sum(hi - lo for lo, hi in c.elements)
+        self.send(c.worker, msg.Assign(c.lease, c.pass_id, c.lo, c.hi, c.attempt, elements), c.elements)
 
     def _do_gang(self, c: cmd.SendGang) -> None:
         self._gangs.begin(c)
@@ -259,6 +281,20 @@ class SimulatedSchedulerProcess:
 
     def _do_cancel(self, command: cmd.SendCancel) -> None:
         self.send(command.worker, msg.Cancel(command.lease))
+        peer = self._peers.get(command.worker)
+        if peer is not None:
+            self._simulation.kill_soon(peer, LATE_S_MAX)
+
+    def _do_size_call(self, command: cmd.SizeCall) -> None:
+        """Report the number of elements, after the events that are due now."""
+        poison = self._simulation.works[command.pass_id].fates[command.call].poison
+        assert poison is not None
+        sized = ev.CallSized(command.pass_id, command.call, poison.elements)
+        self._simulation.time.at(self._simulation.time.now, self._report_size, sized)
+
+    def _report_size(self, sized: ev.CallSized) -> None:
+        if not self.model.passes[sized.pass_id].is_closed:
+            self.handle(sized)
 
     def _do_stash(self, command: cmd.StashResults) -> None:
         self._gangs.stash(command.serial, Chunk(command.lo, command.hi, [], 0))
@@ -288,6 +324,8 @@ _EXECUTE: dict[type, Callable[[SimulatedSchedulerProcess, Any], None]] = {
     cmd.GangEnded: SimulatedSchedulerProcess._do_gang_ended,
     cmd.AcceptResults: SimulatedSchedulerProcess._do_nothing,
     cmd.DropResults: SimulatedSchedulerProcess._do_nothing,
+    cmd.CallsQuarantined: SimulatedSchedulerProcess._do_nothing,
+    cmd.SizeCall: SimulatedSchedulerProcess._do_size_call,
     cmd.ClusterFailed: SimulatedSchedulerProcess._do_cluster_failed,
     cmd.RequestSteps: SimulatedSchedulerProcess._do_reader,
     cmd.StepsReady: SimulatedSchedulerProcess._do_reader,

@@ -9,21 +9,44 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.messages import Hello, Message
 from pipedist.testing.faults import SLOW_TIMES
 from pipedist.worker import commands as wcmd
-from pipedist.worker.events import CallsFinished, Event, ProtocolState, SliceEnded, Started, TimePassed
+from pipedist.worker.events import (
+    CallsFinished,
+    Event,
+    LeaveRequested,
+    ProtocolState,
+    SliceEnded,
+    Started,
+    TimePassed,
+)
 from pipedist.worker.machine import WorkerMachine
 from tests.simulation.gang_member import GangMember, raised
+from tests.simulation.workloads import Fate
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
-Item = tuple[Message, object]
-"""A message and its payload."""
+Item = tuple[Event, object]
+"""A message and its payload; or another event of this process, and None."""
+
+Spans = tuple[tuple[int, int], ...]
+"""Elements of a call."""
+
+NO_FATE = Fate()
+
+
+class End(NamedTuple):
+    """How a process ended; see `WorkerProcess.exit`."""
+
+    text: str
+    running: tuple[int, int] | None
+    timed_out: Fate | None
+    left: bool
 
 
 class WorkerProcess:
@@ -47,6 +70,7 @@ class WorkerProcess:
         "asleep",
         "busy",
         "connection",
+        "elements",
         "executing",
         "gangs",
         "incarnation",
@@ -73,6 +97,8 @@ class WorkerProcess:
         """(lease, first call of the slice, start time, seconds of a call)."""
         self.gangs: dict[int, GangMember] = {}
         """The gangs that run or wait, by lease."""
+        self.elements: dict[int, Spans] = {}
+        """By lease of one call, the elements to execute, unless all."""
         self.machine = WorkerMachine(Hello(worker, incarnation, 0, "", "", 1, "", "", "", ""))
         self._slice: wcmd.Execute | None = None
         self._inbox: deque[Item] = deque()
@@ -187,10 +213,12 @@ class WorkerProcess:
         if work.fates:
             for call in range(slice_.lo, slice_.lo + count):
                 fate = work.fates.get(call)
-                if fate is not None and (fate.kills > 0 or fate.raises > 0):
+                if fate is not None and not fate.is_over:
                     count = call + 1 - slice_.lo
                     break
         to = slice_.lo + count
+        if slice_.lease in self.elements:
+            simulation.kill_soon(self, cost)
         if simulation.slow_rate and draw() < simulation.slow_rate:
             simulation.network.counts["slow"] += 1
             self.later(cost * (count - 1), self._executed_but_last, slice_, to, cost)
@@ -209,13 +237,19 @@ class WorkerProcess:
 
     def _executed(self, slice_: wcmd.Execute, to: int, cost: float) -> None:
         """End the calls of a slice before `to`."""
-        simulation, lease = self._simulation, slice_.lease
-        fate = simulation.works[slice_.pass_id].fates.get(to - 1)
-        if fate is not None and fate.kills > 0:
-            fate.kills -= 1
-            self.exit("signal 11 (SIGSEGV)", running=(lease, to - 1))
+        simulation, running = self._simulation, (slice_.lease, to - 1)
+        fate = simulation.works[slice_.pass_id].fates.get(to - 1, NO_FATE)
+        poison, how = fate.poison, ""
+        if poison is not None and poison.fails(self.elements.get(slice_.lease, ())):
+            how = poison.how
+        if how == "takes too long":
+            self.exit("signal 9 (SIGKILL)", running, timed_out=fate)
             return
-        raises = fate is not None and fate.raises > 0
+        if how == "kills" or fate.kills > 0:
+            fate.kill_once()
+            self.exit("signal 11 (SIGSEGV)", running)
+            return
+        raises = how == "raises" or fate.raises > 0
         done = to - raises
         busy_ns = int(cost * (to - slice_.lo) * 1e9)
         self.busy = False
@@ -235,8 +269,8 @@ class WorkerProcess:
         if done > slice_.lo:
             self.handle(CallsFinished(slice_.lease, slice_.lo, done, busy_ns))
         if raises:
-            self._simulation.works[slice_.pass_id].fates[done].raises -= 1
-            self.handle(raised(slice_.lease, done))
+            self._simulation.works[slice_.pass_id].fates[done].raise_once()
+            self.handle(raised(self._simulation, slice_.lease, done))
         self.slice_over(slice_.lease)
 
     def slice_over(self, lease: int) -> None:
@@ -276,15 +310,34 @@ class WorkerProcess:
     def kill(self) -> None:
         """End it with SIGKILL; does nothing if it has ended."""
         if self.alive:
-            self.exit("signal 9 (SIGKILL)", running=self.running)
+            self.exit("signal 9 (SIGKILL)", self.running)
 
-    def exit(self, text: str, running: tuple[int, int] | None = None) -> None:
-        """End the process."""
+    def leave(self) -> None:
+        """Leave between two slices, or while a gang's replicas wait."""
+        self._inbox.append((LeaveRequested("it was requested"), None))
+
+    def exit(
+        self,
+        text: str,
+        running: tuple[int, int] | None = None,
+        *,
+        timed_out: Fate | None = None,
+        left: bool = False,
+    ) -> None:
+        """End the process.
+
+        Args:
+            text: how it ended.
+            running: (lease, call) that it executed.
+            timed_out: the fate of that call, if the process was ended because it takes too long.
+            left: it sent Goodbye, as its last message, and waited until that was sent.
+        """
         if not self.alive:
             return
         self.alive = False
-        self.connection.close()
-        self._simulation.launcher.exited(self, text, running)
+        if not left:
+            self.connection.close()
+        self._simulation.launcher.exited(self, End(text, running, timed_out, left))
 
     def _on_cut(self) -> None:
         if self.alive:
@@ -322,12 +375,15 @@ class WorkerProcess:
     def _do_keep_lease(self, command: wcmd.StoreLease) -> None:
         if command.gang is not None:
             self.gangs[command.lease] = GangMember(self._simulation, self, command.gang)
+        elif self._payload:
+            self.elements[command.lease] = cast(Spans, self._payload)
 
     def _do_keep_relay(self, command: wcmd.StoreRelay) -> None:
         self.gangs[command.relay.lease].take(command.relay, self._payload)
 
     def _do_drop_lease(self, command: wcmd.DropLease) -> None:
         self.gangs.pop(command.lease, None)
+        self.elements.pop(command.lease, None)
         if self._slice is not None and self._slice.lease == command.lease:
             self._slice = None
             if self.listening:  # its replicas are interrupted
@@ -339,7 +395,7 @@ class WorkerProcess:
         self._slice = command
 
     def _do_leave(self, command: wcmd.Leave) -> None:
-        self.exit(f"left: {command.reason}")
+        self.exit(f"left: {command.reason}", left=command.ending is wcmd.Ending.STOPPED)
 
 
 _EXECUTE: dict[type, Callable[[WorkerProcess, Any], None]] = {

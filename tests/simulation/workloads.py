@@ -14,10 +14,16 @@ ALWAYS = 1_000_000
 STAGES = ("s", "t")
 """The stages of a call: each may raise, and has its own retries."""
 
-REPLICAS = ((1, 2, 4, 8), (1, 4, 10, 20))
+SMALL_CALLS = 100
+"""Simulations of more calls are larger ones."""
+
+REPLICAS = ((1, 2, 3, 4, 8), (1, 4, 10, 20))
 """Replicas of a pass: in small simulations, and in larger ones."""
 
 _SPECULATION = (1.0, 0.0, 3.0)
+
+ELEMENTS = (0, 1, 2, 3, 7, 8, 13)
+"""Elements of a call with poison."""
 
 COLLECTIVES_REPLICAS_MAX = 5
 """Larger gangs rarely call collectives, in which each member exchanges messages with each other one."""
@@ -62,7 +68,7 @@ class Fate:
     Args:
         raises: number of attempts that raise.
         kills: number of attempts that kill their worker.
-        hangs: number of attempts that hang; only in gangs, where other members wait for them.
+        hangs: number of attempts that hang; only in gangs with collectives, where other members wait for them.
         retries: number of retries after errors.
         quarantine: after the last retry its elements are quarantined; otherwise the call fails.
         poison: elements that cannot be processed.
@@ -74,6 +80,19 @@ class Fate:
     retries: int = 0
     quarantine: bool = False
     poison: Poison | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the call is simply executed from now on."""
+        return not (self.raises or self.kills or self.hangs or self.poison)
+
+    def raise_once(self) -> None:
+        """Count an attempt that raised."""
+        self.raises -= 0 < self.raises < ALWAYS
+
+    def kill_once(self) -> None:
+        """Count an attempt that killed its worker."""
+        self.kills -= 0 < self.kills < ALWAYS
 
     @property
     def is_hopeless(self) -> bool:
@@ -145,37 +164,43 @@ class Workload:
         return frozenset(), fate.quarantine and fate.raises >= ALWAYS
 
 
-# -- for real worker machines, and any number of faults ---------------------------------------------
+def draw_workloads(random: Random, calls: int, faults: Faults, *, few_faults: bool) -> list[Workload]:
+    """Draw one or two passes with about this many calls in total.
+
+    Args:
+        few_faults: calls may fail because workers die; otherwise only because they raise or take too long.
+    """
+    count = random.choice((1, 2))
+    return [
+        _draw(number, random, calls // count, faults, few_faults=few_faults) for number in range(1, count + 1)
+    ]
 
 
-def draw_workloads(random: Random, calls: int, faults: Faults) -> list[Workload]:
-    """Draw one or two passes with about this many calls in total; no call fails because of faults."""
-    count = random.choice((1, 1, 2))
-    return [_draw(number, random, calls // count, faults) for number in range(1, count + 1)]
-
-
-def _draw(number: int, random: Random, calls: int, faults: Faults) -> Workload:
+def _draw(number: int, random: Random, calls: int, faults: Faults, *, few_faults: bool) -> Workload:
     draw = random.random
-    replicas = random.choice(REPLICAS[calls > 100])
+    replicas = random.choice(REPLICAS[calls > SMALL_CALLS])
     ordered = draw() < 0.8
-    gang = draw() < 0.2
+    gang = draw() < 0.3
     settings = PassSettings(
         replicas,
         ordered=ordered,
         fail_fast=ordered and draw() < 0.7,
-        pulled=ordered and draw() < 0.6,
+        pulled=ordered and draw() < 0.7,
         priority=1 if draw() < 0.7 else 0,
         gang=gang,
+        quarantine=draw() < (0.4 if few_faults else 0.2),
     )
-    steps = max(1, calls // replicas)
+    steps = max(1, calls // replicas) if draw() < 0.95 else 0
     parts = [replicas] * steps
     if not gang and draw() < 0.3:
         for step in random.sample(range(steps), min(steps, 3)):
             parts[step] = random.randrange(replicas + 1)
     counts = (0, 1, 2) if replicas <= COLLECTIVES_REPLICAS_MAX else (0, 0, 1)
     collectives = random.choice(counts) if gang else 0
-    fates = _draw_fates(random, parts, settings, faults, collectives=collectives > 0)
-    if not gang:
+    fates = _draw_fates(
+        random, parts, settings, faults, collectives=collectives > 0, few_faults=few_faults, number=number
+    )
+    if not gang and not few_faults:
         settings = replace(settings, speculation=_SPECULATION[(number + replicas + len(fates)) % 3])
     return Workload(
         number,
@@ -190,104 +215,60 @@ def _draw(number: int, random: Random, calls: int, faults: Faults) -> Workload:
 
 
 def _draw_fates(
-    random: Random, parts: list[int], settings: PassSettings, faults: Faults, *, collectives: bool
+    random: Random,
+    parts: list[int],
+    settings: PassSettings,
+    faults: Faults,
+    *,
+    collectives: bool,
+    few_faults: bool,
+    number: int,
 ) -> dict[int, Fate]:
-    """Draw the fates of some calls; at most one per step, so that the error of a gang is known."""
-    replicas, retries = settings.replicas, random.randrange(3)
-    steps = len(parts)
-    several = 0 if random.random() < 0.4 else random.randrange(4)
-    chosen = random.sample(range(steps), min(steps, several + int(faults.error * steps)))
+    """Draw the fates of some calls; at most one per step of a gang, so that its error is known."""
+    replicas, gang, quarantine = settings.replicas, settings.gang, settings.quarantine
+    retries = random.randrange(4)
+    calls = [step * replicas + r for step, count in enumerate(parts) for r in range(count)]
+    is_hopeless = random.random() < (0.5 if quarantine else 0.3)
+    several = random.choice((2, 6) if quarantine or is_hopeless else (0, 0, 1, 2, 3, 6))
+    kinds = ["raises", "kills", "both"] + ["hangs"] * 4 * (collectives and replicas > 1)
+    kinds += ["always", "without retries"] * is_hopeless
     fates: dict[int, Fate] = {}
-    kinds = ["raises", "kills", "both"] + ["hangs"] * collectives
-    if random.random() < 0.25:
-        kinds += ["hopeless", "hopeless"]
-    for step in chosen:
-        if not parts[step]:
+    steps: set[int] = set()
+    for call in random.sample(calls, min(len(calls), several + int(faults.error * len(parts)))):
+        if gang and call // replicas in steps:
             continue
-        call = step * replicas + random.randrange(parts[step])
+        steps.add(call // replicas)
         kind = random.choice(kinds)
-        if kind == "hopeless":
-            fates[call] = Fate(raises=ALWAYS, retries=retries)
+        if quarantine and random.random() < (0.3 if gang else 0.7):
+            fates[call] = _draw_poison(random, random.randint(0, retries), gang=gang, kills=few_faults)
         elif kind == "hangs":
             fates[call] = Fate(hangs=1)
+        elif kind == "always":
+            fates[call] = Fate(raises=ALWAYS, retries=retries)
+        elif kind == "without retries":
+            fates[call] = Fate(raises=ALWAYS)
         else:
             raises = random.randint(0, retries) if kind != "kills" else 0
             fates[call] = Fate(raises, kills=int(kind != "raises"), retries=retries)
+    if calls and not gang and is_hopeless:  # while later calls back off, or are bisected
+        fates[random.choice(calls[: 1 + len(calls) // 3])] = Fate(raises=ALWAYS, retries=3)
+    if calls and few_faults and number == 1 and not quarantine and random.random() < 0.15:
+        call = random.choice(calls)
+        if gang:
+            fates = {c: fate for c, fate in fates.items() if c // replicas != call // replicas}
+        fates[call] = Fate(kills=ALWAYS)
     return fates
 
 
-# -- for scripted workers, and a limited number of faults --------------------------------------------
-
-
-def draw_scripted_workload(pass_id: int, random: Random) -> Workload:
-    """Draw a small pass; its calls may also kill each worker, or contain poison."""
-    replicas = random.randint(1, 4)
-    ordered = random.random() < 0.8
-    retries = random.randint(0, 3)
-    gang, quarantine = random.random() < 0.45, random.random() < 0.45
-    settings = PassSettings(
-        replicas,
-        ordered=ordered,
-        fail_fast=ordered and random.random() < 0.7,
-        pulled=ordered and random.random() < 0.8,
-        priority=random.choice([1, 1, 0]),
-        gang=gang,
-        quarantine=quarantine,
-    )
-    collectives = settings.gang and random.random() < 0.7
-    parts = [
-        replicas if settings.gang or random.random() < 0.8 else random.randint(0, replicas)
-        for _ in range(random.choice([0, 3, 8, 16] if not quarantine else [3, 8, 16]))
-    ]
-    calls = [step * replicas + r for step, n in enumerate(parts) for r in range(n)]
-    fates: dict[int, Fate] = {}
-    hopeless = random.random() < (0.6 if quarantine else 0.4)
-    kinds = ["raises", "kills", "both", *(["always", "without retries"] if hopeless else [])]
-    for call in random.sample(calls, min(len(calls), random.choice([0, 2, 6] if not quarantine else [2, 6]))):
-        kind = random.choice([*kinds, *(["hangs"] * 4 if collectives else [])])
-        if settings.gang and any(c // replicas == call // replicas for c in fates):
-            continue  # with one fate per step, the error of a gang is known
-        if settings.quarantine and random.random() < (0.3 if settings.gang else 0.7):
-            fates[call] = _draw_poison(settings, random.randint(0, retries), random)
-            continue
-        if kind == "hangs":
-            fates[call] = Fate(hangs=1)
-        elif kind == "raises":
-            fates[call] = Fate(raises=random.randint(0, retries), retries=retries)
-        elif kind in ("kills", "both"):
-            fates[call] = Fate(retries if kind == "both" else 0, kills=1, retries=retries)
-        else:
-            fates[call] = Fate(raises=ALWAYS, retries=retries if kind == "always" else 0)
-    if calls and hopeless and settings.quarantine and not settings.gang:
-        fates[random.choice(calls[: 1 + len(calls) // 3])] = Fate(raises=ALWAYS, retries=3)
-    if calls and pass_id == 1 and not settings.quarantine and random.random() < 0.15:
-        call = random.choice(calls)
-        if settings.gang:
-            fates = {c: fate for c, fate in fates.items() if c // replicas != call // replicas}
-        fates[call] = Fate(kills=ALWAYS)
-    return Workload(
-        pass_id,
-        settings,
-        parts,
-        fates,
-        call_s=random.choice([0.0, 0.002, 0.02, 0.04, 1.0]),
-        step_bytes=random.choice([0, 0, 60]),
-        call_bytes=random.choice([0, 10, 200]),
-        collectives=int(collectives),
-    )
-
-
-def _draw_poison(settings: PassSettings, retries: int, random: Random) -> Fate:
+def _draw_poison(random: Random, retries: int, *, gang: bool, kills: bool) -> Fate:
     """Draw the fate of a call, or of a gang's step, with elements that cannot be processed."""
-    if settings.gang:
+    if gang:
         return Fate(raises=ALWAYS, retries=retries, quarantine=True)
-    elements = random.choice([0, 1, 2, 3, 7, 8])
+    elements = random.choice(ELEMENTS)
     places = range(elements)
     culprits = frozenset(random.sample(places, min(elements, random.choice([0, 1, 1, 2, elements]))))
     together = frozenset(random.sample(places, 2)) if elements > 2 and random.random() < 0.3 else frozenset()
-    if elements and not culprits and not together:
+    if elements == 1 or (elements and not culprits and not together):
         culprits = frozenset({random.choice(places)})
-    if elements == 1:
-        culprits = frozenset({0})
-    how = random.choice(["raises", "raises", "kills", "takes too long"])
+    how = random.choice(["raises", "raises", "takes too long", *(["kills"] * kills)])
     return Fate(retries=retries, quarantine=True, poison=Poison(how, culprits, together, elements))
