@@ -31,6 +31,12 @@ class Record:
         self.sent.append((identity, message))
         return self.reached
 
+    def keep(self, identity: bytes) -> None:
+        return
+
+    def release(self, identity: bytes) -> None:
+        return
+
     def drop(self, identity: bytes, reason: str = "") -> None:
         return
 
