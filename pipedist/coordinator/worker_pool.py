@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import anyio
 from msgspec.structs import replace
@@ -17,6 +18,7 @@ from pipedist.coordinator.worker_registry import Peer, WorkerRegistry, differenc
 from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError, UsageError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame
+from pipedist.protocol.limits import MIB
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 from pipedist.transport.router import Router
@@ -32,11 +34,50 @@ _HEARTBEATS = 3.2
 SUPERVISORS_MAX = 8192
 """Supervisors that are remembered; the one that was silent longest is forgotten first."""
 
+SHARED_VALUES_MAX = 1024
+"""Values that are kept for supervisors which dial in later; the oldest is dropped first."""
+
+SHARED_BYTES_MAX = 256 * MIB
+"""Bytes of these values; the latest value is kept in any case."""
+
 CODE_DIGESTS_MAX = 1024
 """Copies of code folders that a worker can report."""
 
+T = TypeVar("T")
+
 OnDeath = Callable[[str, Running, bool], DeathOutcome | None]
 """Takes a worker, the call that it ran, and whether that timed out; None: it held no such lease."""
+
+
+class SharedValues(Generic[T]):
+    """Values by number, ascending: the latest ones."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        """The highest number that was added."""
+        self._values: OrderedDict[int, tuple[T, int]] = OrderedDict()
+        self._size_bytes = 0
+
+    def __iter__(self) -> Iterator[tuple[int, T]]:
+        return iter([(number, value) for number, (value, _) in self._values.items()])
+
+    def add(self, number: int, value: T, size_bytes: int) -> None:
+        """Add a value, unless its number or a higher one was added."""
+        if number <= self.last:
+            return
+        self.last = number
+        self._values[number] = (value, size_bytes)
+        self._size_bytes += size_bytes
+        while len(self._values) > SHARED_VALUES_MAX or self._size_bytes > SHARED_BYTES_MAX:
+            if len(self._values) == 1:
+                return
+            self._size_bytes -= self._values.popitem(last=False)[1][1]
+
+    def take(self, number: int) -> T:
+        """Remove and return a value; raise KeyError if it was dropped."""
+        value, size_bytes = self._values.pop(number)
+        self._size_bytes -= size_bytes
+        return value
 
 
 @dataclass(slots=True)
@@ -101,7 +142,7 @@ class WorkerPool(WorkerRegistry):
         """Incarnations to start when the previous process has ended."""
         self._supervisors: OrderedDict[str, _Supervisor] = OrderedDict()
         """By worker, for those that dial in; the one that was silent longest is the first."""
-        self._shared: list[tuple[msg.Share, Sequence[Frame]]] = []
+        self._shared: SharedValues[Sequence[Frame]] = SharedValues()
         """Values that every supervisor gets, in order."""
         self.on_supervisor: Callable[[str], None] = lambda _worker: None
         """Called with the worker on a supervisor's first heartbeat over a connection."""
@@ -246,9 +287,9 @@ class WorkerPool(WorkerRegistry):
             self._router.send(peer.identity, msg.Stop(reason))
 
     def share(self, payload: Sequence[Frame]) -> None:
-        """Send a value to every supervisor, now or on its first heartbeat."""
-        message = msg.Share(len(self._shared) + 1)
-        self._shared.append((message, payload))
+        """Send a value to every supervisor, now or on its first heartbeat if it is kept."""
+        message = msg.Share(self._shared.last + 1)
+        self._shared.add(message.number, payload, sum([memoryview(frame).nbytes for frame in payload]))
         for supervisor in self._supervisors.values():
             self._router.send(supervisor.identity, message, payload)
 
@@ -272,8 +313,8 @@ class WorkerPool(WorkerRegistry):
             supervisor.identity = identity
             if self._dial_in:
                 self._router.send(identity, self._welcome(local=False))
-            for message, frames in self._shared:
-                self._router.send(identity, message, frames)
+            for number, frames in self._shared:
+                self._router.send(identity, msg.Share(number), frames)
             self.on_supervisor(worker)
         if incarnation <= supervisor.evicted:
             self.reject(identity, before=incarnation + 1)
