@@ -27,7 +27,7 @@ from pipedist.protocol.wire import Reference, pack, seal, unpack, unseal, weave
 from pipedist.transport.config import SETTINGS, SharedMemory, SocketSettings
 from pipedist.transport.endpoints import Endpoint, parse_endpoint
 from pipedist.transport.shared_memory.listener import Listener
-from pipedist.transport.zeromq.server_socket import ServerSocket, Unwelcome
+from pipedist.transport.zeromq.server_socket import ServerSocket, Unwelcome, looked_up
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
@@ -92,6 +92,7 @@ class Router:
     async def __aenter__(self) -> Router:
         self._server = ServerSocket(
             self._endpoint,
+            await looked_up(self._endpoint),
             keys=self._keys,
             on_message=self._hear,
             on_reject=self._on_reject,
