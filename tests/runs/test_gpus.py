@@ -327,7 +327,7 @@ async def test_the_event_loop_runs_while_the_gpus_are_counted(
                 assert run.plan.supply.gpus == ("0",)
 
     async def let_go() -> None:
-        while not os.path.exists(begun):  # noqa: ASYNC110
+        while not os.path.exists(begun):  # noqa: ASYNC110, ASYNC240
             await asyncio.sleep(0.001)
         go.touch()
 
