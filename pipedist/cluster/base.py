@@ -154,8 +154,8 @@ class LocalCluster(Cluster):
             workers see what this process sees, and own none.
 
     Raises:
-        UsageError: a number is out of range, or there are too few GPUs for one worker; (on entering) the
-            cluster is open already.
+        UsageError: a number is out of range; (on entering) there are too few GPUs for one worker, or the cluster
+            is open already.
     """
 
     def __init__(
@@ -168,8 +168,10 @@ class LocalCluster(Cluster):
         gpus_per_worker: float = 0,
     ) -> None:
         count = checked_count(usable_cores() if workers is None else workers)
-        self._visible, supply = divide_gpus(gpus_per_worker, count)
-        super().__init__(count, supply)
+        super().__init__(count, Supply((0.0,) * count, (), "the cluster was made without gpus_per_worker"))
+        self._gpus_each = checked_gpus(gpus_per_worker)
+        self._visible: tuple[str, ...] | None = None if self._gpus_each else ()
+        """CUDA_VISIBLE_DEVICES of each worker; () without `gpus_per_worker`, None: not divided yet."""
         self._names = tuple(f"w{i}" for i in range(self._workers))
         self._threads = threads_per_replica
         self._limits = limits
@@ -179,6 +181,22 @@ class LocalCluster(Cluster):
         with prepare(self._threads):
             return await super().__aenter__()
 
+    async def _prepare(self, stack: AsyncExitStack) -> None:
+        if self._visible is None:  # it may take half a minute
+            import anyio.to_thread  # few clusters need it
+
+            await anyio.to_thread.run_sync(self._divide, abandon_on_cancel=True)
+
+    def _divide(self) -> None:
+        self._visible, self._supply = divide_gpus(self._gpus_each, self._workers)
+
+    @property
+    def supply(self) -> Supply:
+        """The GPUs that its workers own."""
+        if self._visible is None:
+            self._divide()
+        return self._supply
+
     def _make(self, stack: AsyncExitStack) -> Coordinator:
         from pipedist.cluster.launchers.local import LocalLauncher
         from pipedist.coordinator import Coordinator
@@ -186,7 +204,7 @@ class LocalCluster(Cluster):
         from pipedist.transport.router import Router
         from pipedist.worker.process_setup import boot_id
 
-        owned = zip(self._visible, self._supply.owned or (), strict=True)
+        owned = zip(self._visible or (), self.supply.owned or (), strict=True)
         gpus = dict(zip(self._names, owned, strict=True)) if self._visible else {}
         endpoint = ipc_endpoint(stack.enter_context(private_directory()))
         return Coordinator(
@@ -285,14 +303,9 @@ class LocalCluster(Cluster):
         await self.coordinator.wait_ready(len(self._names))
 
 
-def divide_gpus(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
-    """Return CUDA_VISIBLE_DEVICES of each worker, and the GPUs they own.
-
-    The first is () if `each` is 0.
-    """
-    if each == 0:
-        return (), Supply((0.0,) * workers, (), "the cluster was made without gpus_per_worker")
-    if (
+def checked_gpus(each: float) -> float:
+    """Return a number of GPUs per worker, or raise UsageError."""
+    if each != 0 and (
         isinstance(each, bool)
         or not isinstance(each, int | float)
         or not (0 < each < 1 or each in range(1, accelerators.GPUS_MAX + 1))
@@ -301,6 +314,11 @@ def divide_gpus(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
             f"`gpus_per_worker` must be 0, an integer up to {accelerators.GPUS_MAX}, or a fraction, "
             f"got {each!r}"
         )
+    return each
+
+
+def divide_gpus(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
+    """Return CUDA_VISIBLE_DEVICES of each worker, and the GPUs they own."""
     found = accelerators.found()
     if len(found.gpus) < each:
         raise UsageError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import stat
 import tempfile
@@ -27,6 +28,8 @@ from pipedist.cluster.remote import server_keys
 from pipedist.cluster.resolvers import ClusterResolver
 from pipedist.cluster.resolvers_environment import TFConfigClusterResolver
 from pipedist.coordinator import Coordinator
+from pipedist.coordinator.worker_pool import SharedValues
+from pipedist.core.files import is_file_at, try_lock
 from pipedist.core.gpus import Supply
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteError, RunCancelled, UsageError
@@ -46,6 +49,10 @@ _LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 _JOIN_S = 60.0
 _LEAVE_S = 10.0
+
+_ATTEMPTS_MAX = 100
+_ATTEMPT_S = 0.01
+_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_cluster(
@@ -136,17 +143,20 @@ class TaskCluster(Cluster):
             raise UsageError(f"the address of {job}/0 is {address!r}: {error}") from None
         self._listen = f"tcp://{'127.0.0.1' if host == 'localhost' else host if is_loopback(host) else '*'}"
         self._listen += f":{port}"
-        self._key_file = _key_file_of(key_file, host, int(port), address)
+        self._key_file = _given_key_file(key_file, host, address)
+        self._loopback_keys = None if self._key_file else LoopbackKeys(int(port))
         self._each = workers
         self._threads = threads_per_replica
         self._join_s = join_s
         self._force = force
         self._supervisors: list[Supervisor] = []
-        self._shared: dict[int, Tree] = {}
+        self._shared: SharedValues[Tree] = SharedValues()
         self._called = 0
         """Calls of `everywhere`."""
         self._ended = 0
         """Supervisors that have ended."""
+        self._error: BaseException | None = None
+        """The first exception of a supervisor."""
         self._changed = anyio.Event()
 
     @property
@@ -179,7 +189,8 @@ class TaskCluster(Cluster):
         Raises:
             UnsendableError: in the scheduling program: the result can't be serialized.
             RemoteError: in the others: the work has failed.
-            RunCancelled: in the others: the scheduling program is gone.
+            RunCancelled: in the others: the scheduling program is gone, or the result is no longer kept: this program
+                is SHARED_VALUES_MAX calls behind, or has started that late.
         """
         self._called += 1
         if not self.is_scheduling:
@@ -195,13 +206,19 @@ class TaskCluster(Cluster):
         return decode([memoryview(frame) for frame in frames])[1]
 
     async def _result_of(self, number: int) -> Tree:
-        while number not in self._shared:
+        while number > self._shared.last:
             if self._all_ended():
-                raise RunCancelled(
+                raise self._error or RunCancelled(
                     f"{self._scheduling} at {self._endpoint} has sent no result: it ended or never replied"
                 )
             await self._changed.wait()
-        succeeded, value = self._shared.pop(number)
+        try:
+            succeeded, value = self._shared.take(number)
+        except KeyError:
+            raise RunCancelled(
+                f"result {number} of `everywhere` is no longer kept: this program is too far behind "
+                f"{self._scheduling}. Start all programs again, at the same time."
+            ) from None
         if not succeeded:
             raise RemoteError(f"{self._scheduling} failed: {value}")
         return value
@@ -211,12 +228,14 @@ class TaskCluster(Cluster):
     async def __aenter__(self) -> Self:
         if self._supervisors:
             raise UsageError("this cluster is open already: enter a shared cluster once")
-        read_key_file(self._key_file)  # a bad key file is reported before anything starts
-        if self.is_scheduling:
-            await super().__aenter__()
-            self.coordinator.on_supervisor(self._on_heartbeat)
         loop = asyncio.get_running_loop()
         try:
+            if self._loopback_keys is not None:
+                self._key_file = await self._loopback_keys.hold()
+            read_key_file(self._key_file)  # a bad key file is reported before anything starts
+            if self.is_scheduling:
+                await super().__aenter__()
+                self.coordinator.on_supervisor(self._on_heartbeat)
             for number in range(self._each):
                 self._start(loop, number)
         except BaseException as error:  # a failed entry has no exit
@@ -226,9 +245,10 @@ class TaskCluster(Cluster):
 
     def _start(self, loop: asyncio.AbstractEventLoop, number: int) -> None:
         def on_share(share: int, frames: list[memoryview]) -> None:
-            # every supervisor receives the same: one is enough
-            if number == 0 and not self.is_scheduling:
-                loop.call_soon_threadsafe(self._on_shared, share, decode(frames))
+            # every supervisor receives the same, in the same order: the first one counts
+            if share > self._shared.last and not self.is_scheduling:
+                size_bytes = sum([frame.nbytes for frame in frames])
+                loop.call_soon_threadsafe(self._on_shared, share, decode(frames), size_bytes)
 
         supervisor = Supervisor(
             self._endpoint,
@@ -242,10 +262,12 @@ class TaskCluster(Cluster):
         )
 
         def serve() -> None:
+            error: BaseException | None = None
             try:
                 supervisor.run()
-            finally:
-                loop.call_soon_threadsafe(self._on_ended)
+            except BaseException as caught:  # it is raised in the event loop's thread
+                error = caught
+            loop.call_soon_threadsafe(self._on_ended, error)
 
         threading.Thread(target=serve, name=f"pipedist-supervisor-{number}", daemon=True).start()
         self._supervisors.append(supervisor)
@@ -267,6 +289,10 @@ class TaskCluster(Cluster):
                     supervisor.leave(at_once=True)
                 with anyio.move_on_after(_LEAVE_S, shield=True):
                     await self._until(self._all_ended)
+                if self._loopback_keys is not None:
+                    self._loopback_keys.release()
+        if kind is None and self._error is not None:
+            raise self._error
 
     async def _wait_for_all_tasks(self) -> None:
         """Wait for a heartbeat of every task, for `join_s`; print missing ones."""
@@ -294,13 +320,15 @@ class TaskCluster(Cluster):
         self._missing.discard(worker.partition(":")[0])
         self._wake()
 
-    def _on_shared(self, number: int, value: Tree) -> None:
-        if number > self._called - 1:  # after a reconnection all are sent again
-            self._shared.setdefault(number, value)
+    def _on_shared(self, number: int, value: Tree, size_bytes: int) -> None:
+        self._shared.add(number, value, size_bytes)  # after a reconnection those that are kept are sent again
         self._wake()
 
-    def _on_ended(self) -> None:
+    def _on_ended(self, error: BaseException | None) -> None:
         self._ended += 1
+        if error is not None and self._error is None:
+            self._error = error
+            print_notice(f"a supervisor of {self.task_type}/{self.task_id} has failed: {error!r}")
         self._wake()
         if self.is_scheduling and self._all_ended():
             self._check_later()
@@ -315,8 +343,9 @@ class TaskCluster(Cluster):
         if self._coordinator.workers_ready:
             self._check_later()
             return
+        why = "see its standard error" if self._error is None else repr(self._error)
         self._coordinator.fail(
-            f"all workers of {self._scheduling} have ended (see its standard error), and no other program "
+            f"all workers of {self._scheduling} have ended ({why}), and no other program "
             f"has had one for {self._join_s:g} s. Check that each task has one program."
         )
 
@@ -325,7 +354,8 @@ class TaskCluster(Cluster):
         self._changed = anyio.Event()
 
 
-def _key_file_of(given: str | os.PathLike[str] | None, host: str, port: int, address: str) -> str:
+def _given_key_file(given: str | os.PathLike[str] | None, host: str, address: str) -> str:
+    """Return the path of the key file; "" if none is named, and none is needed."""
     named = os.fspath(given) if given is not None else os.environ.get(KEY_FILE_VARIABLE, "")
     if named:
         return os.path.abspath(named)
@@ -334,7 +364,7 @@ def _key_file_of(given: str | os.PathLike[str] | None, host: str, port: int, add
             f"the cluster needs keys: other hosts can reach {address}. Create them with `pipedist keys new`, "
             f"copy the file to every host, and set `key_file` or {KEY_FILE_VARIABLE}."
         )
-    return loopback_key_file(port)
+    return ""
 
 
 def is_loopback(host: str) -> bool:
@@ -342,30 +372,83 @@ def is_loopback(host: str) -> bool:
     return host in _LOOPBACK_HOSTS or host.startswith("127.")
 
 
-def loopback_key_file(port: int) -> str:
-    """Return the key file of the cluster at a port of this host; create it.
+class LoopbackKeys:
+    """The key file of the cluster at a port of this host, which its programs share.
 
     Every user of a host can connect to its loopback addresses, so these clusters need keys too. The files are in a
-    folder that only this user can enter.
+    folder that only this user can enter. Each program locks the file (flock, shared), and the last one removes it.
+    Files of killed programs are removed by the next one that needs such a file.
     """
-    folder = os.path.join(tempfile.gettempdir(), f"pipedist-keys-{os.geteuid()}")
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
-        found = os.lstat(folder)
-    except OSError as error:
-        raise UsageError(f"can't create the folder for keys, {folder}: {error.strerror}") from None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise UsageError(
-            f"{folder} is not a folder that only you can enter (mode 0700). Remove it, or set `key_file`."
-        )
-    path = os.path.join(folder, f"{port}.key")
-    if not os.path.exists(path):
-        staged = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
-        write_key_file(staged)
+
+    def __init__(self, port: int) -> None:
+        self._folder = os.path.join(tempfile.gettempdir(), f"pipedist-keys-{os.geteuid()}")
+        self._path = os.path.join(self._folder, f"{port}.key")
+        self._file = -1
+
+    async def hold(self) -> str:
+        """Create the file if it is missing; return its path, valid until `release`."""
+        self._make_folder()
+        self._remove_stale()
+        for _ in range(_ATTEMPTS_MAX):
+            if self._open():
+                return self._path
+            await anyio.sleep(_ATTEMPT_S)  # another program is removing the file
+        raise UsageError(f"can't lock {self._path}. Remove it, or set `key_file`.")
+
+    def release(self) -> None:
+        """Remove the file if no other program holds it."""
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            self._remove(self._path, file)
+
+    def _make_folder(self) -> None:
+        folder = self._folder
         try:
-            with contextlib.suppress(FileExistsError):  # another program was first: its keys are used
-                os.link(staged, path)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+            found = os.lstat(folder)
+        except OSError as error:
+            raise UsageError(f"can't create the folder for keys, {folder}: {error.strerror}") from None
+        mode = stat.S_IMODE(found.st_mode)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+            raise UsageError(
+                f"{folder} is not a folder that only you can enter (mode 0700). Remove it, or set `key_file`."
+            )
+
+    def _open(self) -> bool:
+        """Open and lock the file; return whether it is still there."""
+        if not os.path.exists(self._path):
+            staged = f"{self._path}.{os.getpid()}.{os.urandom(4).hex()}"
+            write_key_file(staged)
+            # Another program was first: its keys are used. Or it took the new file for a stale one.
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                os.link(staged, self._path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(staged)
+        try:
+            file = os.open(self._path, _OPEN_FLAGS)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            is_there = is_file_at(self._path, file)
+        except BlockingIOError:
+            is_there = False
+        if is_there:
+            self._file = file
+        else:
+            os.close(file)
+        return is_there
+
+    def _remove_stale(self) -> None:
+        for entry in os.scandir(self._folder):
+            with contextlib.suppress(OSError):  # it was just removed, or is no file
+                self._remove(entry.path, os.open(entry.path, _OPEN_FLAGS))
+
+    def _remove(self, path: str, file: int) -> None:
+        """Remove an open file if no other program holds it; close it."""
+        try:
+            if try_lock(file) and is_file_at(path, file):
+                os.unlink(path)
         finally:
-            os.unlink(staged)
-    return path
+            os.close(file)

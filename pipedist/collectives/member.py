@@ -34,7 +34,7 @@ from pipedist.collectives.torch_group import IMPLEMENTATIONS, TORCH_COLLECTIVES,
 from pipedist.core import trees
 from pipedist.core.remote_errors import class_names, exception_text, rebuild_exception
 from pipedist.core.types import Tree
-from pipedist.errors import CollectiveMismatchError
+from pipedist.errors import CollectiveMismatchError, RemoteProtocolError
 from pipedist.protocol.codec import Frame, decode, encode
 from pipedist.reduction.partials import ReduceOp
 
@@ -124,9 +124,7 @@ class Member:
         return self._parts(received)
 
     def _parts(self, exchanged: Exchanged) -> list[Tree]:
-        frames = exchanged.frames
-        assert frames is not None  # no member ends during a collective
-        answer = decode(next(list(part) for part in frames if part))
+        answer = decode(next(list(part) for part in _frames_of(exchanged) if part))
         if not answer[0]:
             raise rebuild_exception(*answer[1:])
         return [copy_arrays(_join_parts(answer[1:], replica)) for replica in self._local]
@@ -143,8 +141,7 @@ class Member:
         """Exchange frames, and return those of all members; raise if their words differ."""
         exchanged = self._exchange(word or this.word, frames, this.policy)
         self._check(this, exchanged.words)
-        assert exchanged.frames is not None  # the words agree
-        return exchanged.frames
+        return _frames_of(exchanged)
 
     def _check(self, this: _Collective, words: Sequence[bytes | MemberEnded]) -> None:
         """Raise a mismatch with the calls of all members, if words differ."""
@@ -286,6 +283,14 @@ def _common_word(calls: Sequence[CheckedCall | None]) -> bytes:
         if call is not first and (call is None or call.signature.word != word):
             return NO_WORD
     return word
+
+
+def _frames_of(exchanged: Exchanged) -> Sequence[Sequence[Frame]]:
+    if exchanged.frames is None:
+        raise RemoteProtocolError(
+            f"the members of a gang have sent different words in one exchange: {list(exchanged.words)}"
+        )
+    return exchanged.frames
 
 
 def _assemble(call: CheckedCall, leaves: list[Any]) -> Tree:

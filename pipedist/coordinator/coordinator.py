@@ -102,6 +102,7 @@ class Coordinator:
             heartbeat_timeout_s=limits.heartbeat_timeout_s,
             rejoin_s=rejoin_s,
             on_death=lambda *death: self._passes.on_death(*death),
+            on_leave=lambda *gone: self._passes.forget_cached(*gone),
             on_reject=self._on_reject,
             force=force,
             threads=threads,

@@ -70,11 +70,7 @@ class Inbound:
     def handle_hello(self, identity: bytes, hello: msg.Hello) -> None:
         """Let a worker join, or reject it."""
         self._pool.check_name(hello)
-        self._passes.add_cached(hello)
-        self._pool.on_hello(identity, hello)
-        peer = self._pool.of(hello.worker)
-        if peer is None or peer.incarnation != hello.incarnation:
-            self._passes.forget_cached(hello)
+        self._pool.on_hello(identity, hello, on_admit=lambda: self._passes.add_cached(hello))
 
     def handle(self, peer: Peer, message: msg.Message, frames: list[memoryview]) -> None:
         """Handle a message of a worker that has joined."""

@@ -76,5 +76,5 @@ class OpenPasses:
         for event in self._cached.add(hello, by_key):
             self._post(event)
 
-    def forget_cached(self, hello: msg.Hello) -> None:
-        self._cached.forget(hello.worker, hello.incarnation)
+    def forget_cached(self, worker: str, incarnation: int) -> None:
+        self._cached.forget(worker, incarnation)

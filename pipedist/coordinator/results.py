@@ -148,7 +148,7 @@ class CachedResultIndex:
                 yield ev.CallsCached(worker, incarnation, pass_id, cached[key])
 
     def forget(self, worker: str, incarnation: int) -> None:
-        """Forget the cached results of a worker that was rejected."""
+        """Forget the cached results of a worker that has left."""
         if worker in self._workers and self._workers[worker][0] == incarnation:
             del self._workers[worker]
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import anyio
 from msgspec.structs import replace
@@ -15,6 +18,7 @@ from pipedist.coordinator.worker_registry import Peer, WorkerRegistry, differenc
 from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError, UsageError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame
+from pipedist.protocol.limits import MIB
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 from pipedist.transport.router import Router
@@ -27,11 +31,63 @@ _WATCH_S = 0.1
 _HEARTBEATS = 3.2
 """Heartbeats of a supervisor within the heartbeat timeout: the third one may be a bit late."""
 
+SUPERVISORS_MAX = 8192
+"""Supervisors that are remembered; the one that was silent longest is forgotten first."""
+
+SHARED_VALUES_MAX = 1024
+"""Values that are kept for supervisors which dial in later; the oldest is dropped first."""
+
+SHARED_BYTES_MAX = 256 * MIB
+"""Bytes of these values; the latest value is kept in any case."""
+
 CODE_DIGESTS_MAX = 1024
 """Copies of code folders that a worker can report."""
 
+T = TypeVar("T")
+
 OnDeath = Callable[[str, Running, bool], DeathOutcome | None]
 """Takes a worker, the call that it ran, and whether that timed out; None: it held no such lease."""
+
+
+class SharedValues(Generic[T]):
+    """Values by number, ascending: the latest ones."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        """The highest number that was added."""
+        self._values: OrderedDict[int, tuple[T, int]] = OrderedDict()
+        self._size_bytes = 0
+
+    def __iter__(self) -> Iterator[tuple[int, T]]:
+        return iter([(number, value) for number, (value, _) in self._values.items()])
+
+    def add(self, number: int, value: T, size_bytes: int) -> None:
+        """Add a value, unless its number or a higher one was added."""
+        if number <= self.last:
+            return
+        self.last = number
+        self._values[number] = (value, size_bytes)
+        self._size_bytes += size_bytes
+        while len(self._values) > SHARED_VALUES_MAX or self._size_bytes > SHARED_BYTES_MAX:
+            if len(self._values) == 1:
+                return
+            self._size_bytes -= self._values.popitem(last=False)[1][1]
+
+    def take(self, number: int) -> T:
+        """Remove and return a value; raise KeyError if it was dropped."""
+        value, size_bytes = self._values.pop(number)
+        self._size_bytes -= size_bytes
+        return value
+
+
+@dataclass(slots=True)
+class _Supervisor:
+    """The supervisor of a worker that dials in."""
+
+    identity: bytes = b""
+    """Its connection; b"" before its first heartbeat."""
+    evicted: int = -1
+    """The last evicted incarnation of its worker, if that has not sent Goodbye."""
 
 
 class WorkerPool(WorkerRegistry):
@@ -39,6 +95,7 @@ class WorkerPool(WorkerRegistry):
 
     Args:
         heartbeat_timeout_s: how long a supervisor may be silent, seconds.
+        on_leave: called with (worker, incarnation) when a member is removed.
         on_reject: called with the reason for each rejected worker or message, and with the part of it that stays
             the same on a repetition.
         Others: see `Coordinator`.
@@ -56,6 +113,7 @@ class WorkerPool(WorkerRegistry):
         heartbeat_timeout_s: float,
         rejoin_s: float = 0.0,
         on_death: OnDeath = lambda _worker, _running, _timed_out: None,
+        on_leave: Callable[[str, int], None] = lambda _worker, _incarnation: None,
         on_reject: Callable[[str, str], None] = lambda _reason, _repeated: None,
         force: bool = False,
         threads: int | None = None,
@@ -69,6 +127,7 @@ class WorkerPool(WorkerRegistry):
         self._cluster_id = cluster_id
         self._router = router
         self._on_death = on_death
+        self._on_leave = on_leave
         self._on_reject = on_reject
         self._dial_in = dial_in
         self._force = force
@@ -79,13 +138,11 @@ class WorkerPool(WorkerRegistry):
         self._rejoin_s = rejoin_s
         self._started: dict[str, int] = {}
         """The incarnation of each worker whose process was started here and has not ended."""
-        self._evicted: dict[str, int] = {}
-        """The last evicted incarnation of each dialled-in worker that has not sent Goodbye."""
         self._due: dict[str, int] = {}
         """Incarnations to start when the previous process has ended."""
-        self._supervisors: dict[str, bytes] = {}
-        """By worker, the connection of its supervisor, known from its first heartbeat."""
-        self._shared: list[tuple[msg.Share, Sequence[Frame]]] = []
+        self._supervisors: OrderedDict[str, _Supervisor] = OrderedDict()
+        """By worker, for those that dial in; the one that was silent longest is the first."""
+        self._shared: SharedValues[Sequence[Frame]] = SharedValues()
         """Values that every supervisor gets, in order."""
         self.on_supervisor: Callable[[str], None] = lambda _worker: None
         """Called with the worker on a supervisor's first heartbeat over a connection."""
@@ -166,7 +223,7 @@ class WorkerPool(WorkerRegistry):
             del self._started[exit_.worker]
             if (due := self._due.pop(exit_.worker, None)) is not None:
                 self.start(exit_.worker, due)
-        if (peer := self.remove(exit_.worker, exit_.incarnation)) is not None:
+        if (peer := self._remove(exit_.worker, exit_.incarnation)) is not None:
             self._router.drop(peer.identity)
         running = None if exit_.running is None else Running(*exit_.running)
         self._post_death(exit_.worker, exit_.incarnation, exit_.text, running, exit_.timed_out)
@@ -209,7 +266,7 @@ class WorkerPool(WorkerRegistry):
         is_running = peer.local and self._started.get(worker) == peer.incarnation
         if self.launcher is not None and is_running:
             self.launcher.kill(worker, peer.incarnation)
-        elif worker not in self._supervisors:
+        elif worker not in self._supervisors or not self._supervisors[worker].identity:
             self.lose(peer, "its connection is gone")
 
     async def stop_all(self, reason: str, grace_s: float) -> None:
@@ -226,15 +283,15 @@ class WorkerPool(WorkerRegistry):
             self._send_stop(reason)  # to workers that have joined meanwhile
 
     def _send_stop(self, reason: str) -> None:
-        for identity in (*(peer.identity for peer in self), *self._supervisors.values()):
-            self._router.send(identity, msg.Stop(reason))
+        for peer in (*self, *self._supervisors.values()):
+            self._router.send(peer.identity, msg.Stop(reason))
 
     def share(self, payload: Sequence[Frame]) -> None:
-        """Send a value to every supervisor, now or on its first heartbeat."""
-        message = msg.Share(len(self._shared) + 1)
-        self._shared.append((message, payload))
-        for identity in self._supervisors.values():
-            self._router.send(identity, message, payload)
+        """Send a value to every supervisor, now or on its first heartbeat if it is kept."""
+        message = msg.Share(self._shared.last + 1)
+        self._shared.add(message.number, payload, sum([memoryview(frame).nbytes for frame in payload]))
+        for supervisor in self._supervisors.values():
+            self._router.send(supervisor.identity, message, payload)
 
     def reject(self, identity: bytes, before: int = 0) -> None:
         """Reject a message of no member; its next incarnation may join.
@@ -249,17 +306,28 @@ class WorkerPool(WorkerRegistry):
 
     def on_heartbeat(self, identity: bytes, worker: str, incarnation: int) -> None:
         """Handle a supervisor's heartbeat; have an evicted worker ended."""
-        if self._supervisors.get(worker) != identity:
-            self._supervisors[worker] = identity
+        supervisor = self._supervisor(worker)
+        if supervisor.identity != identity:
+            self._router.release(supervisor.identity)
+            self._router.keep(identity)
+            supervisor.identity = identity
             if self._dial_in:
                 self._router.send(identity, self._welcome(local=False))
-            for message, frames in self._shared:
-                self._router.send(identity, message, frames)
+            for number, frames in self._shared:
+                self._router.send(identity, msg.Share(number), frames)
             self.on_supervisor(worker)
-        if incarnation <= self._evicted.get(worker, -1):
+        if incarnation <= supervisor.evicted:
             self.reject(identity, before=incarnation + 1)
         else:
             self._post(ev.HeartbeatReceived(worker, incarnation))
+
+    def _supervisor(self, worker: str) -> _Supervisor:
+        found = self._supervisors.setdefault(worker, _Supervisor())
+        self._supervisors.move_to_end(worker)
+        if len(self._supervisors) > SUPERVISORS_MAX:
+            _, silent = self._supervisors.popitem(last=False)
+            self._router.release(silent.identity)
+        return found
 
     def lose(self, peer: Peer, cause: str) -> None:
         """Evict a worker, and report it to the scheduler as lost."""
@@ -268,21 +336,29 @@ class WorkerPool(WorkerRegistry):
 
     def evict(self, worker: str, incarnation: int, reason: str) -> None:
         """Remove an incarnation of a worker, if it is a member."""
-        peer = self.remove(worker, incarnation)
+        peer = self._remove(worker, incarnation)
         if peer is None:
             return
         self._router.send(peer.identity, msg.Refuse(reason))
         if worker not in self.names:
-            self._evicted[worker] = incarnation
+            self._supervisor(worker).evicted = incarnation
         if self.launcher is not None and self._started.get(worker) == incarnation:
             self._router.drop(peer.identity)
             self.launcher.kill(worker, incarnation)
 
+    def _remove(self, worker: str, incarnation: int) -> Peer | None:
+        peer = self.remove(worker, incarnation)
+        if peer is not None:
+            self._router.release(peer.identity)
+            self._on_leave(worker, incarnation)
+        return peer
+
     def on_goodbye(self, goodbye: msg.Goodbye) -> None:
         """Remove a worker that leaves, or that has crashed."""
         worker, incarnation = goodbye.worker, goodbye.incarnation
-        self._evicted.pop(worker, None)
-        if (peer := self.remove(worker, incarnation)) is not None:
+        if worker in self._supervisors:
+            self._supervisors[worker].evicted = -1
+        if (peer := self._remove(worker, incarnation)) is not None:
             self._router.drop(peer.identity)
         if goodbye.crashed:
             is_known = goodbye.lease or goodbye.timed_out
@@ -302,8 +378,14 @@ class WorkerPool(WorkerRegistry):
         if dials_in and not is_proven(message.worker, message.proof):
             raise RemoteProtocolError(f"it uses the name {message.worker!r} without proof")
 
-    def on_hello(self, identity: bytes, hello: msg.Hello) -> None:
-        """Let a worker join, or reject it with the reason."""
+    def on_hello(
+        self, identity: bytes, hello: msg.Hello, *, on_admit: Callable[[], None] = lambda: None
+    ) -> None:
+        """Let a worker join, or reject it with the reason.
+
+        Args:
+            on_admit: called before the worker joins; raises RemoteProtocolError if its Hello is malformed.
+        """
         if (known := self.of_identity(identity)) is not None:
             raise RemoteProtocolError(f"{known.worker} sent Hello twice")
         managed = hello.worker in self.names
@@ -329,11 +411,13 @@ class WorkerPool(WorkerRegistry):
             notice = f"{notice}, so results may differ in their last bits (--force)"
             self._notify(f"worker {hello.worker} joins, though {notice}")
             notice = f"accepted, though {notice}"
+        on_admit()
         local = hello.boot == self._boot
         if current is not None:
             self.evict(current.worker, current.incarnation, "a later incarnation has joined")
         codes = set(hello.code_digests[:CODE_DIGESTS_MAX])
         self.add(Peer(identity, hello.worker, hello.incarnation, local, codes=codes))
+        self._router.keep(identity)
         self._router.send(identity, self._welcome(local=local, notice=notice))
         gpus = max(0.0, hello.gpus)
         self._post(ev.WorkerJoined(hello.worker, hello.incarnation, supervised=not managed, gpus=gpus))

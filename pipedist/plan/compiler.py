@@ -50,7 +50,7 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
             problems.append(spec.document.problem(place, str(error), expected=expected))
         if problems:
             raise PlanError(problems)
-        supply = supply or _supply_for(spec, workers)
+        supply = supply or supply_for(spec, workers)
         plan = Plan(spec, workers, sources, functions, states, ordered, supply, verify)
         problems += [*_check_gangs(plan), *_check_communication(plan), *_check_gpus(plan)]
         if problems:
@@ -167,10 +167,18 @@ def _check_communication(plan: Plan) -> Iterator[Problem]:
                     yield plan.spec.document.problem(at, message, expected=expected)
 
 
-def _supply_for(spec: Spec, workers: int) -> Supply:
+def _gpus_needed(spec: Spec) -> float:
+    return max((s.gpus for s in spec.stages.values() if isinstance(s, RunSpec)), default=0.0)
+
+
+def needs_gpus(spec: Spec) -> bool:
+    """Return whether a stage of a spec needs GPUs of this host."""
+    return spec.cluster.launcher == "local" and _gpus_needed(spec) > 0
+
+
+def supply_for(spec: Spec, workers: int) -> Supply:
     """Return the GPUs of the workers of a spec's own cluster."""
-    needed = max((s.gpus for s in spec.stages.values() if isinstance(s, RunSpec)), default=0.0)
-    if not needed:
+    if not (needed := _gpus_needed(spec)):
         return Supply((0.0,) * workers, (), "no stage needs any")
     if spec.cluster.launcher != "local":
         return _UNKNOWN

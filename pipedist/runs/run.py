@@ -22,10 +22,12 @@ from pipedist.cluster.base import Cluster, checked_count, usable_cores
 from pipedist.cluster.factory import cluster_for
 from pipedist.cluster.launchers.server import Spare
 from pipedist.coordinator import LogSink
+from pipedist.core.gpus import Supply
 from pipedist.core.misuse_hints import AsyncOnly
 from pipedist.core.types import Tree
 from pipedist.errors import CallError, JournalError, OutputError, RunCancelled, UsageError
 from pipedist.plan import Plan, compile_plan
+from pipedist.plan.compiler import needs_gpus, supply_for
 from pipedist.protocol import messages as msg
 from pipedist.runs.execution import Execution
 from pipedist.runs.programs import replay_of
@@ -111,6 +113,8 @@ class Run(AsyncOnly):
         """The finished run found in the folder; its results are returned, and nothing is executed."""
         self._cluster: Cluster | None = None
         self._plan: Plan | None = None
+        self._supply: Supply | None = None
+        """The GPUs of this host, if the spec needs any."""
 
     @cached_property
     def _main_scope(self) -> anyio.CancelScope:
@@ -133,7 +137,14 @@ class Run(AsyncOnly):
                 self._spec,
                 workers=given.workers if given else self._worker_count(),
                 verify=self._verify,
-                supply=given.supply if given else None,
+                supply=given.supply if given else self._supply,
+            )
+
+    async def _find_gpus(self) -> None:
+        """Find the GPUs of this host, which may take half a minute, if the spec needs any."""
+        if self._plan is None and self._given_cluster is None and needs_gpus(self._spec):
+            self._supply = await anyio.to_thread.run_sync(
+                supply_for, self._spec, self._worker_count(), abandon_on_cancel=True
             )
 
     async def __aenter__(self) -> Run:
@@ -142,6 +153,7 @@ class Run(AsyncOnly):
         await self._stack.__aenter__()
         self._stack.callback(self._spare.end)
         try:
+            await self._find_gpus()
             self.compile()
             self._stack.callback(self.plan.close)
             cluster = self._given_cluster

@@ -71,11 +71,9 @@ class Assigner:
         """Recall results that workers cached for the previous driver, before their calls are assigned."""
         for pass_ in self._waiting.values():
             if pass_.cached and pass_.has_assignable_calls:
-                for (name, incarnation), kept in list(pass_.cached.items()):
+                for (name, incarnation), kept in pass_.cached.items():
                     if self._members.current(name, incarnation) is not None:
                         self._recall(self._members.workers[name], pass_, kept)
-                    elif self._members.is_over(name, incarnation):
-                        del pass_.cached[name, incarnation]
 
     def _recall(self, worker: Worker, pass_: Pass, kept: RangeSet) -> None:
         for lo, hi in [(t.lo, t.hi) for a, b in list(kept) for t in pass_.todo.take_untried(a, b)]:

@@ -41,9 +41,13 @@ class GangGroups:
         if len(idle) < size:
             return None
         last = self._last
-        if last is not None and len(last.workers) == size and all(w.name in idle for w in last.workers):
+        if (
+            last is not None
+            and len(last.workers) == size
+            and all(idle.get(w.name) is w for w in last.workers)
+        ):
             return last
-        chosen = {w.name: w for w in last.workers if w.name in idle} if last is not None else {}
+        chosen = {w.name: w for w in last.workers if idle.get(w.name) is w} if last is not None else {}
         for name, worker in idle.items():
             if len(chosen) >= size:
                 break

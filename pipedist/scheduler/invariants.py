@@ -85,6 +85,8 @@ def _check_kept(pass_: Pass, members: Membership) -> Iterator[str]:
 
 def _check_workers(members: Membership) -> Iterator[str]:
     ready = 0
+    if set(members.gone) != {name for name, w in members.workers.items() if w.state is WorkerState.GONE}:
+        yield f"the workers {list(members.gone)} are listed as gone, but others are"
     leases, idle, supervised = members.leases, members.idle, members.supervised
     capacity_classes = members.capacity_classes
     for name, worker in members.workers.items():
@@ -114,6 +116,8 @@ def _check_workers(members: Membership) -> Iterator[str]:
                 yield f"worker {name} has {len(held)} leases and wants one in advance"
         if (name in supervised) != (is_ready and worker.supervised):
             yield f"worker {name} is {worker.state.value}: supervised or not?"
+    if not all(room.ready for room in capacity_classes.values()):
+        yield "a capacity class is empty"
     in_rooms = sum([room.ready for room in capacity_classes.values()])
     if in_rooms != ready or sum([len(room.idle) for room in capacity_classes.values()]) != len(idle):
         yield f"{ready} workers are ready and {len(idle)} idle, but not in their capacity classes"

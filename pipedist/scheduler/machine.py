@@ -167,6 +167,7 @@ class Scheduler:
             )
         later = "a later incarnation has joined"
         if event.incarnation < worker.incarnation:
+            self._forget_cached(event.worker, event.incarnation)
             self._out.append(cmd.EvictWorker(event.worker, event.incarnation, later))
             return
         if worker.state is WorkerState.READY:
@@ -214,6 +215,7 @@ class Scheduler:
         replace: bool = True,
         running: tuple[int, int] | None = None,
     ) -> None:
+        self._forget_cached(worker.name, worker.incarnation)
         known = not graceful and not worker.unsure
         for place, lease in enumerate(self._members.dismiss(worker)):
             blamed = lease.next if known and place == 0 else None
@@ -223,6 +225,10 @@ class Scheduler:
         if worker.managed and replace:
             worker.incarnation += 1
             self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
+
+    def _forget_cached(self, worker: str, incarnation: int) -> None:
+        for pass_ in self._passes.values():
+            pass_.cached.pop((worker, incarnation), None)
 
     # -- passes ----------------------------------------------------------------------
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Final
 
 from pipedist.scheduler.leases import GangAttempt, Lease, Worker
 from pipedist.scheduler.stragglers import Stragglers
 from pipedist.scheduler.transitions import WorkerState
+
+GONE_WORKERS_KEPT: Final = 1024
+"""Workers that are GONE, and whose last incarnation is remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +31,8 @@ class Membership:
 
     def __init__(self, prefetch_below_s: float) -> None:
         self.workers: dict[str, Worker] = {}
+        self.gone: OrderedDict[str, None] = OrderedDict()
+        """GONE workers, the longest gone first."""
         self.leases: dict[int, Lease] = {}
         self.now = 0.0  # of the event that is being handled
         self.ready = 0  # number of READY workers that are not suspended
@@ -34,7 +40,7 @@ class Membership:
         self.idle: OrderedDict[str, Worker] = OrderedDict()
         """READY workers without a lease that are not suspended, the longest idle first."""
         self.capacity_classes: dict[float, CapacityClass] = {}
-        """READY workers that are not suspended, by the GPUs that they own, the fewest first."""
+        """READY workers that are not suspended, by the GPUs that they own, the fewest first; no class is empty."""
         self.supervised: OrderedDict[str, Worker] = OrderedDict()
         """READY supervised workers, the longest without a heartbeat first."""
         self._prefetch_below_s = prefetch_below_s
@@ -45,12 +51,6 @@ class Membership:
         if found is None or found.state is not WorkerState.READY or found.incarnation != incarnation:
             return None
         return found
-
-    def is_over(self, worker: str, incarnation: int) -> bool:
-        found = self.workers.get(worker)
-        if found is None or found.incarnation < incarnation:
-            return False
-        return found.incarnation > incarnation or found.state is WorkerState.GONE
 
     def ready_for(self, gpus: float) -> int:
         if not gpus:
@@ -72,14 +72,11 @@ class Membership:
 
     def admit(self, worker: Worker, incarnation: int, *, supervised: bool, gpus: float) -> None:
         worker.become("joined")
+        self.gone.pop(worker.name, None)
         worker.incarnation = incarnation
         worker.supervised = supervised
         worker.gpus = gpus
-        if gpus not in self.capacity_classes:
-            self.capacity_classes[gpus] = CapacityClass()
-            self.capacity_classes = dict(sorted(self.capacity_classes.items()))
-        self.capacity_classes[gpus].ready += 1
-        self.ready += 1
+        self._count(worker, 1)
         self._sort(worker)
         self.record_heartbeat(worker)
 
@@ -95,8 +92,7 @@ class Membership:
         for lease in held:
             self._over(lease)
         if worker.state is WorkerState.READY and not worker.suspended:
-            self.ready -= 1
-            self.capacity_classes[worker.gpus].ready -= 1
+            self._count(worker, -1)
         worker.become("lost" if worker.managed else "lost unmanaged")
         worker.leases.clear()
         worker.bound.clear()
@@ -104,6 +100,10 @@ class Membership:
         worker.suspended = 0
         self.supervised.pop(worker.name, None)
         self._sort(worker)
+        if worker.state is WorkerState.GONE:
+            self.gone[worker.name] = None
+            if len(self.gone) > GONE_WORKERS_KEPT:
+                del self.workers[self.gone.popitem(last=False)[0]]
         return held
 
     def grant(
@@ -156,16 +156,25 @@ class Membership:
     def suspend(self, worker: Worker, lease: int) -> None:
         """Stop assigning calls to a worker without leases, until it confirms the cancellation of `lease`."""
         worker.suspended = lease
-        self.ready -= 1
-        self.capacity_classes[worker.gpus].ready -= 1
+        self._count(worker, -1)
         self._sort(worker)
 
     def resume(self, worker: Worker) -> None:
         worker.suspended = 0
         worker.unsure = False
-        self.ready += 1
-        self.capacity_classes[worker.gpus].ready += 1
+        self._count(worker, 1)
         self._sort(worker)
+
+    def _count(self, worker: Worker, change: int) -> None:
+        """Count a worker that is now READY and not suspended, or no longer so."""
+        self.ready += change
+        room = self.capacity_classes.get(worker.gpus)
+        if room is None:
+            room = self.capacity_classes[worker.gpus] = CapacityClass()
+            self.capacity_classes = dict(sorted(self.capacity_classes.items()))
+        room.ready += change
+        if not room.ready:
+            del self.capacity_classes[worker.gpus]
 
     def _begun(self, lease: Lease) -> None:
         lease.since = self.now
@@ -185,7 +194,7 @@ class Membership:
         self.idle.pop(worker.name, None)
         room = self.capacity_classes.get(worker.gpus)
         if room is None:
-            return  # never joined
+            return  # it is not READY, or suspended
         room.idle.pop(worker.name, None)
         room.under_prefetched.pop(worker.name, None)
         if worker.state is not WorkerState.READY or worker.suspended:

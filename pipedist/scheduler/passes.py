@@ -42,8 +42,8 @@ class Pass:
     done: RangeSet = field(default_factory=RangeSet)
     """Calls that are done or failed, and empty shards; only of steps that are not visible."""
     cached: dict[tuple[str, int], RangeSet] = field(default_factory=dict)
-    """Results that a worker incarnation cached for the previous driver. Those of READY workers are recalled at
-    once. Never for gangs."""
+    """Results that a worker incarnation, which joins now or is READY, cached for the previous driver. Those of
+    READY workers are recalled at once. Never for gangs."""
     leased: int = 0  # unreported calls
     gangs: dict[int, GangAttempt] = field(default_factory=dict)  # unfinished gangs, by serial
     groups: GangGroups = field(default_factory=GangGroups)

@@ -132,6 +132,12 @@ class SimulatedRouter:
         peer.connection.send_down((unpack(pack(message)), frozen(payload)))
         return True
 
+    def keep(self, identity: bytes) -> None:
+        return
+
+    def release(self, identity: bytes) -> None:
+        return
+
     def drop(self, identity: bytes, reason: str = "") -> None:
         peer = self._peers.get(identity)
         if peer is None or identity in self._dropped:

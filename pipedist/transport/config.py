@@ -29,7 +29,8 @@ class SocketSettings(Struct, frozen=True):
         handshakes_failed_max: failed handshakes without a reason, after which a Dealer raises an error.
         flush_retry_s: longest time between two attempts to send to a full queue.
         frames_per_wake_up: frames that a Router handles before other tasks have their turn.
-        peers_max: identities that a Router remembers.
+        peers_max: identities that a Router keeps.
+        other_peers_max: identities that it remembers beside those; the oldest is forgotten first.
     """
 
     queue_messages_max: int = 256
@@ -43,6 +44,7 @@ class SocketSettings(Struct, frozen=True):
     flush_retry_s: float = 0.005
     frames_per_wake_up: int = 256
     peers_max: int = 64 * KIB
+    other_peers_max: int = KIB
 
 
 SETTINGS = SocketSettings()

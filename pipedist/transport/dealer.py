@@ -83,7 +83,7 @@ class Dealer:
         # Not IMMEDIATE=1: when the connection is lost, that drops messages that have arrived, and
         # aborts the process (libzmq 4.3.5, fq.cpp: !_more) if it happens between two frames of one.
         socket.setsockopt(zmq.IMMEDIATE, 0)
-        configure(socket, parsed, limits, settings)
+        configure(socket, limits, settings, is_tcp=parsed.is_tcp, is_ipv6=parsed.is_ipv6)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         if keys is not None:

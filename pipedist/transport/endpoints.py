@@ -55,16 +55,19 @@ class Endpoint(Struct, frozen=True):
         return not self.path
 
     @property
+    def is_name(self) -> bool:
+        """Whether the host is a name, which must be looked up."""
+        return self.is_tcp and self.host != "*" and ":" not in self.host and not _IPV4.fullmatch(self.host)
+
+    @property
     def is_ipv6(self) -> bool:
         """Whether a socket for it speaks IPv6, and IPv4 only as a part of that.
 
-        An address shows its kind; `*` binds both kinds; a name is looked up, and is IPv4 if it has such an
-        address, or none yet.
+        An address shows its kind; `*` binds both kinds; a name is looked up, which may take long, and is IPv4 if it
+        has such an address, or none yet.
         """
-        if self.host == "*" or ":" in self.host:
-            return True
-        if not self.is_tcp or _IPV4.fullmatch(self.host):
-            return False
+        if not self.is_name:
+            return self.host == "*" or ":" in self.host
         import socket  # names are seldom used
 
         try:

@@ -6,6 +6,8 @@ Rules
 - A message that breaks a rule (malformed, too many frames, too large) costs its sender the
   connection and its identity, is reported to `on_reject`, and affects no other peer. Sizes are checked
   before a message is collected.
+- Only peers that `keep` names stay known until `release`. Of others, which may be gone, and as many as dial in, the
+  latest are known: a refused one is refused again, and a forgotten one that sends is a new peer.
 - Sending never blocks and loses nothing: messages beyond a peer's queue wait in an outbox with
   limits; beyond them, the peer is lost.
 """
@@ -13,6 +15,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +27,7 @@ from pipedist.protocol.wire import Reference, pack, seal, unpack, unseal, weave
 from pipedist.transport.config import SETTINGS, SharedMemory, SocketSettings
 from pipedist.transport.endpoints import Endpoint, parse_endpoint
 from pipedist.transport.shared_memory.listener import Listener
-from pipedist.transport.zeromq.server_socket import ServerSocket, Unwelcome
+from pipedist.transport.zeromq.server_socket import ServerSocket, Unwelcome, looked_up
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
@@ -77,6 +80,8 @@ class Router:
         self._shared_memory = shared_memory
         self._listener: Listener | None = None
         self._peers: dict[bytes, _Peer] = {}
+        self._others: OrderedDict[bytes, None] = OrderedDict()
+        """Peers that are not kept, the oldest first."""
         self._is_open = False
 
     @property
@@ -87,6 +92,7 @@ class Router:
     async def __aenter__(self) -> Router:
         self._server = ServerSocket(
             self._endpoint,
+            await looked_up(self._endpoint),
             keys=self._keys,
             on_message=self._hear,
             on_reject=self._on_reject,
@@ -145,6 +151,23 @@ class Router:
             self._lose(identity, f"peer {_shown(identity)} {error}")
             return False
 
+    def keep(self, identity: bytes) -> None:
+        """Know a peer that has sent a message until `release`, or until it is dropped."""
+        self._others.pop(identity, None)
+
+    def release(self, identity: bytes) -> None:
+        """Let a peer be forgotten."""
+        if identity not in self._peers:
+            return
+        self._others[identity] = None
+        while len(self._others) > self._settings.other_peers_max:
+            oldest, _ = self._others.popitem(last=False)
+            del self._peers[oldest]
+            if self._is_open:
+                self._server.silence(oldest)
+            if self._listener is not None:
+                self._listener.forget(oldest)
+
     def drop(self, identity: bytes, reason: str = "") -> None:
         """Drop a peer for good; its connection is closed at its next message.
 
@@ -161,6 +184,7 @@ class Router:
         peer.is_dropped = True
         if self._listener is not None:
             self._listener.forget(identity)
+        self.release(identity)
 
     # --- receiving ------------------------------------------------------------------------
 
@@ -205,13 +229,10 @@ class Router:
     def _admit(self, identity: bytes, user: str) -> _Peer | None:
         if self._listener is not None:
             self._listener.look()  # a Dealer opens its link before its first message
-        if len(self._peers) >= self._settings.peers_max:
-            # A dropped peer may be forgotten: its incarnation is refused further up as well.
-            oldest = next((name for name, peer in self._peers.items() if peer.is_dropped), None)
-            if oldest is None:
-                return None
-            del self._peers[oldest]
+        if len(self._peers) - len(self._others) >= self._settings.peers_max:
+            return None
         peer = self._peers[identity] = _Peer(user)
+        self.release(identity)
         return peer
 
     def _lose(self, identity: bytes, reason: str) -> None:

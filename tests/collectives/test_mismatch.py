@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pipedist.collectives.channel import GangAborted
+from pipedist.collectives.channel import WORD_BYTES, GangAborted, StallPolicy
+from pipedist.collectives.member import Member
 from pipedist.collectives.options import CommunicationOptions
-from pipedist.errors import CollectiveMismatchError
+from pipedist.errors import CollectiveMismatchError, RemoteProtocolError
+from pipedist.protocol.codec import Frame
+from pipedist.protocol.messages import Relay
+from pipedist.worker.relay_channel import RelayBuffer, RelayChannel
 from tests.collectives.gangs import TRANSFERS, Replica, run_gang
 
 F3 = np.zeros(3, np.float32)
@@ -339,3 +343,21 @@ def test_sizes_may_differ_along_the_axis_of_a_gather_only(sizes: list[int], tran
         assert tree["none"] is None
         assert columns.tolist() == [[0, 1, 1], [0, 1, 1]]
         assert tree["rows"].flags.writeable
+
+
+def test_members_that_send_different_words_in_an_exchange_break_the_protocol() -> None:
+    class Client:
+        def contribute(self, lease: int, number: int, payload: Sequence[Frame]) -> None:
+            assert number == 1
+
+        def listen(self, lease: int, timeout_s: float) -> None:
+            raise AssertionError("nothing is missing")
+
+        def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
+            raise AssertionError("nothing is missing")
+
+    buffer = RelayBuffer()
+    buffer.put(Relay(7, 1, 1, ""), [memoryview(b"x" * WORD_BYTES)])
+    member = Member(2, range(1), RelayChannel(Client(), 7, buffer, 0, 2))
+    with pytest.raises(RemoteProtocolError, match="the members of a gang have sent different words"):
+        member.answer(3.0, None, StallPolicy(60.0, lambda _missing: None))

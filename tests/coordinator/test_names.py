@@ -50,7 +50,7 @@ async def test_the_name_of_a_living_worker_can_not_be_taken(
         for number, proof in enumerate(["", ROGUE]):
             coordinator._on_message(b"rogue%d" % number, message(proof), [])
             assert coordinator._pool.of(NAME) == honest
-            assert coordinator._pool._supervisors == {NAME: b"supervisor"}
+            assert coordinator._pool._supervisors[NAME].identity == b"supervisor"
         coordinator._on_message(b"supervisor", msg.Goodbye(NAME, 0, "over", proof=PROOF), [])
         assert coordinator.workers_ready == 0
 

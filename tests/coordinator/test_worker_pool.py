@@ -31,6 +31,12 @@ class Record:
         self.sent.append((identity, message))
         return self.reached
 
+    def keep(self, identity: bytes) -> None:
+        return
+
+    def release(self, identity: bytes) -> None:
+        return
+
     def drop(self, identity: bytes, reason: str = "") -> None:
         return
 
@@ -183,3 +189,13 @@ def test_rejections_are_reported_with_their_reason(pool: WorkerPool, record: Rec
         "a message from connection 'one:7.0.ab', which is not a member",
         "a message from connection '\\x00\\xff', which is not a member",
     ]
+
+
+def test_values_for_supervisors_that_dial_in_later_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, pool: WorkerPool, record: Record
+) -> None:
+    monkeypatch.setattr("pipedist.coordinator.worker_pool.SHARED_VALUES_MAX", 3)
+    for number in range(1000):
+        pool.share([b"%d" % number])
+    pool.on_heartbeat(b"s", "far", 0)
+    assert [m for _, m in record.sent if isinstance(m, msg.Share)] == [msg.Share(n) for n in (998, 999, 1000)]

@@ -49,6 +49,12 @@ class Wire:
         self.sent.append((identity.decode(), message, payload))
         return True
 
+    def keep(self, identity: bytes) -> None:
+        return
+
+    def release(self, identity: bytes) -> None:
+        return
+
     def drop(self, identity: bytes, _reason: str = "") -> None:
         self.dropped.append(identity.decode())
 
@@ -100,12 +106,14 @@ class Wire:
 
 
 @asynccontextmanager
-async def wired(limits: SchedulerLimits | None = None) -> AsyncIterator[Wire]:
+async def wired(
+    limits: SchedulerLimits | None = None, router: type[Wire] | None = None
+) -> AsyncIterator[Wire]:
     """Open a coordinator without workers; the test joins them."""
     wires: list[Wire] = []
 
     def make(**callbacks: Any) -> Any:
-        wires.append(Wire(**callbacks))
+        wires.append((router or Wire)(**callbacks))
         return wires[0]
 
     coordinator = Coordinator(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -10,18 +11,23 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import anyio
 import pytest
 
 import pipedist
 from pipedist.cluster import tf_config as task_cluster
-from pipedist.cluster.tf_config import loopback_key_file
-from pipedist.errors import UsageError, WorkersLost
+from pipedist.cluster.tf_config import LoopbackKeys
+from pipedist.coordinator import worker_pool
+from pipedist.errors import PipedistError, RunCancelled, UsageError, WorkersLost
+from pipedist.transport.keys import read_key_file
 from tests.ports import free_port
+from tests.state_size import entries
 
 PROGRAM = """
 import asyncio, json, os, signal, sys, time
@@ -149,6 +155,7 @@ def test_every_program_has_the_same_result(tmp_path: Path, jobs: dict[str, int])
             assert error.startswith(
                 "CallError" if task == scheduling else f"RemoteError: {scheduling} failed"
             )
+    assert list(tmp_path.rglob("*.key")) == []
 
 
 def test_one_that_is_killed_changes_nothing_for_the_others(tmp_path: Path) -> None:
@@ -292,24 +299,116 @@ def test_missing_settings_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
         pipedist.open_cluster()
 
 
+def key_files(folder: Path) -> list[str]:
+    return [path.name for path in folder.rglob("*.key*")]
+
+
 def test_keys_of_a_loopback_address_are_this_users_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import tempfile
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    path = Path(loopback_key_file(5555))
+    keys, others, another = LoopbackKeys(5555), LoopbackKeys(5555), LoopbackKeys(5556)
+    path = Path(anyio.run(keys.hold))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     content = path.read_bytes()
-    assert loopback_key_file(5555) == str(path)
+    assert anyio.run(others.hold) == str(path)
     assert path.read_bytes() == content, "who comes later has the same keys"
-    assert [found.name for found in path.parent.iterdir()] == ["5555.key"]
+    anyio.run(another.hold)
+    assert sorted(found.name for found in path.parent.iterdir()) == ["5555.key", "5556.key"]
     path.parent.chmod(0o755)
     with pytest.raises(UsageError, match="not a folder that only you can enter"):
-        loopback_key_file(5555)
-    path.unlink()
+        anyio.run(LoopbackKeys(5555).hold)
+    path.parent.chmod(0o700)
+    keys.release()
+    assert path.read_bytes() == content, "the other one still needs it"
+    others.release()
+    another.release()
+    assert list(path.parent.iterdir()) == []
     path.parent.rmdir()
     path.parent.symlink_to(tmp_path)
     with pytest.raises(UsageError, match="not a folder that only you can enter"):
-        loopback_key_file(5555)
+        anyio.run(LoopbackKeys(5555).hold)
+
+
+def test_key_files_of_killed_programs_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    keys = LoopbackKeys(5555)
+    path = Path(anyio.run(keys.hold))
+    for stale in ("5556.key", "5557.key.4711.abcdef01"):
+        path.with_name(stale).write_bytes(b"half a k")
+    os.close(keys._file)  # as the kernel does for a killed program
+    path.write_bytes(b"half a k")
+    keys = LoopbackKeys(5555)
+    assert anyio.run(keys.hold) == str(path)
+    read_key_file(path)
+    assert [found.name for found in path.parent.iterdir()] == ["5555.key"]
+    keys.release()
+
+
+def test_programs_that_come_and_go_have_the_same_keys_while_they_overlap(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = "import sys, tempfile, anyio, time\n"
+    script += "from pipedist.cluster.tf_config import LoopbackKeys\n"
+    script += "tempfile.tempdir = sys.argv[1]\n"
+    script += "for _ in range(60):\n"
+    script += "    keys = LoopbackKeys(5555)\n"
+    script += "    path = anyio.run(keys.hold)\n"
+    script += "    text = open(path).read()\n"
+    script += "    assert len(text) > 100 and open(path).read() == text\n"
+    script += "    keys.release()\n"
+    programs = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(3)]
+    assert [program.wait(100) for program in programs] == [0, 0, 0]
+    assert key_files(tmp_path) == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("index", [0, 1])
+async def test_the_exception_of_a_supervisor_is_raised(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, index: int
+) -> None:
+    """Its disk is full; key files are removed all the same."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def full(_kind: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told: list[str] = []
+    monkeypatch.setattr("pipedist.worker.supervisor.ScratchFolder", full)
+    monkeypatch.setattr(task_cluster, "print_notice", told.append)
+    config(monkeypatch, {"worker": [f"127.0.0.1:{free_port()}" for _ in range(2)]}, index=index)
+    cluster = pipedist.open_cluster(join_s=0.1)
+
+    async def use() -> None:
+        async with cluster:
+            if not cluster.is_scheduling:
+                await asyncio.wait_for(cluster.everywhere(anyio.sleep), 60)  # type: ignore[arg-type]
+
+    with pytest.raises(PipedistError, match=r"can't be kept alive on this host: .*No space left"):
+        await use()
+    assert f"a supervisor of worker/{index} has failed: PipedistError" in told[0]
+    supervisors_end()
+    assert key_files(tmp_path) == []
+
+
+@pytest.mark.asyncio
+async def test_results_for_programs_that_lag_behind_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Received results are kept until `everywhere` asks for them, the latest ones."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(worker_pool, "SHARED_BYTES_MAX", 100)
+    config(monkeypatch, {"worker": ["127.0.0.1:5555", "127.0.0.1:9"]}, index=1)
+    cluster = pipedist.open_cluster()
+    for number in range(1, 5001):
+        cluster._on_shared(number, [True, number], 10)
+    cluster._on_shared(2, [True, 2], 10)  # sent again after a reconnection
+    assert entries(cluster._shared) < 100
+    with pytest.raises(RunCancelled, match="result 1 of `everywhere` is no longer kept"):
+        await cluster.everywhere(anyio.sleep)  # type: ignore[arg-type]
+    cluster._called = 4990
+    assert await cluster.everywhere(anyio.sleep) == 4991  # type: ignore[arg-type]
+    cluster._on_shared(5001, [True, 5001], 1000)
+    assert [number for number, _ in cluster._shared] == [5001], "the latest is kept, whatever its size"

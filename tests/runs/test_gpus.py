@@ -297,5 +297,40 @@ async def test_a_cluster_without_gpus_is_refused_a_spec_that_needs_them(
 )
 def test_a_cluster_is_refused_gpus_that_are_not_there(machine: Machine, each: float, text: str) -> None:
     machine(1)
+
+    async def enter() -> None:
+        async with pipedist.LocalCluster(workers=1, gpus_per_worker=each):
+            pass
+
     with pytest.raises(UsageError, match=text):
-        pipedist.LocalCluster(workers=1, gpus_per_worker=each)
+        asyncio.run(enter())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("by", ["cluster", "spec"])
+async def test_the_event_loop_runs_while_the_gpus_are_counted(
+    machine: Machine, tmp_path: Path, by: str
+) -> None:
+    machine(1)
+    tool = tmp_path / "bin" / "nvidia-smi"
+    lines = tool.read_text().partition("\n")[2]
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    wait = f"touch {begun}; for i in $(seq 1000); do [ -e {go} ] && break; sleep 0.01; done; [ -e {go} ] || exit 9"
+    tool.write_text(f"#!/bin/sh\n{wait}\n{lines}")
+
+    async def enter() -> None:
+        if by == "cluster":
+            async with pipedist.LocalCluster(workers=1, gpus_per_worker=1) as cluster:
+                assert cluster.supply.gpus == ("0",)
+        else:
+            async with pipedist.open(spec_of(tmp_path, 1, workers=1)) as run:
+                assert run.plan.supply.gpus == ("0",)
+
+    async def let_go() -> None:
+        while not os.path.exists(begun):  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0.001)
+        go.touch()
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(enter())
+        tasks.create_task(let_go())

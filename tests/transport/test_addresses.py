@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,7 @@ from pipedist.errors import UsageError
 from pipedist.protocol.messages import LogLine
 from pipedist.transport.dealer import Dealer
 from pipedist.transport.keys import new_keys
+from pipedist.transport.zeromq import server_socket
 from pipedist.transport.zeromq.connections import plain_address
 
 from .sockets import blocking, identity, router
@@ -85,3 +89,43 @@ async def test_an_address_of_another_host(host: str, told: str) -> None:
 def test_an_ipv4_address_is_reported_as_one() -> None:
     told = [plain_address(text) for text in ("::ffff:10.0.0.2", "10.0.0.2", "fd00::1", "::ffff:0:1")]
     assert told == ["10.0.0.2", "10.0.0.2", "fd00::1", "::ffff:0:1"]
+
+
+@pytest.mark.asyncio
+async def test_the_event_loop_runs_while_a_name_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop_goes_on = threading.Event()
+    real = socket.getaddrinfo
+
+    def slow(host: str, *rest: Any, **options: Any) -> Any:
+        if host == "slow.test":
+            assert loop_goes_on.wait(10), "the event loop waits for the look-up"
+            host = "127.0.0.1"
+        return real(host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    asyncio.get_running_loop().call_soon(loop_goes_on.set)
+    async with router("tcp://slow.test:0", new_keys()) as (opened, _):
+        assert opened.endpoint.startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.asyncio
+async def test_a_look_up_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+    monkeypatch.setattr(server_socket, "LOOK_UP_S", 0.01)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: is_over.wait(60))
+    try:
+        with pytest.raises(UsageError, match=r"looking up 'slow\.test' takes longer than 0\.01 s"):
+            async with router("tcp://slow.test:5555", new_keys()):
+                pass
+    finally:
+        is_over.set()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["localhost", "lo"])
+async def test_names_of_this_host_and_of_its_network_devices_are_bound(name: str) -> None:
+    async with router(f"tcp://{name}:0", keys := new_keys()) as (opened, inbox):
+        assert opened.endpoint.startswith("tcp://127.0.0.1:")
+        with Dealer(opened.endpoint, identity=identity(), keys=keys.client) as worker:
+            await blocking(worker.send, LogLine("s", 0, 0, ""))
+            await inbox.get()

@@ -332,6 +332,8 @@ async def test_identities_beyond_the_limit_are_rejected_but_dropped_ones_make_ro
         with dealer(opened, name=b"w0") as first, dealer(opened, name=b"w1") as second:
             await is_served(opened, inbox, first, b"w0")
             await is_served(opened, inbox, second, b"w1")
+            opened.keep(b"w0")
+            opened.keep(b"w1")
             with dealer(opened, name=b"w2") as third:
                 await blocking(third.send, log())
                 assert "more than 2 peers" in await inbox.reject("peers")

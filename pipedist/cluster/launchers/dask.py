@@ -15,6 +15,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 import dask
 import distributed
 from distributed.comm import get_address_host
@@ -146,7 +147,9 @@ class DaskEngine(Engine):
             ) from error
         if address == LOCAL:
             return "127.0.0.1"
-        return address_towards(get_address_host(self._client.scheduler.address))
+        host = get_address_host(self._client.scheduler.address)
+        with anyio.fail_after(self._place_s):
+            return await anyio.to_thread.run_sync(address_towards, host, abandon_on_cancel=True)
 
     async def _withdraw(self) -> None:
         if not self._is_registered or self._client.status == "closed":  # the plugin went with the scheduler

@@ -73,17 +73,22 @@ def plain_address(text: str) -> str:
 
 
 def configure(
-    socket: zmq.Socket[bytes], at: Endpoint, limits: MessageLimits, settings: SocketSettings
+    socket: zmq.Socket[bytes],
+    limits: MessageLimits,
+    settings: SocketSettings,
+    *,
+    is_tcp: bool,
+    is_ipv6: bool,
 ) -> None:
     """Set the options that both ends of a connection have."""
     socket.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes_max, first_frame_bytes_max(limits)))
     socket.setsockopt(zmq.HANDSHAKE_IVL, round(settings.handshake_s * 1000))
     socket.setsockopt(zmq.SNDHWM, settings.queue_messages_max)
     socket.setsockopt(zmq.RCVHWM, settings.queue_messages_max)
-    if at.is_tcp:
+    if is_tcp:
         socket.setsockopt(zmq.HEARTBEAT_IVL, round(settings.heartbeat_s * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(settings.heartbeat_timeout_s * 1000))
-        socket.setsockopt(zmq.IPV6, int(at.is_ipv6))
+        socket.setsockopt(zmq.IPV6, int(is_ipv6))
 
 
 def hang_up(frame: zmq.Frame, endpoint: Endpoint) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import anyio
 import anyio.to_thread
@@ -44,15 +46,57 @@ _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN: Final = b"pipedist"
 _ZAP_FRAMES_MAX: Final = 16
 
+LOOK_UP_S: Final = 10.0
+"""How long the look-up of a name may take."""
+
 
 class Unwelcome(Exception):
     """A message's sender is rejected: its connection is closed; the text, if any, is logged."""
+
+
+class Address(NamedTuple):
+    """Where to bind, without a look-up."""
+
+    text: str
+    is_ipv6: bool
+
+
+async def looked_up(endpoint: Endpoint) -> Address:
+    """Return the address of an endpoint, whose host may be a name: its first IPv4 address, or its first one.
+
+    ZeroMQ would look it up in the event loop.
+
+    Raises:
+        UsageError: the name has no address, or the look-up takes longer than LOOK_UP_S.
+    """
+    host = endpoint.host
+    if not endpoint.is_name:
+        return Address(endpoint.text, endpoint.is_ipv6)
+    if any(name == host for _, name in socket.if_nameindex()):
+        return Address(endpoint.text, is_ipv6=False)
+    look_up = partial(socket.getaddrinfo, host, None, type=socket.SOCK_STREAM)
+    try:
+        with anyio.fail_after(LOOK_UP_S):
+            found = await anyio.to_thread.run_sync(look_up, abandon_on_cancel=True)
+    except TimeoutError:
+        raise UsageError(
+            f"can't bind {endpoint.text}: looking up {host!r} takes longer than {LOOK_UP_S:g} s; use an address of "
+            "this host, or * for all of them"
+        ) from None
+    except (OSError, UnicodeError):
+        raise UsageError(f"can't bind {endpoint.text}: {_why_not(endpoint, errno.ENODEV)}") from None
+    family, *_, (address, *_) = min(found, key=lambda each: each[0] != socket.AF_INET)
+    port = endpoint.text.rpartition(":")[2]
+    if family == socket.AF_INET:
+        return Address(f"tcp://{address}:{port}", is_ipv6=False)
+    return Address(f"tcp://[{address}]:{port}", is_ipv6=True)
 
 
 class ServerSocket:
     """A bound ROUTER; sending never blocks and loses nothing.
 
     Args:
+        address: from `looked_up`.
         on_message: called with (identity, key, frames, fault): the key under which it came, "" without keys; frames
             are read-only; a fault names the broken rule, "" for none. It raises Unwelcome.
         on_reject: called with a reason, each time a peer is refused.
@@ -64,6 +108,7 @@ class ServerSocket:
     def __init__(
         self,
         endpoint: Endpoint,
+        address: Address,
         *,
         keys: ServerKeys | None,
         on_message: Callable[[bytes, str, list[memoryview], str], None],
@@ -72,6 +117,7 @@ class ServerSocket:
         settings: SocketSettings,
     ) -> None:
         self.endpoint = endpoint
+        self._address = address
         self._keys = keys
         self._on_message = on_message
         self._on_reject = on_reject
@@ -149,17 +195,23 @@ class ServerSocket:
         self._zap = (
             None if self._keys is None else ZapHandler(self._context, self._keys.clients, self._on_reject)
         )
-        socket = self._socket
-        configure(socket, self.endpoint, self._limits, self._settings)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-        socket.setsockopt(zmq.LINGER, round(self._settings.linger_s * 1000))
+        opened = self._socket
+        configure(
+            opened,
+            self._limits,
+            self._settings,
+            is_tcp=self.endpoint.is_tcp,
+            is_ipv6=self._address.is_ipv6,
+        )
+        opened.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        opened.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        opened.setsockopt(zmq.LINGER, round(self._settings.linger_s * 1000))
         if self._keys is not None:
-            socket.setsockopt(zmq.CURVE_SERVER, 1)
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
-            socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+            opened.setsockopt(zmq.CURVE_SERVER, 1)
+            opened.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
+            opened.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
+            opened.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+            opened.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._monitor = self._socket.get_monitor_socket(FAILURE_EVENTS)
         pace = self._settings.frames_per_wake_up
         self._pump = Pump(self._socket, self._take, wake=self._flush, frames_per_wake_up=pace)
@@ -169,7 +221,7 @@ class ServerSocket:
     def _bind(self) -> None:
         text = self.endpoint.text
         try:
-            self._socket.bind(text)
+            self._socket.bind(self._address.text)
         except zmq.ZMQError as error:
             if error.errno == errno.EADDRINUSE and self.endpoint.is_tcp:
                 port, host = self.endpoint.port, self.endpoint.host
