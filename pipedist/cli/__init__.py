@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 def main() -> None:
     """Run the command line of this process, and exit with its code."""
+    before, sys.unraisablehook = sys.unraisablehook, _end_if_interrupted
     try:
         _open_missing_streams()
         _limit_threads()
@@ -29,6 +30,18 @@ def main() -> None:
         if interruption(error) is None:
             raise
         raise SystemExit(130) from None
+    finally:
+        sys.unraisablehook = before
+
+
+def _end_if_interrupted(unraisable: sys.UnraisableHookArgs) -> None:
+    """End the process if a signal was raised in a callback of the interpreter, which drops exceptions.
+
+    It would print a traceback, and the process would go on. The interpreter's imports have such callbacks.
+    """
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        os._exit(getattr(unraisable.exc_value, "exit_code", 130))
+    sys.__unraisablehook__(unraisable)
 
 
 def _open_missing_streams() -> None:

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pipedist.cli import terminal
-from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
+from pipedist.cli.terminal import stdout_to_stderr, write_error, write_error_at_once, write_out
 from pipedist.core.types import Tree
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _recognizing_ctrl_c(is_gang: bool) -> Iterator[None]:
         if not is_gang:
             raise _CtrlC
         # Only the end of the process ends the threads of the replicas.
-        write_error(f"pipedist: Ctrl-C ended the call; its replicas were here:\n{_stacks()}")
+        write_error_at_once(f"pipedist: Ctrl-C ended the call; its replicas were here:\n{_stacks()}")
         os._exit(terminal.interrupted(number))
 
     before = signal.signal(signal.SIGINT, interrupt)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
-from pipedist.cli.terminal import Interrupted, interrupted
+from pipedist.cli.terminal import Interrupted, interrupted, write_error_at_once
 
 if TYPE_CHECKING:
     from pipedist.runs.run import Run
@@ -188,6 +188,6 @@ class StallReporter:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._run is None or self._loop is None or self._loop.is_closed():
-            self.show("pipedist: the run has not started, or is over")
+            write_error_at_once("pipedist: the run has not started, or is over\n")
         else:
             self._loop.call_soon_threadsafe(self.explain)

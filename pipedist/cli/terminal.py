@@ -140,6 +140,14 @@ def write_error(text: str) -> None:
         sys.stderr.flush()
 
 
+def write_error_at_once(text: str) -> None:
+    """Write to descriptor 2; for signal handlers, which may interrupt the code of a stream."""
+    data = text.encode(errors="backslashreplace")
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(2, data) :]
+
+
 def _drop(fd: int) -> None:
     # The interpreter writes its buffer at exit: redirect that to /dev/null.
     null = os.open(os.devnull, os.O_WRONLY)

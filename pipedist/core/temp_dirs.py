@@ -36,9 +36,8 @@ class ScratchFolder:
             import tempfile  # slow to import, and few workers create a folder
 
             parent = tempfile.gettempdir()
-        prefix = f"pipedist-{kind}-{zlib.crc32(os.uname().nodename.encode()):08x}-"
-        _remove_stale(parent, re.compile(re.escape(prefix) + r"[0-9]+-[0-9a-f]{4}"))
-        self.path, self._lock = _make(parent, f"{prefix}{os.getpid()}-")
+        remove_stale(kind, parent)
+        self.path, self._lock = _make(parent, f"{_prefix(kind)}{os.getpid()}-")
 
     def close(self) -> None:
         """Remove the folder and its contents, ignoring errors."""
@@ -66,8 +65,13 @@ def _make(parent: str, prefix: str) -> tuple[str, int]:
     raise OSError(f"{_ATTEMPTS_MAX} new folders in {parent} were removed at once by others")
 
 
-def _remove_stale(parent: str, name: re.Pattern[str]) -> None:
-    """Remove folders whose process has ended."""
+def _prefix(kind: str) -> str:
+    return f"pipedist-{kind}-{zlib.crc32(os.uname().nodename.encode()):08x}-"
+
+
+def remove_stale(kind: str, parent: str) -> None:
+    """Remove folders of a kind whose process has ended."""
+    name = re.compile(re.escape(_prefix(kind)) + r"[0-9]+-[0-9a-f]{4}")
     try:
         found = [entry.path for entry in os.scandir(parent) if name.fullmatch(entry.name)]
     except OSError:
@@ -96,6 +100,8 @@ def remove(path: str) -> None:
             for entry in entries:
                 os.unlink(entry.path)
         os.rmdir(path)
+    except FileNotFoundError:
+        return
     except OSError:
         import shutil  # slow to import, and not needed if the folder contains only sockets
 

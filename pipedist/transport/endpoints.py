@@ -17,7 +17,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from pipedist.core.temp_dirs import ScratchFolder, remove
+from pipedist.core.temp_dirs import ScratchFolder, remove, remove_stale
 from pipedist.errors import UsageError
 
 SOCKET_PATH_BYTES_MAX: Final = 107
@@ -29,6 +29,7 @@ SHARED_MEMORY_SUFFIX: Final = ".mem"
 _TCP: Final = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)")
 _IPV4: Final = re.compile(r"[0-9.]+")
 _PREFIX: Final = "pipedist-"
+_KIND: Final = "run"
 _LONGEST: Final = "/pipedist-run-xxxxxxxx-4194304-xxxx"
 _NAME_BYTES: Final = 8  # of randomness in a socket's name
 _IPC_TAIL: Final = len("/") + 2 * _NAME_BYTES + len(SHARED_MEMORY_SUFFIX)
@@ -84,12 +85,9 @@ def private_directory() -> Iterator[Path]:
     It is in TMPDIR, or in /tmp if paths there were too long, or nothing can be written there.
     If all processes that could remove it are killed, the next call that makes such a directory removes it.
     """
-    base = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
-    is_long = len(os.fsencode(base)) + len(_LONGEST) + _IPC_TAIL > SOCKET_PATH_BYTES_MAX
-    if is_long or not os.access(base, os.W_OK | os.X_OK):
-        base = "/tmp"
+    base = _base()
     try:
-        directory = ScratchFolder("run", base)
+        directory = ScratchFolder(_KIND, base)
     except OSError as error:
         raise UsageError(
             f"can't make a directory for sockets in {base}: {error.strerror}; set TMPDIR"
@@ -98,6 +96,17 @@ def private_directory() -> Iterator[Path]:
         yield Path(directory.path)
     finally:
         directory.close()
+
+
+def remove_stale_directories() -> None:
+    """Remove private directories of processes that have ended."""
+    remove_stale(_KIND, _base())
+
+
+def _base() -> str:
+    base = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
+    is_long = len(os.fsencode(base)) + len(_LONGEST) + _IPC_TAIL > SOCKET_PATH_BYTES_MAX
+    return "/tmp" if is_long or not os.access(base, os.W_OK | os.X_OK) else base
 
 
 def private_directory_of(endpoint: str) -> str:

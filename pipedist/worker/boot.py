@@ -7,16 +7,22 @@ directory is not on that path (a `numpy.py` in it is never imported); `PYTHONPAT
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from subprocess import DEVNULL, Popen
 
 _BOOT = """\
-import gc, importlib.util, json, sys
+import ctypes, gc, importlib.util, json, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 gc.disable()  # imports make no garbage
-init, folder, module, arguments = sys.argv[1:]
+init, folder, module, arguments, death_signal = sys.argv[1:]
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, int(death_signal), 0, 0, 0)  # PR_SET_PDEATHSIG
 spec = importlib.util.spec_from_file_location("pipedist", init, submodule_search_locations=[folder])
 package = importlib.util.module_from_spec(spec)
 sys.modules["pipedist"] = package
@@ -37,11 +43,51 @@ THREAD_VARIABLES = (
 """Variables from which numeric libraries read their number of threads when they are loaded."""
 
 
-def command(module: str, arguments: Mapping[str, object]) -> list[str]:
-    """Return the command line that calls `main(arguments)` of a module.
+def start(
+    module: str,
+    arguments: Mapping[str, object],
+    *,
+    env: Mapping[str, str],
+    death_signal: signal.Signals,
+    pass_fds: tuple[int, ...],
+    stdin: int = DEVNULL,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> Popen[bytes]:
+    """Start a process that calls `main(arguments)` of a module, in a process group of its own.
 
-    `arguments` are JSON values, and no secrets: other users can see command lines.
+    The process ignores SIGINT from its first instruction: the driver handles Ctrl-C, and imports that are interrupted
+    print a traceback. The kernel sends it `death_signal` when the thread that calls this function ends: only SIGCONT,
+    which lets a stopped process notice the end of its parent, is safe in every thread.
+
+    Args:
+        arguments: JSON values, and no secrets: other users can see command lines.
     """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the process inherits it
+    try:
+        return Popen(
+            _command(module, arguments, death_signal),
+            env=env,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=pass_fds,
+            process_group=0,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def kill_group(pid: int) -> None:
+    """Kill the process group of a process that `start` or the fork server has started.
+
+    It may have been reaped just before: the kernel assigns process ids in turn, so none is reused at once.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: only zombies are left
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _command(module: str, arguments: Mapping[str, object], death_signal: int) -> list[str]:
     folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     flags = ["-P"]
     if sys.flags.isolated:
@@ -51,7 +97,17 @@ def command(module: str, arguments: Mapping[str, object]) -> list[str]:
     if sys.flags.no_user_site:
         flags.append("-s")
     init = os.path.join(folder, "__init__.py")
-    return [sys.executable, *flags, "-c", _BOOT, init, folder, module, json.dumps(arguments)]
+    return [
+        sys.executable,
+        *flags,
+        "-c",
+        _BOOT,
+        init,
+        folder,
+        module,
+        json.dumps(arguments),
+        str(int(death_signal)),
+    ]
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -84,7 +84,6 @@ def run_process(
     set_process_name(WORKER_NAME)
     keep_freed_pages()
     set_task(settings.task)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler handles the terminal's Ctrl-C
     process_setup.handle_signals(process_setup.do_nothing)  # also sent by `timeout`, or a closed terminal
     process_setup.detect_copies()
     label = f"pipedist worker {settings.worker}"
@@ -239,6 +238,8 @@ def _print_to_stderr(text: str) -> None:
 def main(arguments: Mapping[str, Any]) -> None:
     """Run the worker process of a `pipedist.worker.supervisor.WorkerProcess`, then exit."""
     die_with(int(arguments["parent"]))
+    process_setup.life = int(arguments["life"])
+    os.set_inheritable(process_setup.life, False)
     sys.path.extend(arguments["code"])  # copies of the spec's modules come after installed packages
     os.dup2(2, 1)  # output of user code to descriptor 1 must not mix with the supervisor's output
     settings = WorkerSettings(**arguments["settings"])

@@ -9,6 +9,7 @@ soon it is called.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -62,7 +63,7 @@ def set_process_name(name: str) -> None:
 def die_with(parent_pid: int) -> None:
     """Let the kernel kill this process, even a stopped one, after its parent.
 
-    The kernel watches the THREAD that started this process: it must be the main thread of its process. If the
+    The kernel watches the THREAD that started this process: it must not end before its process. If the
     parent has ended already, this process ends here.
     """
     if sys.platform == "linux":
@@ -95,6 +96,7 @@ def keep_freed_pages() -> None:
 _HANDLED = (signal.SIGTERM, signal.SIGHUP)  # a request to workers and supervisors, or without effect
 
 is_copy = False  # whether this process is a copy of a worker
+life = -1  # write end of a pipe that ends with this program: its parent process sees an exec; -1: none
 _forking = threading.local()  # `mask`: the signals that this thread had blocked before it began to fork
 
 
@@ -122,8 +124,12 @@ def _release_signals() -> None:
 
 
 def _become_copy() -> None:
-    global is_copy
+    global is_copy, life
     is_copy = True
+    if life >= 0:
+        with contextlib.suppress(OSError):  # user code has closed it
+            os.close(life)
+        life = -1
     for number in _HANDLED:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)

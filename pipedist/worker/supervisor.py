@@ -114,7 +114,6 @@ def main(arguments: Mapping[str, Any]) -> None:
     `keys` is the descriptor of the memory with the text of the key file.
     """
     keys = int(arguments["keys"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler handles the terminal's Ctrl-C
     try:
         supervisor = Supervisor(
             str(arguments["endpoint"]),
@@ -328,7 +327,7 @@ class Supervisor:
                 if self._is_given_up(_END_S):  # the worker process is in a call, or would have ended
                     process.end()
                     return ExitCode.UNANSWERED
-                if process.is_stopped():
+                if process.is_stuck():
                     process.end()
                     break
                 self._overdue = self._progress.overdue(time.monotonic_ns())
@@ -490,13 +489,23 @@ class WorkerProcess:
             "settings": asdict(settings),
         }
         self._stopped_since: float | None = None  # when it was stopped (SIGSTOP); None while it runs
-        self._was_stopped = False  # it was stopped for STOPPED_S_MAX
-        self._process = subprocess.Popen(
-            boot.command("pipedist.worker.process", arguments),
-            env=boot.environment(settings.threads),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(progress, cache, proof, *inherited),
-        )
+        self._closed_since: float | None = None  # when its end of the pipe `_life` was closed
+        self._note = ""  # why it must be killed
+        self._life, held = os.pipe()  # an exec closes the worker's end, which its copies do not have
+        try:
+            os.set_blocking(self._life, False)
+            self._process = boot.start(
+                "pipedist.worker.process",
+                {**arguments, "life": held},
+                env=boot.environment(settings.threads),
+                death_signal=signal.SIGKILL,  # this thread ends the process before it ends
+                pass_fds=(progress, cache, proof, held, *inherited),
+            )
+        except BaseException:
+            os.close(self._life)
+            raise
+        finally:
+            os.close(held)
 
     @property
     def code(self) -> int | None:
@@ -512,15 +521,37 @@ class WorkerProcess:
             self._process.wait(timeout_s)
 
     def end(self, *, grace_s: float = 0.0) -> int:
-        """Kill it if it has not ended within `grace_s`; return its exit code."""
+        """Kill it if it has not ended within `grace_s`, and what it has started; return its exit code."""
         if grace_s:
             self.wait(grace_s)
         if self._process.poll() is None:
             self._process.kill()
-        return self._process.wait()
+        code = self._process.wait()
+        if self._life >= 0:
+            boot.kill_group(self._process.pid)
+            os.close(self._life)
+            self._life = -1
+        return code
 
-    def is_stopped(self) -> bool:
-        """Return whether it has been stopped for STOPPED_S_MAX."""
+    def is_stuck(self) -> bool:
+        """Return whether it has been stopped for STOPPED_S_MAX, or another program has replaced it (exec)."""
+        now = time.monotonic()
+        if self._is_stopped(now):
+            self._note = f"stopped for {STOPPED_S_MAX:g} s"
+        elif self._is_closed(now):
+            self._note = "replaced by another program (exec)"
+        else:
+            self._note = ""
+        return bool(self._note)
+
+    def _is_closed(self, now: float) -> bool:
+        if self._closed_since is None:
+            with contextlib.suppress(BlockingIOError):  # the worker holds the other end
+                os.read(self._life, 1)
+                self._closed_since = now
+        return self._closed_since is not None and now - self._closed_since >= _END_S
+
+    def _is_stopped(self, now: float) -> bool:
         if not hasattr(os, "waitid"):  # macOS: a stopped process is not noticed
             return False
         try:
@@ -528,11 +559,9 @@ class WorkerProcess:
         except ChildProcessError:  # it has just ended
             return False
         if change is not None:
-            self._stopped_since = time.monotonic() if change.si_code == os.CLD_STOPPED else None
-        since = self._stopped_since
-        self._was_stopped = since is not None and time.monotonic() - since >= STOPPED_S_MAX
-        return self._was_stopped
+            self._stopped_since = now if change.si_code == os.CLD_STOPPED else None
+        return self._stopped_since is not None and now - self._stopped_since >= STOPPED_S_MAX
 
     def describe(self, code: int) -> str:
         text = describe_exit(code)
-        return f"stopped for {STOPPED_S_MAX:g} s, then killed with {text}" if self._was_stopped else text
+        return f"{self._note}, then killed with {text}" if self._note else text

@@ -162,7 +162,7 @@ class Ended:
     def __init__(self, code: int | None) -> None:
         self.code = code
 
-    def is_stopped(self) -> bool:
+    def is_stuck(self) -> bool:
         return False
 
     def wait(self, timeout_s: float) -> None:
@@ -216,15 +216,15 @@ async def test_a_process_that_goes_on_was_not_stopped_for_too_long(
         for seconds in (2.9, 3.1):
             os.kill(pid, signal.SIGSTOP)
             wait_state(pid, "T")
-            assert not process.is_stopped()
+            assert not process.is_stuck()
             clock.now += seconds
             if seconds < 3:
-                assert not process.is_stopped()
+                assert not process.is_stuck()
                 assert process.describe(-9) == "signal 9 (SIGKILL)"  # killed for another reason
                 os.kill(pid, signal.SIGCONT)
                 clock.now += 100.0  # not checked meanwhile
-                assert not process.is_stopped()
-        assert process.is_stopped()
+                assert not process.is_stuck()
+        assert process.is_stuck()
         assert process.describe(-9) == "stopped for 3 s, then killed with signal 9 (SIGKILL)"
     finally:
         process.end()

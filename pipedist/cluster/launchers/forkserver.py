@@ -7,8 +7,12 @@ Nothing is left behind, whichever process is killed:
 
 * The launcher closes the control socket or dies: the socket ends (or, if a process that the user forked
   still holds the other end, the launcher's pidfd becomes readable). The server kills all workers with
-  SIGKILL, stopped ones too, and ends. If the launcher died, the server removes its directory of sockets.
-* The server dies: the kernel kills its workers (PR_SET_PDEATHSIG; the server's only thread forks them).
+  SIGKILL, stopped ones too, removes the directory of sockets, and ends. If the server is stopped when the
+  launcher's process dies, the kernel continues it (PR_SET_PDEATHSIG).
+* The server dies: the kernel kills its workers (PR_SET_PDEATHSIG; the server's only thread forks them), and
+  the launcher kills what these have started.
+* A worker ends, however: the server kills its process group, with the processes that user code has started and
+  left. The server has a group of its own too: a signal to the driver's group can't end both at once.
 
 A worker that hangs can't reply. So each worker notes what it executes, and how long that may take, in memory
 shared with the server (`pipedist.worker.progress`), which checks it while the launcher requests that. Peers
@@ -52,8 +56,9 @@ from typing import Any
 import msgpack
 
 import pipedist.worker.process as worker_process
-from pipedist.transport.endpoints import remove_private_directory
-from pipedist.worker.boot import describe_exit
+import pipedist.worker.process_setup as process_setup
+from pipedist.transport.endpoints import remove_private_directory, remove_stale_directories
+from pipedist.worker.boot import describe_exit, kill_group
 from pipedist.worker.process import ExitCode
 from pipedist.worker.process_setup import (
     FORK_SERVER_NAME,
@@ -70,6 +75,10 @@ _LAUNCHER_END_S = 2.0
 """How long the process of a launcher whose socket has ended may take to end."""
 _EXIT_S_MAX = 1.0
 """How long a process may take to end after it has closed its descriptors."""
+_UNSENT_BYTES_MAX = 65_536
+"""Messages for a launcher that reads none, beyond which the server reads no requests."""
+_FLUSH_S = 1.0
+"""How long the last messages may take to be sent."""
 _CGROUPS = Path("/proc/self/cgroup")
 _CGROUP_MOUNT = Path("/sys/fs/cgroup")
 
@@ -122,6 +131,9 @@ class ForkServer:
         self._is_dismissed = False
         """The launcher has sent "end"."""
         self._unpacker = msgpack.Unpacker()
+        self._unsent = bytearray()
+        self._gates: list[int] = []
+        """Pipes whose end lets a worker begin, when the launcher has been sent its process id."""
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._wake_up, self._wake_up_end = socket.socketpair()
@@ -134,6 +146,7 @@ class ForkServer:
         self._wake_up_end.setblocking(False)
         signal.set_wakeup_fd(self._wake_up_end.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, do_nothing)  # the signal is read from the wake-up descriptor
+        self._control.setblocking(False)
         self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
         self._selector.register(self._wake_up, selectors.EVENT_READ, self._on_child)
         # Not Linux, a sandbox forbids it, or the launcher is gone: the control socket is the only lifeline.
@@ -145,8 +158,10 @@ class ForkServer:
                 pass
         finally:
             self._kill_all()
-            if self._directory and not self._is_dismissed and self._launcher_is_gone():
+            if self._is_dismissed or self._launcher_is_gone():
                 remove_private_directory(self._directory)
+            if not self._is_dismissed:  # it may have died before it could name its directory
+                remove_stale_directories()
 
     def _launcher_is_gone(self) -> bool:
         """Return whether the launcher's process has ended, soon after its socket."""
@@ -174,8 +189,14 @@ class ForkServer:
         return timeout_s if self._check_s is None else min(timeout_s, self._check_s)
 
     def _on_control(self) -> bool:
+        if self._unsent and not self._flush():
+            return False
+        if len(self._unsent) > _UNSENT_BYTES_MAX:
+            return True
         try:
             data = self._control.recv(_READ_BYTES)
+        except BlockingIOError:  # it was writable only
+            return True
         except ConnectionError:
             return False
         self._unpacker.feed(data)
@@ -189,7 +210,7 @@ class ForkServer:
             elif kind == "serve":
                 self._directory, self._stopped_s_max = rest
             elif kind == "end":
-                self._is_dismissed = True
+                self._is_dismissed = True  # and its process may die before it removes the directory
             else:
                 raise ValueError(f"unknown control message: {kind!r}")
         return bool(data)
@@ -220,21 +241,20 @@ class ForkServer:
             text = f"can't fork a worker process: {error.strerror}"
             self._send("exited", worker, incarnation, 0, None, None, text, None, False)
             return
-        waits, opens, life, _held = ends
+        waits, opens, life, held = ends
         if pid == 0:
-            if memory >= 0:
-                os.close(memory)
-            os.close(opens)
-            os.close(life)
-            os.read(waits, 1)  # the launcher must know the process id before the worker joins
-            os.close(waits)
-            _run_worker(self, settings, progress)
+            for end in (opens, life) if memory < 0 else (opens, life, memory):
+                os.close(end)
+            _run_worker(self, settings, progress, waits, held)
+        with suppress(ProcessLookupError, PermissionError):  # it has just ended
+            os.setpgid(pid, pid)  # here too: it may be killed before it runs
         os.close(waits)
-        os.close(_held)
+        os.close(held)
         child = self._children[pid] = _Child(worker, incarnation, pid, progress, memory, life)
         self._selector.register(life, selectors.EVENT_READ, lambda: self._on_closed(child))
+        self._gates.append(opens)
         self._send("started", worker, incarnation, pid, memory)
-        os.close(opens)
+        self._open_gates()
 
     def close_in_child(self) -> None:
         """Close what belongs to the server, in a worker right after the fork."""
@@ -245,6 +265,8 @@ class ForkServer:
             end.close()
         if self._lifeline >= 0:
             os.close(self._lifeline)
+        for gate in self._gates:
+            os.close(gate)
         for child in self._children.values():
             child.close()
         self._children.clear()
@@ -319,6 +341,7 @@ class ForkServer:
 
     def _report_exit(self, child: _Child, status: int) -> None:
         del self._children[child.pid]
+        kill_group(child.pid)
         self._close_life(child)
         ended = os.waitstatus_to_exitcode(status)
         code, signum = (ended, None) if ended >= 0 else (None, -ended)
@@ -336,10 +359,40 @@ class ForkServer:
             _kill(child)
         for child in list(self._children.values()):
             self._report_exit(child, os.waitpid(child.pid, 0)[1])
+        until = time.monotonic() + _FLUSH_S
+        while self._flush() and self._unsent and (left_s := until - time.monotonic()) > 0:
+            select.select([], [self._control], [], left_s)
 
     def _send(self, *items: object) -> None:
-        with suppress(ConnectionError):  # the launcher is gone; the next step notices it
-            self._control.sendall(msgpack.packb(items))
+        """Send a message; never wait: the launcher may be stopped."""
+        self._unsent += msgpack.packb(items)
+        self._flush()
+
+    def _flush(self) -> bool:
+        """Send what the socket takes; return False when the launcher is gone."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._control.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except ConnectionError:
+            self._unsent.clear()
+            return False
+        self._await_control()
+        self._open_gates()
+        return True
+
+    def _open_gates(self) -> None:
+        while self._gates and not self._unsent:
+            os.close(self._gates.pop())
+
+    def _await_control(self) -> None:
+        """Wait until the socket is writable, if messages are unsent, and readable, unless there are too many."""
+        events = selectors.EVENT_WRITE if self._unsent else 0
+        if len(self._unsent) <= _UNSENT_BYTES_MAX:
+            events |= selectors.EVENT_READ
+        if self._control in self._selector.get_map():
+            self._selector.modify(self._control, events, self._on_control)
 
 
 class OutOfMemoryKills:
@@ -409,15 +462,22 @@ def _close_memory(progress: CallProgress, memory: int) -> None:
 
 def _kill(child: _Child) -> None:
     child.was_killed = True
-    os.kill(child.pid, signal.SIGKILL)
+    os.kill(child.pid, signal.SIGKILL)  # user code may have moved it to another group
+    kill_group(child.pid)
 
 
-def _run_worker(server: ForkServer, settings: Mapping[str, Any], progress: CallProgress) -> None:
+def _run_worker(
+    server: ForkServer, settings: Mapping[str, Any], progress: CallProgress, waits: int, life: int
+) -> None:
     """Run a worker in this forked process; never return."""
     code: int = ExitCode.DEFECT
     try:
-        server.close_in_child()
         die_with(server.pid)
+        os.setpgid(0, 0)
+        process_setup.life = life
+        os.read(waits, 1)  # the launcher must know the process id before the worker joins
+        os.close(waits)
+        server.close_in_child()
         code = worker_process.run_process(WorkerSettings(**settings), progress)
     except BaseException:
         traceback.print_exc()
@@ -433,11 +493,11 @@ def _run_worker(server: ForkServer, settings: Mapping[str, Any], progress: CallP
 def main(arguments: Mapping[str, Any]) -> None:
     """Run the fork server, then exit."""
     set_process_name(FORK_SERVER_NAME)
-    # A terminal, `timeout` or `systemctl stop` signal all processes of a run. The scheduler handles that, and
-    # its workers, which inherit this, finish their calls.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # `timeout` or `systemctl stop` signal all processes of a run. The scheduler handles that, and its workers,
+    # which inherit this, finish their calls. Neither may the terminal stop them, which are in its background.
     handle_signals(do_nothing)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # it was blocked by the launcher until here
+    for number in (signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(number, signal.SIG_IGN)
     control = socket.socket(fileno=int(arguments["control"]))
     control.set_inheritable(False)
     gc.freeze()  # a collection in a worker then does not copy the pages that it shares with the server

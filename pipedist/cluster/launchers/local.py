@@ -25,7 +25,7 @@ from pipedist.cluster.launchers.server import END_S, ServerProcess, take
 from pipedist.coordinator.launcher import WorkerExit
 from pipedist.errors import LocalProtocolError, UsageError
 from pipedist.transport.endpoints import private_directory_of
-from pipedist.worker.boot import describe_exit
+from pipedist.worker.boot import describe_exit, kill_group
 from pipedist.worker.process_setup import WorkerSettings
 from pipedist.worker.progress import Running, unpack_running
 
@@ -196,13 +196,15 @@ class LocalLauncher:
         self.on_exit(exit_)
 
     def _on_server_end(self, server: _Connection) -> None:
-        """Report the workers of a server that has ended: the kernel kills them."""
+        """Report the workers of a server that has ended: the kernel kills them, but not what they started."""
         self._old_servers.append(server)
         self._server = None
         code = server.process.code(within_s=_GONE_S)
         how = "unknown" if code is None else describe_exit(code)
         text = f"its fork server, process {server.process.pid}, ended ({how})"
         for (worker, incarnation), pid in list(self._workers.items()):
+            if pid:
+                kill_group(pid)
             self._report_exit(WorkerExit(worker, incarnation, pid, None, signal.SIGKILL, text))
 
 

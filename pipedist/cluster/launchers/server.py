@@ -143,18 +143,14 @@ def _inherited() -> tuple[object, ...]:
 
 def _exec(control: socket.socket, threads: int) -> subprocess.Popen[bytes]:
     arguments = {"control": control.fileno(), "launcher": os.getpid()}
-    # The server inherits the mask: a Ctrl-C must not end it before it ignores the signal.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        return subprocess.Popen(
-            boot.command("pipedist.cluster.launchers.forkserver", arguments),
-            env=boot.environment(threads),
-            pass_fds=(control.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=_stderr(),  # what user code writes to descriptor 1 must not mix with our output
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return boot.start(
+        "pipedist.cluster.launchers.forkserver",
+        arguments,
+        env=boot.environment(threads),
+        death_signal=signal.SIGCONT,
+        pass_fds=(control.fileno(),),
+        stdout=_stderr(),  # what user code writes to descriptor 1 must not mix with our output
+    )
 
 
 def _stderr() -> int:

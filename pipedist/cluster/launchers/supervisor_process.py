@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -139,9 +140,11 @@ class SupervisorProcess:
         with self._lock:
             if self._closing:
                 return None
-            process = self._process = subprocess.Popen(
-                boot.command("pipedist.worker.supervisor", arguments),
+            process = self._process = boot.start(
+                "pipedist.worker.supervisor",
+                arguments,
                 env=_environment(join.code),
+                death_signal=signal.SIGCONT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
