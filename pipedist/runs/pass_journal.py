@@ -187,6 +187,11 @@ class PassJournal:
         log = self._logs[file] = self._journal.log(file, self.before.logs.get(file))
         return log
 
+    def flush(self) -> None:
+        """Write the buffered entries of all logs; nothing is appended meanwhile."""
+        for log in [*self._logs.values()]:
+            log.flush()
+
     def is_open(self, name: str) -> bool:
         """Return whether a log is open, and not dropped."""
         return f"{file_name(self._key, name)}.log" in self._logs
