@@ -10,9 +10,20 @@ Names are imported on first use, so that `import pipedist` alone is fast.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from pipedist._version import __version__
+
+# Whether an array is copied before it is sent, or reused for the next result, depends on its number of references
+# (`worker.array_isolation`, `collectives.folding`); without the GIL that number is not exact, and an array that user
+# code still changes would be sent. Threads also share plain dicts and lists. Copying always would cover the first
+# only, and no other build is tested, so such a build is refused as a whole.
+if "t" in getattr(sys, "abiflags", ""):
+    raise ImportError(
+        f"pipedist needs Python with a GIL, and {sys.executable} is a free-threaded build: without the GIL, results "
+        "could change after they are returned. Install a standard build of Python, and create the environment with it."
+    )
 
 if TYPE_CHECKING:
     from pipedist.cluster.base import LocalCluster

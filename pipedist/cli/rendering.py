@@ -179,9 +179,9 @@ def summarize_file(path: Path) -> str:
 def _rows(path: Path) -> int:
     if path.suffix == ".jsonl":
         return path.read_bytes().count(b"\n")
-    import csv  # quoted cells may contain line feeds
+    from pipedist.datasets.sources.row_files import csv_of_long_fields  # quoted cells may contain line feeds
 
-    csv.field_size_limit(SCANNED_BYTES_MAX)
+    csv = csv_of_long_fields(SCANNED_BYTES_MAX)
     with path.open(encoding="utf-8", newline="", errors="surrogatepass") as file:
         return max(0, sum(1 for _ in csv.reader(file)) - 1)  # without the header
 

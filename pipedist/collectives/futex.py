@@ -1,4 +1,4 @@
-"""Wait on a word of shared memory (futex), and the memory fences that plain Python stores lack.
+"""Wait on a word of shared memory (futex).
 
 `wait` and `wake` use libc's `syscall`, because Python has no wrapper for futex. If the system call is
 unavailable (another processor or system, a sandbox that blocks it), `wait` sleeps for 1 ms instead: every
@@ -11,7 +11,6 @@ import ctypes
 import errno
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -25,25 +24,6 @@ _POLL_S: Final = 0.001
 
 class _Timespec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
-
-
-_fence_lock = threading.local()
-
-
-def fence() -> None:
-    """Order the loads and stores of this thread before the call with those after it (full fence).
-
-    Releasing and then taking a lock is a release followed by an acquire in every implementation of
-    Python's locks (POSIX semaphores, PyMutex), and these two keep their order: together a full fence
-    on aarch64 as on x86-64, where one locked instruction is one by itself.
-    """
-    try:
-        lock = _fence_lock.lock
-    except AttributeError:
-        lock = _fence_lock.lock = threading.Lock()
-        lock.acquire()
-    lock.release()
-    lock.acquire(False)
 
 
 def _system_call() -> Callable[..., int] | None:

@@ -31,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedist.collectives import futex
+from pipedist.core.memory_order import fence
 from pipedist.errors import PipedistError
 
 _MAGIC: Final = b"pdgang\0\1"
@@ -101,7 +102,7 @@ class SegmentOwner:
     def abort(self, serial: int) -> None:
         """Abort all attempts up to this serial: wake waiting members; others notice soon."""
         self._abort_word[0] = max(serial, self._abort_word[0])
-        futex.fence()
+        fence()
         start = _address(self._memory)
         for member in range(self._replicas):
             futex.wake(start + _HEADER_BYTES + member * BLOCK_BYTES)

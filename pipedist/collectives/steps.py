@@ -28,7 +28,7 @@ Rules
   whether the others get the result must not depend on timing.
 
 Order. The stores of a step must be visible before the ARRIVAL that announces them, and be loaded after
-it. On x86-64 (TSO) they are. Elsewhere (aarch64) `futex.fence` separates them: data, fence, ARRIVAL; and
+it. On x86-64 (TSO) they are. Elsewhere (aarch64) `fence` separates them: data, fence, ARRIVAL; and
 ARRIVAL load, fence, data. Words are 8 bytes, aligned, written by one store each. x86-64 needs a fence
 only before sleeping: SLEEPS = 1, fence, load ARRIVAL again; against ARRIVAL = s, fence, load SLEEPS. At
 least one of both sees the other's store. No sleep is longer than `SLICE_S`.
@@ -41,7 +41,6 @@ the step, which changes). Only then check the abort word, ended members, and the
 from __future__ import annotations
 
 import os
-import platform
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -49,6 +48,7 @@ from typing import Final
 from pipedist.collectives import futex
 from pipedist.collectives.channel import GangAborted, StallPolicy
 from pipedist.collectives.segment import ABORT_AT, BLOCK_BYTES, GangSegment
+from pipedist.core.memory_order import IS_TSO, fence
 
 SLICE_S: Final = 0.02
 """Longest sleep, seconds: bounds how late an abort or the end of a member is noticed."""
@@ -61,7 +61,6 @@ _BLOCK: Final = BLOCK_BYTES // 8
 _RETURNED, _FAILED = 1, 2
 _SPINS: Final = 150  # loads before yielding the core; one takes about 50 ns
 _YIELDS: Final = 150  # yields before sleeping
-_IS_TSO: Final = platform.machine() in ("x86_64", "AMD64")
 _STEP_MASK: Final = 0xFFFFFFFF
 
 
@@ -131,15 +130,15 @@ class Steps:
     def end(self, *, returned: bool) -> None:
         """Announce that this member reaches no further step."""
         self._words[self._mine + self._ended] = self._begin | (_RETURNED if returned else _FAILED)
-        futex.fence()
+        fence()
         futex.wake(self._address + 8 * self._mine)
 
     def _announce(self, arrival: int) -> None:
         words = self._words
-        if not _IS_TSO:
-            futex.fence()
+        if not IS_TSO:
+            fence()
         words[self._mine] = arrival
-        futex.fence()
+        fence()
         for sleeps in self._sleeps:
             if words[sleeps]:
                 futex.wake(self._address + 8 * self._mine)
@@ -159,8 +158,8 @@ class Steps:
             if not may_end:
                 raise GangAborted(f"member {self._others[place]} left during a collective")
             returned.append(self._others[place])
-        if not _IS_TSO:
-            futex.fence()
+        if not IS_TSO:
+            fence()
         return returned
 
     def _await_long(self, place: int, target: int, policy: StallPolicy) -> bool:
@@ -190,7 +189,7 @@ class Steps:
                     deadline = time.monotonic() + policy.timeout_s
                 continue
             words[mine] = 1
-            futex.fence()
+            fence()
             value = words[arrival]
             if value < target:
                 futex.wait(self._address + 8 * arrival, value & _STEP_MASK, min(SLICE_S, deadline - now))
@@ -201,7 +200,7 @@ class Steps:
         words, arrival = self._words, self._arrivals[place]
         # A member ends after its last arrival, so a reader that sees the end also sees that arrival.
         ended = words[arrival + self._ended]
-        futex.fence()
+        fence()
         value = words[arrival]
         if value > self._last:
             value = words[arrival + _BEFORE]

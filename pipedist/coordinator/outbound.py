@@ -1,26 +1,30 @@
 """The execution of the scheduler's commands on workers and passes.
 
-Nothing here waits, and sends never block. Before a lease, a worker is sent what it needs once: the pass's program,
-the user's code if it is on another host, and the versions of the states that the lease reads.
+Nothing here waits, and sends never block; data that must be read is read by its pass, in a thread. Before a lease,
+a worker is sent what it needs once: the pass's program, the user's code if it is on another host, and the versions
+of the states that the lease reads.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from pipedist.coordinator.gang_relay import GangRelay
-from pipedist.coordinator.pass_handle import PassHandle
+from pipedist.coordinator.pass_handle import PassHandle, ReadJob
 from pipedist.coordinator.passes import OpenPasses
 from pipedist.coordinator.results import Chunk
 from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.coordinator.worker_registry import VERSIONS_KEPT, Peer
 from pipedist.core.types import Tree
-from pipedist.datasets.feeds import ElementRanges
+from pipedist.datasets.feeds import ElementRanges, ShardRead
 from pipedist.errors import LocalProtocolError, PipedistError, WorkersLost
 from pipedist.protocol import messages as msg
 from pipedist.protocol.code_archive import CodeSnapshot, CodeTooLarge, take
 from pipedist.protocol.codec import Frame, encode
+from pipedist.protocol.program import Shards
 from pipedist.scheduler import Event
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
@@ -51,6 +55,7 @@ class CommandExecutor:
         self._pool = pool
         self._states = states
         self._programs = ProgramDistributor(pool)
+        self._leases = LeaseOrder(pool)
         self._gangs = gangs
         self._handles = passes.handles
 
@@ -77,13 +82,14 @@ class CommandExecutor:
                 self._handles[pass_id].want(count)
             case cmd.SendBind(worker, pass_id):
                 self._programs.bind(worker, self._handles[pass_id])
-            case cmd.SendRecall(worker, lease, pass_id, lo, hi):
-                self._pool.send(worker, msg.Recall(lease, pass_id, lo, hi))
+            case cmd.SendRecall():
+                self._send_recall(command)
             case cmd.SendCommitted(worker, pass_id, before):
                 self._pool.send(worker, msg.Committed(pass_id, before))
             case cmd.SendUnbind(worker, pass_id):
                 self._pool.send(worker, msg.Unbind(pass_id))
             case cmd.SendCancel(worker, lease):
+                self._leases.withdraw(worker, lease)
                 self._pool.send(worker, msg.Cancel(lease))
             case cmd.StepFailed(pass_id, step, failures):
                 self._handles[pass_id].step_failed(step, failures[0])
@@ -106,49 +112,167 @@ class CommandExecutor:
             case _:
                 raise LocalProtocolError(f"the coordinator knows no command {command!r}")
 
+    def _send_recall(self, command: cmd.SendRecall) -> None:
+        worker = command.worker
+        recall = msg.Recall(command.lease, command.pass_id, command.lo, command.hi)
+        outgoing = self._leases.add([(worker, command.lease)], lambda _: self._pool.send(worker, recall))
+        self._leases.ready(outgoing, [])
+
     def _send_calls(self, handle: PassHandle, command: cmd.SendAssign) -> None:
         worker, lease, lo, hi = command.worker, command.lease, command.lo, command.hi
-        payload = self._payload(handle, worker, lease, lo, hi, command.elements)
-        if payload is not None:
-            sent = sum(end - start for start, end in command.elements)
-            head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent)
-            self._pool.send(worker, head, payload)
+        sent = sum(end - start for start, end in command.elements)
+        head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent)
+        outgoing = self._leases.add(
+            [(worker, lease)], lambda payloads: self._pool.send(worker, head, payloads[0])
+        )
+        self._fill(handle, outgoing, [cmd.GangAssignment(worker, lease, lo, hi)], command.elements)
 
     def _send_gang(self, handle: PassHandle, command: cmd.SendGang) -> None:
         """Send each member its calls; if those of one can't be sent, send none."""
         segment = self._gangs.begin(command)
-        payloads: list[list[Frame]] = []
-        for worker, lease, lo, hi in command.parts:
-            payload = self._payload(handle, worker, lease, lo, hi)
-            if payload is None:
+        pass_id, attempt, serial, members = (
+            command.pass_id,
+            command.attempt,
+            command.serial,
+            len(command.parts),
+        )
+
+        def send(payloads: list[list[Frame]]) -> None:
+            for member, (worker, lease, lo, hi) in enumerate(command.parts):
+                head = msg.AssignGang(lease, pass_id, lo, hi, attempt, serial, member, members, segment)
+                self._pool.send(worker, head, payloads[member])
+
+        outgoing = self._leases.add([(part.worker, part.lease) for part in command.parts], send)
+        self._fill(handle, outgoing, command.parts)
+
+    def _fill(
+        self,
+        handle: PassHandle,
+        outgoing: Outgoing,
+        parts: Sequence[cmd.GangAssignment],
+        elements: ElementRanges = (),
+    ) -> None:
+        """Get the data of leases, in a thread if that may block, and let the leases be sent."""
+        requests: list[Shards | ShardRead] = []
+        for worker, lease, lo, hi in parts:
+            local = self._pool.reads(worker, handle.id)
+            try:
+                requests.append(handle.request(lo, hi, local=local, elements=elements))
+            except Exception as error:  # reading the user's data may raise anything
+                self._not_sent(handle, outgoing, lo, hi, lease, error)
                 return
-            payloads.append(payload)
-        pass_id, attempt, serial, members = command.pass_id, command.attempt, command.serial, len(payloads)
-        for member, (worker, lease, lo, hi) in enumerate(command.parts):
-            head = msg.AssignGang(lease, pass_id, lo, hi, attempt, serial, member, members, segment)
-            self._pool.send(worker, head, payloads[member])
 
-    def _payload(
-        self, handle: PassHandle, worker: str, lease: int, lo: int, hi: int, elements: ElementRanges = ()
-    ) -> list[Frame] | None:
-        """Send the states that calls [lo, hi) read, and return their payload.
+        def read() -> list[Shards]:
+            return [request() if callable(request) else request for request in requests]
 
-        If that fails, the pass fails if it has a feed; otherwise the steps of these calls fail.
-        """
-        try:
-            shards = handle.shards(lo, hi, local=self._pool.reads(worker, handle.id), elements=elements)
-            payload = encode([shards.ids, shards.locations, shards.values, shards.states])
-            if shards.states:
-                self._states.send(worker, shards.states)
-        except Exception as error:  # reading the user's data may raise anything
-            if handle.has_feed:
-                handle.fail(error)
-                self._post(ev.PassClosed(handle.id))
-            else:
-                handle.not_sent(lo, hi, lease, error)
-                self._post(ev.LeaseNotSent(lease))
-            return None
-        return payload
+        def on_read(shards: list[Shards] | Exception) -> None:
+            if outgoing.is_dropped:
+                return
+            if isinstance(shards, Exception):
+                _, lease, lo, hi = parts[0]
+                self._not_sent(handle, outgoing, lo, hi, lease, shards)
+                return
+            payloads: list[list[Frame]] = []
+            for (worker, lease, lo, hi), part in zip(parts, shards, strict=True):
+                try:
+                    payloads.append(encode([part.ids, part.locations, part.values, part.states]))
+                    if part.states:
+                        self._states.send(worker, part.states)
+                except Exception as error:  # a value can't be serialized
+                    self._not_sent(handle, outgoing, lo, hi, lease, error)
+                    return
+            self._leases.ready(outgoing, payloads)
+
+        if any(callable(request) for request in requests):
+            handle.read(ReadJob(read, lambda: not outgoing.is_dropped, on_read))
+        else:
+            on_read(read())
+
+    def _not_sent(
+        self, handle: PassHandle, outgoing: Outgoing, lo: int, hi: int, lease: int, error: Exception
+    ) -> None:
+        """Fail the pass if it has a feed, otherwise the steps of the calls."""
+        self._leases.drop(outgoing)
+        if handle.has_feed:
+            handle.fail(error)
+            self._post(ev.PassClosed(handle.id))
+        else:
+            handle.not_sent(lo, hi, lease, error)
+            self._post(ev.LeaseNotSent(lease))
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """Leases of one command that are not sent yet: one, or those of a gang.
+
+    Args:
+        places: (connection, lease) of each worker that is a member.
+        send: sends them, given their payloads.
+    """
+
+    places: list[tuple[bytes, int]]
+    send: Callable[[list[list[Frame]]], None]
+    payloads: list[list[Frame]] | None = None
+    is_dropped: bool = False
+
+
+class LeaseOrder:
+    """Sends leases to each worker in the order of the scheduler's commands.
+
+    Data of a lease may be read in a thread; later leases of the same worker are sent after it. The leases of a
+    gang are sent together. Leases of workers that are gone are dropped.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._queues: dict[bytes, deque[Outgoing]] = {}
+        """By connection; the scheduler limits the leases of a worker."""
+
+    def add(self, leases: Sequence[tuple[str, int]], send: Callable[[list[list[Frame]]], None]) -> Outgoing:
+        for identity in [each for each in self._queues if self._pool.of_identity(each) is None]:
+            for outgoing in [*self._queues.pop(identity)]:
+                self.drop(outgoing)
+        peers = [(self._pool.of(worker), lease) for worker, lease in leases]
+        outgoing = Outgoing([(peer.identity, lease) for peer, lease in peers if peer is not None], send)
+        for identity, _ in outgoing.places:
+            self._queues.setdefault(identity, deque()).append(outgoing)
+        return outgoing
+
+    def ready(self, outgoing: Outgoing, payloads: list[list[Frame]]) -> None:
+        outgoing.payloads = payloads
+        self._advance([identity for identity, _ in outgoing.places])
+
+    def withdraw(self, worker: str, lease: int) -> None:
+        """Drop a lease that is not sent yet; with it, those of its gang."""
+        peer = self._pool.of(worker)
+        queue = () if peer is None else self._queues.get(peer.identity, ())
+        for outgoing in [each for each in queue if any(number == lease for _, number in each.places)]:
+            self.drop(outgoing)
+
+    def drop(self, outgoing: Outgoing) -> None:
+        outgoing.is_dropped = True
+        for identity, _ in outgoing.places:
+            queue = self._queues.get(identity)
+            if queue is not None and outgoing in queue:
+                queue.remove(outgoing)
+        self._advance([identity for identity, _ in outgoing.places])
+
+    def _advance(self, identities: list[bytes]) -> None:
+        """Send what is first in the queues of all of its workers."""
+        while identities:
+            queue = self._queues.get(identity := identities.pop())
+            if not queue:
+                self._queues.pop(identity, None)
+                continue
+            first = queue[0]
+            queues = [self._queues[each] for each, _ in first.places if each in self._queues]
+            if first.payloads is None or any(each[0] is not first for each in queues):
+                continue
+            for each in queues:
+                each.popleft()
+            if self._pool.of_identity(identity) is not None:
+                first.send(first.payloads)
+            identities += [each for each, _ in first.places]
 
 
 class ProgramDistributor:

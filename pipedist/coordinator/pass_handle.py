@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import anyio
 import anyio.lowlevel
+import anyio.to_thread
 from msgspec import Struct
 
 from pipedist.coordinator.failures import DeathOutcome, FailurePolicy, call_error
 from pipedist.coordinator.results import Chunk, ResultStore, Slots, key_of
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.types import Tree
-from pipedist.datasets.feeds import ElementRanges, Feed
+from pipedist.datasets.feeds import ElementRanges, Feed, ShardRead
 from pipedist.errors import LocalProtocolError, RunCancelled, RunDrained
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame
@@ -59,6 +60,21 @@ class Batch(Struct, frozen=True):
     first: int
     steps: list[list[Slots]]
     bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class ReadJob:
+    """A read of the data of leases.
+
+    Args:
+        read: reads the data, in a thread.
+        is_needed: whether the leases still wait for it.
+        on_read: called on the event loop with the data, or with the error of `read`.
+    """
+
+    read: Callable[[], list[Shards]]
+    is_needed: Callable[[], bool]
+    on_read: Callable[[list[Shards] | Exception], None]
 
 
 @dataclass(slots=True)
@@ -114,6 +130,9 @@ class PassHandle:
         self._demand = 0
         """Steps that the scheduler has requested, and that were not offered yet."""
         self._demanded = anyio.Event()
+        self._reads: deque[ReadJob] = deque()
+        """At most as many as the leases that the scheduler has assigned."""
+        self._requested = anyio.Event()
         self._complete = False
         self._error: BaseException | None = None
         self._inputs: dict[int, tuple[list[Tree], States | None]] = {}
@@ -244,20 +263,42 @@ class PassHandle:
         self._post(ev.PassClosed(self.id))
 
     async def run_feed(self) -> None:
-        """Offer steps on demand until the feed ends; an error of it ends the pass.
+        """Offer steps on demand until the feed ends, and read data; an error of either ends the pass.
 
         The reader runs this concurrently in a task group of its own, because the feed's resources are
         released only when it has ended.
         """
         if self._feed is None:
             return
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._read_requested, name=f"reads of {self.name}")
+            await self._offer_all(self._feed)
+
+    async def _offer_all(self, feed: Feed) -> None:
         try:
-            while await self._offer(self._feed):
+            while await self._offer(feed):
                 while self._demand <= 0:
                     self._demanded = anyio.Event()
                     await self._demanded.wait()
         except Exception as error:  # the user's own iterator may raise anything: it ends this pass
             self.fail(error)
+
+    async def _read_requested(self) -> None:
+        """Read the data of leases, one after the other, until the pass is over."""
+        while not self._complete and self._error is None:
+            while self._reads:
+                job = self._reads.popleft()
+                if not job.is_needed():
+                    continue
+                shards: list[Shards] | Exception
+                try:
+                    shards = await anyio.to_thread.run_sync(job.read, abandon_on_cancel=True)
+                except Exception as error:  # reading the user's data may raise anything
+                    shards = error
+                job.on_read(shards)
+            self._requested = anyio.Event()
+            if not self._complete and self._error is None:
+                await self._requested.wait()
 
     async def _offer(self, feed: Feed) -> bool:
         """Offer the requested steps; return whether there may be more."""
@@ -292,17 +333,15 @@ class PassHandle:
 
     # -- for the coordinator -------------------------------------------------------------
 
-    def shards(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards:
-        """Return the payload for calls [lo, hi); reading data may raise anything.
+    def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
+        """Return the data of calls [lo, hi), or the function that reads it, for `read`.
 
         Args:
             local: the worker shares this host's files.
             elements: positions of the elements that are sent, for a single call; none: all elements.
         """
         if self._feed is not None:
-            if elements:
-                return self._feed.some(lo, elements, local=local)
-            return self._feed.shards(lo, hi, local=local)
+            return self._feed.request(lo, hi, local=local, elements=elements)
         replicas = self.settings.replicas
         if self.settings.gang:  # all calls of a lease are of one step
             values, states = self._inputs[lo // replicas]
@@ -310,6 +349,11 @@ class PassHandle:
             versions = None if states is None else {name: list(at) for name, at in states.items()}
             return Shards(values=values[first : first + hi - lo], states=versions)
         return Shards(values=[self._inputs[c // replicas][0][c % replicas] for c in range(lo, hi)])
+
+    def read(self, job: ReadJob) -> None:
+        """Read the data of a lease in a thread, after that of earlier leases of the pass."""
+        self._reads.append(job)
+        self._requested.set()
 
     def separable(self, call: int) -> int:
         """Return the number of a call's elements that can be sent separately."""
@@ -411,12 +455,14 @@ class PassHandle:
         while self._left:
             self._left.popitem()[1].set()
         self._changed.set()
+        self._requested.set()
 
     def on_closed(self, error: BaseException) -> None:
         """End the pass with an error, and release everything that it holds."""
         self.fail(error)
         self._store.clear()
         self._visible.clear()
+        self._reads.clear()
         self._inputs.clear()
         self.raised.clear()
 
@@ -424,6 +470,7 @@ class PassHandle:
         """Let `batches` end after the last visible step."""
         self._complete = True
         self._changed.set()
+        self._requested.set()
 
     def on_drained(self) -> None:
         if not self._complete:

@@ -3,13 +3,18 @@
 A feed returns the next steps (`pull`) and the data of a range of calls (`shards`), and discards steps that
 are no longer needed (`release`). With random access and a known length, steps are arithmetic, and nothing
 is read here if the worker can read the source itself. A sequential source is read here, block by block,
-in a thread, and held until its steps are visible.
+and held until its steps are visible.
+
+Everything that may block is read in a thread (`pull`, `request`), and one thread at a time uses a source.
+A read that is cancelled is left to its thread: what it has read is kept for the next `pull`.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 import anyio
@@ -29,7 +34,11 @@ READ_S = 0.01
 READ_BYTES = 2**20  # with READ_S, the limit of one uninterrupted read of a sequential source
 
 
+CLOSE_S = 1.0  # how long `aclose` waits for a read that cannot be interrupted
+
 ElementRanges = Sequence[tuple[int, int]]  # positions in a shard, as ranges [lo, hi)
+
+ShardRead = Callable[[], Shards]  # reads shards, may block, and may run in any thread
 
 
 class StepBatch(Struct, frozen=True):
@@ -66,6 +75,13 @@ class Feed(Protocol):
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
         """Return the data sent for calls [lo, hi)."""
 
+    def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
+        """Return the data sent for calls [lo, hi), or the function that reads it, for a thread.
+
+        `elements`: those of a single call that are sent; none: all.
+        """
+        return self.some(lo, elements, local=local) if elements else self.shards(lo, hi, local=local)
+
     def separable(self, call: int) -> int:
         """Return how many elements of a call `some` can send separately; 0 if it cannot."""
         return 0
@@ -85,6 +101,10 @@ class Feed(Protocol):
     def ids(self, step: int) -> list[Tree]:
         """Return the element ids of each non-empty shard of a step."""
 
+    async def aclose(self) -> None:
+        """Wait up to CLOSE_S for reads that were cancelled, so that the source can be closed."""
+        return
+
 
 class IndexedFeed(Feed):
     """Feeds a source with random access and known length: steps are arithmetic.
@@ -101,6 +121,7 @@ class IndexedFeed(Feed):
         self._shuffle_seed = shuffle_seed
         self._next = 0
         self._orders: dict[int, NDArray[np.int64]] = {}
+        self._reading = threading.Lock()  # held while a thread reads the source
         self._element_bytes = 0.0  # average, once values were sent; then bytes limit leases too
         self._full_parts = sum(1 for n in chunk_sizes(division.batch, division.replicas) if n)
         self.steps_total: int | None = division.steps_per_epoch * epochs
@@ -156,29 +177,22 @@ class IndexedFeed(Feed):
             ) from error
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return ids, locations or values of calls [lo, hi), the smallest that suffices."""
-        read_there = local and self._source.portable
-        shuffled = self._shuffle_seed is not None
-        if read_there and self._source.by_id and not shuffled:
-            return Shards()
-        return self._shards(
-            [self._ids(call) for call in range(lo, hi)], read_there=read_there, send_ids=shuffled
-        )
-
-    def separable(self, call: int) -> int:
-        return len(self._ids(call))
+        found = self.request(lo, hi, local=local)
+        return found() if callable(found) else found
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        ids = np.asarray(self._ids(call), np.int64)[positions(elements)]
-        return self._shards([ids], read_there=local and self._source.portable, send_ids=True)
+        found = self.request(call, call + 1, local=local, elements=elements)
+        return found() if callable(found) else found
 
-    def _shards(
-        self, ids: Sequence[range | NDArray[np.int64]], *, read_there: bool, send_ids: bool
-    ) -> Shards:
-        """Return the data sent for calls with these elements.
-
-        `read_there`: the worker reads them itself. `send_ids`: the ids do not follow from the calls' numbers.
-        """
+    def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
+        """Return ids, locations or values of calls [lo, hi), the smallest that suffices."""
+        read_there = local and self._source.portable
+        send_ids = self._shuffle_seed is not None or len(elements) > 0  # they don't follow from the calls
+        if read_there and self._source.by_id and not send_ids:
+            return Shards()
+        ids = [self._ids(call) for call in range(lo, hi)]
+        if elements:
+            ids = [np.asarray(ids[0], np.int64)[positions(elements)]]
         length = self._division.length
         rows = [
             range(i.start % length, i.start % length + len(i)) if isinstance(i, range) else i % length
@@ -190,9 +204,25 @@ class IndexedFeed(Feed):
                 ids=sent_ids,
                 locations=None if self._source.by_id else [self._source.locate(r) for r in rows],
             )
-        values = [self._source.read(self._source.locate(r)) for r in rows]
-        self._element_bytes = _array_bytes(values) / max(1, sum(map(len, rows)))
-        return Shards(ids=sent_ids, values=values)
+
+        def read() -> Shards:
+            with self._reading:
+                values = [self._source.read(self._source.locate(r)) for r in rows]
+            self._element_bytes = _array_bytes(values) / max(1, sum(map(len, rows)))
+            return Shards(ids=sent_ids, values=values)
+
+        return read() if self._source.in_memory else read
+
+    def separable(self, call: int) -> int:
+        return len(self._ids(call))
+
+    async def aclose(self) -> None:
+        if self._reading.locked():
+            await anyio.to_thread.run_sync(self._wait_for_read)
+
+    def _wait_for_read(self) -> None:
+        if self._reading.acquire(timeout=CLOSE_S):
+            self._reading.release()
 
     def release(self, before: int) -> None:
         """Discard the orders of finished epochs."""
@@ -246,14 +276,17 @@ class SequentialFeed(Feed):
         self._drop_remainder = drop_remainder
         self._epochs = epochs
         self._steps = self._read()
+        self._reading = threading.Lock()  # held by the thread that advances `_steps`
+        self._ahead: deque[_Block] = deque()  # read, and not pulled yet
         self._broken: Exception | None = None
+        self._closed = False
         self._blocks: dict[int, _Block] = {}
         self._next = 0
         self._released = 0
         self.steps_total: int | None = None
         self.reader = ReaderConfig(None, batch, -1, drop_remainder)
 
-    def _read(self) -> Iterator[_Block]:
+    def _read(self) -> Generator[_Block, None, None]:
         length = 0
         for epoch in range(self._epochs):
             index = 0
@@ -293,26 +326,46 @@ class SequentialFeed(Feed):
         return offers
 
     async def _read_in_thread(self, count: int) -> list[_Block]:
-        # On cancellation, do not wait for the user's iterator; its later blocks are discarded.
-        return await anyio.to_thread.run_sync(self._read_some, count, abandon_on_cancel=True)
+        # On cancellation, do not wait for the user's iterator; its later blocks are for the next call.
+        if not self._ahead:
+            await anyio.to_thread.run_sync(self._read_some, count, abandon_on_cancel=True)
+        return [self._ahead.popleft() for _ in range(min(count, len(self._ahead)))]
 
-    def _read_some(self, count: int) -> list[_Block]:
-        """Return the next blocks, at most `count`, within READ_S and READ_BYTES."""
+    def _read_some(self, count: int) -> None:
+        """Read the next blocks, at most `count`, within READ_S and READ_BYTES."""
+        with self._reading:
+            if not self._ahead and not self._closed:  # a cancelled read may have been in progress
+                self._advance(count)
+        if self._closed:
+            self._close()
+
+    def _advance(self, count: int) -> None:
         if self._broken is not None:
             raise self._broken
-        blocks: list[_Block] = []
         size, until = 0, time.monotonic() + READ_S
         try:
             for block in self._steps:
-                blocks.append(block)
+                self._ahead.append(block)
                 size += block.size
-                if len(blocks) == count or size >= READ_BYTES or time.monotonic() >= until:
+                count -= 1
+                if not count or size >= READ_BYTES or time.monotonic() >= until or self._closed:
                     break
         except Exception as error:
             self._broken = error  # blocks read before the error are delivered first
-            if not blocks:
+            if not self._ahead:
                 raise
-        return blocks
+
+    async def aclose(self) -> None:
+        """Close the user's iterator, or have the thread close it that is reading it."""
+        self._closed = True
+        await anyio.to_thread.run_sync(self._close)
+
+    def _close(self) -> None:
+        if self._reading.acquire(blocking=False):
+            try:
+                self._steps.close()
+            finally:
+                self._reading.release()
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
         shards = [self._shard(call) for call in range(lo, hi)]

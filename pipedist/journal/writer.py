@@ -77,7 +77,10 @@ class Journal:
         self._digest = digest
         self._disk = disk
         self._lock = threading.Lock()
+        """Held by one writer at a time, also while the disk works."""
         self._broken: str | None = None
+        self._names = threading.Lock()
+        """Guards the three below, never while the disk works: `log` may be called on an event loop."""
         self._logs: dict[str, RecordLog] = {}
         self._synced: dict[str, int] = {}
         self._fresh_names = False
@@ -141,10 +144,12 @@ class Journal:
         durable = end or EMPTY
         with self._writing():
             fd = self._disk.open(self.folder / name)
-            log = self._logs[name] = RecordLog(fd, durable, self.broke, self._disk)
+            log = RecordLog(fd, durable, self.broke, self._disk)
+            with self._names:  # before a failure, so that `close` closes it
+                self._logs[name] = log
+                self._synced[name] = durable.bytes
+                self._fresh_names = self._fresh_names or end is None
             self._disk.truncate(fd, durable.bytes)
-        self._synced[name] = durable.bytes
-        self._fresh_names = self._fresh_names or end is None
         return log
 
     def commit(
@@ -171,13 +176,14 @@ class Journal:
                 entries.append(
                     _entry(snapshot.key, calls, snapshot, parts, snapshot.quarantined, snapshot.dropped)
                 )
-            for snapshot in snapshots:
-                for name, end in snapshot.logs.items():
-                    if end.bytes > self._synced[name]:
-                        self._disk.sync(self._logs[name].fd)
-                        self._synced[name] = end.bytes
-            if self._fresh_names:
-                self._fresh_names = False
+            ends = [(name, end.bytes) for snapshot in snapshots for name, end in snapshot.logs.items()]
+            with self._names:
+                unsynced = [(name, at, self._logs[name]) for name, at in ends if at > self._synced[name]]
+                has_fresh_names, self._fresh_names = self._fresh_names, False
+            for name, at, log in unsynced:
+                self._disk.sync(log.fd)
+                self._synced[name] = at
+            if has_fresh_names:
                 self._disk.sync_folder(self.folder)
             payload: dict[str, Any] = {"kind": "steps" if phase is None else "phase", "passes": entries}
             if phase is not None:
@@ -214,7 +220,8 @@ class Journal:
             self._disk.sync(fd)
         finally:
             self._disk.close(fd)
-        self._fresh_names = True
+        with self._names:
+            self._fresh_names = True
         return StoredValue(None, file, end_of(buffers))
 
     def end(self, ledger: Mapping[str, int]) -> None:
@@ -233,13 +240,15 @@ class Journal:
 
     def keep(self, names: Iterable[str]) -> None:
         """Remove every file of the folder but the journal, its open files, and these."""
-        kept = {NAME, *names, *self._logs, *self._files.values()}
-        with self._writing():
+        with self._lock, self._writing():
+            with self._names:
+                kept = {NAME, *names, *self._logs, *self._files.values()}
             for path in [path for path in self.folder.iterdir() if path.name not in kept]:
                 self._forget(path.name)
 
     def _forget(self, name: str) -> None:
-        log = self._logs.pop(name, None)
+        with self._names:
+            log = self._logs.pop(name, None)
         if log is not None:
             log.close()
         self._disk.remove(self.folder / name)
@@ -247,9 +256,10 @@ class Journal:
     def close(self) -> None:
         """Close all files; harmless twice."""
         with self._lock:
-            for log in self._logs.values():
+            with self._names:
+                logs, self._logs = list(self._logs.values()), {}
+            for log in logs:
                 log.close()
-            self._logs.clear()
             if self._fd >= 0:
                 self._disk.close(self._fd)
                 self._fd = -1

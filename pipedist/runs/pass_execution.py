@@ -167,6 +167,15 @@ class PassExecution:
 
     async def run(self) -> None:
         """Execute the pass to its end; errors may be in an ExceptionGroup."""
+        try:
+            await self._run()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._feed.aclose()
+        self._folds.deliver(self._values)
+        self._between = self.is_complete = True
+
+    async def _run(self) -> None:
         participant = self._participant
         with ExitStack() as stack:
             self._folds.open(stack)
@@ -185,8 +194,6 @@ class PassExecution:
             for spool in self._spools.values():
                 await anyio.to_thread.run_sync(spool.finish)
             await self._folds.write()
-        self._folds.deliver(self._values)
-        self._between = self.is_complete = True
 
     async def _read(self, tasks: anyio.abc.TaskGroup) -> None:
         """Take all steps, and commit them periodically."""
@@ -214,6 +221,7 @@ class PassExecution:
         await self._took.wait()
         async with self._taking:
             self._took = anyio.Event()
+            await anyio.to_thread.run_sync(durable.flush)  # a snapshot then writes nothing
             taken = self._snapshot(durable)
             others = [(held_out, held_out.steps) for held_out in self.evaluated_by]
             mark = 0 if self._subscription is None else self._subscription.mark
@@ -277,8 +285,11 @@ class PassExecution:
 
     async def _take(self, first: int, epoch: int, steps: list[list[Slots]], step_bytes: int) -> None:
         await self._folds.add(epoch, steps)
+        await self.quarantine.read_inputs(first + len(steps))
         if self._spools:
-            self._keep(first, epoch, steps)
+            places = [self.quarantine.ids(step) for step in range(first, first + len(steps))]
+            counts = [self._feed.elements(step, step + 1) for step in range(first, first + len(steps))]
+            await anyio.to_thread.run_sync(self._keep, epoch, steps, places, counts)
         self.elements += self._feed.elements(first, first + len(steps))
         self.steps = first + len(steps)
         subscription = self._subscription
@@ -291,13 +302,18 @@ class PassExecution:
         if subscription is not None:
             await subscription.room()
 
-    def _keep(self, first: int, epoch: int, steps: list[list[Slots]]) -> None:
-        places = [self.quarantine.ids(step) for step in range(first, first + len(steps))]
+    def _keep(
+        self,
+        epoch: int,
+        steps: list[list[Slots]],
+        places: list[tuple[list[Tree], tuple[int, ...]]],
+        counts: list[int],
+    ) -> None:
+        """Append steps to the spools, in a thread; nothing else uses the spools meanwhile."""
         for name, spool in self._spools.items():
-            for step, parts in enumerate(parts_of(self._kept_slots[name], steps), first):
-                ids, skipped = places[step - first]
-                elements = self._feed.elements(step, step + 1)
-                spool.append(parts, ids, elements=elements, epoch=epoch, skipped=skipped)
+            for at, parts in enumerate(parts_of(self._kept_slots[name], steps)):
+                ids, skipped = places[at]
+                spool.append(parts, ids, elements=counts[at], epoch=epoch, skipped=skipped)
 
     async def _notify_training(self, participant: TrainingParticipant, last: int, epoch: int) -> None:
         ends = await participant.feed.ends_epoch(last)

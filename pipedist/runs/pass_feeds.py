@@ -9,10 +9,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby
 
 import anyio
+import anyio.to_thread
 from msgspec.structs import replace
 
 from pipedist.core.types import Tree
-from pipedist.datasets.feeds import ElementRanges, Feed, IndexedFeed, SequentialFeed, StepBatch
+from pipedist.datasets.feeds import (
+    READ_BYTES,
+    ElementRanges,
+    Feed,
+    IndexedFeed,
+    SequentialFeed,
+    ShardRead,
+    StepBatch,
+)
 from pipedist.errors import FoldError, OutputError, PipedistError
 from pipedist.journal.log_format import EMPTY, LogEntry, RecordLog
 from pipedist.plan import PassPlan, Plan
@@ -73,7 +82,6 @@ class Spool:
         self._elements = array("q", [0])
         """Elements before each step, and in total."""
         self.epochs = array("l")
-        self._latest: tuple[int, list[Tree], list[Tree]] = (-1, [], [])
 
     def _temporary(self) -> RecordLog:
         import tempfile  # rarely needed
@@ -134,13 +142,12 @@ class Spool:
         )
 
     def read(self, step: int) -> tuple[list[Tree], list[Tree]]:
-        if self._latest[0] != step:
-            sizes = self._sizes[self._frames[step] : self._frames[step + 1]]
-            starts = accumulate(sizes, initial=self._starts[step])
-            fd = self._log.fd
-            ids, parts = decode([os.pread(fd, n, at) for n, at in zip(sizes, starts, strict=False)])
-            self._latest = (step, ids, parts)
-        return self._latest[1], self._latest[2]
+        """Return the ids and the values of a step, from the disk."""
+        sizes = self._sizes[self._frames[step] : self._frames[step + 1]]
+        starts = accumulate(sizes, initial=self._starts[step])
+        fd = self._log.fd
+        ids, parts = decode([os.pread(fd, n, at) for n, at in zip(sizes, starts, strict=False)])
+        return ids, parts
 
     def skipped(self, step: int) -> tuple[int, ...]:
         """Return the replicas whose whole shard was quarantined."""
@@ -154,7 +161,6 @@ class Spool:
 
     def close(self) -> None:
         """Close a temporary file; a log of the journal is closed by the journal."""
-        self._latest = (-1, [], [])
         if self._is_temporary:
             self.close_log()
 
@@ -164,12 +170,17 @@ class Spool:
 
 
 class SpoolFeed(Feed):
-    """Feeds the kept values of an earlier phase, in the same steps and shards."""
+    """Feeds the kept values of an earlier phase, in the same steps and shards.
+
+    Steps are read by `pull`, and held until they are released.
+    """
 
     def __init__(self, spool: Spool, replicas: int, batch: int) -> None:
         self._spool = spool
         self._replicas = replicas
         self._next = 0
+        self._held: dict[int, tuple[list[Tree], list[Tree]]] = {}
+        """Ids and values by step."""
         self.steps_total: int | None = len(spool)
         self.reader = ReaderConfig(None, batch, -1, False)
 
@@ -178,7 +189,9 @@ class SpoolFeed(Feed):
 
     async def pull(self, count: int) -> list[StepBatch]:
         spool, first = self._spool, self._next
-        self._next = min(len(spool), first + count)
+        read = await anyio.to_thread.run_sync(self._read, first, count, abandon_on_cancel=True)
+        self._held.update(enumerate(read, first))
+        self._next = first + len(read)
         batches = []
         kinds = groupby(
             range(first, self._next),
@@ -191,13 +204,23 @@ class SpoolFeed(Feed):
             first = last
         return batches
 
+    def _read(self, first: int, count: int) -> list[tuple[list[Tree], list[Tree]]]:
+        """Read at most `count` steps, and no more after READ_BYTES."""
+        spool = self._spool
+        read: list[tuple[list[Tree], list[Tree]]] = []
+        for step in range(first, min(len(spool), first + count)):
+            read.append(spool.read(step))
+            if spool.bytes(first, step + 1) >= READ_BYTES:
+                break
+        return read
+
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
         """Return the kept values of calls [lo, hi)."""
         ids: list[Tree] = []
         values = []
         for call in range(lo, hi):
             step, part = divmod(call, self._replicas)
-            step_ids, step_values = self._spool.read(step)
+            step_ids, step_values = self._held[step]
             if part in self._spool.skipped(step):
                 raise FoldError(
                     self._spool.stage,
@@ -215,7 +238,8 @@ class SpoolFeed(Feed):
         return Shards(ids=ids, values=values)
 
     def release(self, before: int) -> None:
-        """Do nothing: the values are on disk."""
+        for step in [step for step in self._held if step < before]:
+            del self._held[step]
 
     def elements(self, first: int, last: int) -> int:
         return self._spool.elements(first, last)
@@ -224,7 +248,7 @@ class SpoolFeed(Feed):
         return self._spool.epochs[step]
 
     def ids(self, step: int) -> list[Tree]:
-        return list(self._spool.read(step)[0])
+        return list(self._held[step][0])
 
 
 StatesRead = Callable[[], dict[str, list[int]]]
@@ -366,15 +390,20 @@ class GatedFeed(Feed):
         )
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        shards = self._feed.shards(lo, hi, local=local)
-        return shards if self._states is None else replace(shards, states=self._states())
+        return self._feed.shards(lo, hi, local=local)
+
+    def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
+        found = self._feed.request(lo, hi, local=local, elements=elements)
+        if self._states is None:
+            return found
+        states = self._states()  # those of now, whenever the shards are read
+        return (lambda: replace(found(), states=states)) if callable(found) else replace(found, states=states)
 
     def separable(self, call: int) -> int:
         return self._feed.separable(call)
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        shards = self._feed.some(call, elements, local=local)
-        return shards if self._states is None else replace(shards, states=self._states())
+        return self._feed.some(call, elements, local=local)
 
     def release(self, before: int) -> None:
         self._feed.release(before)
@@ -387,3 +416,6 @@ class GatedFeed(Feed):
 
     def ids(self, step: int) -> list[Tree]:
         return self._feed.ids(step)
+
+    async def aclose(self) -> None:
+        await self._feed.aclose()

@@ -70,10 +70,10 @@ class RunJournal:
         written, by stage.
         """
 
+        snapshots = [one.snapshot for one in taken]  # immutable: the thread gets nothing else of a pass
+
         def write() -> None:
-            self._journal.commit([one.snapshot for one in taken], phase=phase, unwritten=unwritten)
-            for one in taken:
-                one.pass_.committed(one)
+            self._journal.commit(snapshots, phase=phase, unwritten=unwritten)
 
         self.committing_since = time.monotonic()
         try:
@@ -81,6 +81,7 @@ class RunJournal:
         finally:
             self.committing_since = None
         for one in taken:
+            one.pass_.committed(one)
             one.pass_.on_committed(one.pass_.steps_committed)
             self.holds_steps = self.holds_steps or one.pass_.steps_committed > 0
         self._changed.set()
@@ -111,7 +112,7 @@ class RunJournal:
 
 
 class PassJournal:
-    """One pass's part of the journal.
+    """One pass's part of the journal; only the event loop's thread uses it.
 
     Its methods raise JournalError if it is damaged.
 
@@ -186,6 +187,11 @@ class PassJournal:
         log = self._logs[file] = self._journal.log(file, self.before.logs.get(file))
         return log
 
+    def flush(self) -> None:
+        """Write the buffered entries of all logs; nothing is appended meanwhile."""
+        for log in [*self._logs.values()]:
+            log.flush()
+
     def is_open(self, name: str) -> bool:
         """Return whether a log is open, and not dropped."""
         return f"{file_name(self._key, name)}.log" in self._logs
@@ -234,7 +240,8 @@ class PassJournal:
         """Record that the latest snapshot is durable."""
         self.steps_committed, self._elements_committed = taken.until
         self._versions.update(taken.versions)
-        self._logs = {file: log for file, log in self._logs.items() if file not in taken.snapshot.dropped}
+        for file in taken.snapshot.dropped:
+            self._logs.pop(file, None)
 
 
 @dataclass(frozen=True, slots=True)

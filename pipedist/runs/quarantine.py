@@ -6,12 +6,11 @@ elements of its steps only, so the quarantine always matches the results.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import astuple, replace
@@ -100,7 +99,9 @@ class PassQuarantine:
         self._by_step: dict[int, list[QuarantinedElement]] = {}
         self._removed: dict[int, NDArray[np.int64] | None] = {}
         """Positions removed from the shards of steps that are not taken, by call; None: all."""
-        self._with_input: list[_Place] = []
+        self._unread: dict[int, dict[int, int]] = {}
+        """Elements whose input was not read yet, by call: their ids by place."""
+        self._inputs_read = 0
 
     def __iter__(self) -> Iterator[QuarantinedElement]:
         """Yield the elements by step, replica and id."""
@@ -119,32 +120,36 @@ class PassQuarantine:
             whole = command.whole
             causes = dict(command.culprits) if whole is None else dict.fromkeys(range(len(ids)), whole)
             self._removed[call] = np.array(sorted(causes), np.int64) if command.remains else None
-            self._list(feed, call, ids, causes, alone=whole is None)
+            self._list(call, ids, causes, alone=whole is None)
 
-    def _list(
-        self, feed: Feed, call: int, ids: Sequence[int], causes: dict[int, Cause], *, alone: bool
-    ) -> None:
+    def _list(self, call: int, ids: Sequence[int], causes: dict[int, Cause], *, alone: bool) -> None:
         step, replica = divmod(call, self._replicas)
-        places = sorted(causes, key=lambda place: int(ids[place]))
-        room = INPUTS_MAX - bisect_left(self._with_input, (step, replica))
-        inputs = _inputs(feed, call, sorted(places[:room]))
         found = self._by_step.setdefault(step, [])
-        for place in places:
+        for place in sorted(causes, key=lambda place: int(ids[place])):
             cause = causes[place]
-            text, note = inputs.get(place, ("", _NO_INPUT))
-            stage = cause.stage or self._stage
-            element = int(ids[place])
-            found.append(QuarantinedElement(element, stage, cause.text, step, replica, text, note, alone))
-        if inputs:
-            added = [(step, replica, int(ids[place])) for place in inputs]
-            self._with_input = sorted([*self._with_input, *added])
-            # drop the inputs of all but the first elements, whatever arrived first
-            gone, self._with_input = set(self._with_input[INPUTS_MAX:]), self._with_input[:INPUTS_MAX]
-            for step in {step for step, *_ in gone}:
-                self._by_step[step] = [
-                    replace(each, input="", note=_NO_INPUT) if _place(each) in gone else each
-                    for each in self._by_step[step]
-                ]
+            stage, element = cause.stage or self._stage, int(ids[place])
+            found.append(QuarantinedElement(element, stage, cause.text, step, replica, "", _NO_INPUT, alone))
+            self._unread.setdefault(call, {})[place] = element
+
+    async def read_inputs(self, before: int) -> None:
+        """Record the inputs of elements in steps before `before`, which are not released yet.
+
+        Steps are read in order, so the first INPUTS_MAX elements are the same in every run.
+        """
+        for call in sorted(call for call in self._unread if call < before * self._replicas):
+            assert self._feed is not None  # `add` has used it
+            step, replica = divmod(call, self._replicas)
+            unread = self._unread.pop(call)
+            places = sorted(unread, key=lambda place: unread[place])[: INPUTS_MAX - self._inputs_read]
+            self._inputs_read += len(places)
+            inputs = await _inputs(self._feed, call, sorted(places))
+            found = {unread[place]: text_and_note for place, text_and_note in inputs.items()}
+            self._by_step[step] = [
+                replace(each, input=found[each.element][0], note=found[each.element][1])
+                if each.replica == replica and each.element in found
+                else each
+                for each in self._by_step[step]
+            ]
 
     def ids(self, step: int) -> tuple[list[Tree], tuple[int, ...]]:
         """Return the ids of shards, and the replicas without a value.
@@ -177,10 +182,10 @@ class PassQuarantine:
         for fields in state:
             each = QuarantinedElement(*fields)
             self._by_step.setdefault(each.step, []).append(each)
-        self._with_input = [_place(each) for each in islice(self, INPUTS_MAX)]
+        self._inputs_read = min(INPUTS_MAX, sum(map(len, self._by_step.values())))
 
 
-def _inputs(feed: Feed, call: int, places: Sequence[int]) -> dict[int, tuple[str, str]]:
+async def _inputs(feed: Feed, call: int, places: Sequence[int]) -> dict[int, tuple[str, str]]:
     """Return (JSON, note) for elements of a call; one of the two is empty."""
     if not places:
         return {}
@@ -191,13 +196,17 @@ def _inputs(feed: Feed, call: int, places: Sequence[int]) -> dict[int, tuple[str
 
     found: dict[int, tuple[str, str]] = {}
     try:
-        (value,) = feed.some(call, [(place, place + 1) for place in places], local=False).values or []
+        ranges = [(place, place + 1) for place in places]
+        shards = feed.request(call, call + 1, local=False, elements=ranges)
+        if callable(shards):
+            shards = await anyio.to_thread.run_sync(shards, abandon_on_cancel=True)
+        (value,) = shards.values or []
         rows = [_row(value, at) for at in range(len(places))]
     except Exception as error:  # reading user data may raise anything, which may be why the element failed
         if len(places) == 1:
             return {places[0]: ("", f"it can't be read: {error}")}
         for place in places:
-            found |= _inputs(feed, call, [place])
+            found |= await _inputs(feed, call, [place])
         return found
     for place, row in zip(places, rows, strict=True):
         try:

@@ -49,6 +49,10 @@ class Section(BaseModel):
         defer_build=True,  # a run builds the validators of those sections that its spec has
     )
 
+    def __hash__(self) -> int:
+        # The hash that pydantic makes for frozen models fails only if a section has mappings.
+        raise TypeError(f"unhashable type: {type(self).__name__!r}")
+
 
 def summary(model: type[Section]) -> str:
     """Return the docstring of a section as one line."""

@@ -45,6 +45,8 @@ class Spec:
     normalised paths relative to the output folder, by stage.
     """
 
+    __hash__ = None  # type: ignore[assignment]  # it has mappings
+
     name: str
     replicas: int
     seed: int

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipedist.core import trees
 from pipedist.core.types import Tree
-from pipedist.errors import RemoteProtocolError
+from pipedist.errors import PipedistError, RemoteProtocolError
 from pipedist.protocol.program import ReaderConfig, Shards, StateValue, load_tree
 
 BLOCK_BYTES_MAX = 2**20  # maximum size of a read for more than one call
@@ -73,7 +73,8 @@ class ShardFinder:
     def block(self, call: int, hi: int) -> list[Shard]:
         """Return the shards of calls from `call` on, below `hi`, in one read: at least two.
 
-        [] if a block does not pay, or cannot be read. Then each call reads its own shard, and raises its own error.
+        [] if a block does not pay, or its data cannot be read. Then each call reads its own shard, and raises its
+        own error. Any other exception is a defect of the reader, and is raised.
         """
         division = self._division
         if division is None or not self._row_bytes or self._config is None:
@@ -91,7 +92,7 @@ class ShardFinder:
         last_row = bounds[-1][1]
         try:
             rows = self._open().read(range(first, last_row))
-        except Exception:
+        except (PipedistError, OSError, MemoryError):
             return []
         if type(rows) is dict:
             parts: list[Tree] = [{k: c[a - first : b - first] for k, c in rows.items()} for a, b in bounds]

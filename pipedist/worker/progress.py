@@ -19,6 +19,8 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pipedist.core.memory_order import fence_unless_tso
+
 _IDLE = -1
 _LEASE, _CALL, _STAGE, _LIMIT, _BEGAN, _TIMED_CALL, _TIMED_STAGE, _OVER, _CELLS = range(9)
 _BYTES = 8 * _CELLS
@@ -135,9 +137,11 @@ class StageClock:
     def _write(self, call: int, timed: _Timed) -> None:
         cells = self._cells
         cells[_LIMIT] = 0
+        fence_unless_tso()  # else a reader could see the last limit with the next start
         cells[_TIMED_STAGE] = timed.stage
         cells[_TIMED_CALL] = call
         cells[_BEGAN] = timed.began_ns
+        fence_unless_tso()
         cells[_LIMIT] = timed.limit_ns
 
 
@@ -185,6 +189,7 @@ class CallProgress:
         """Return the stage's function that has exceeded its limit at `time.monotonic_ns()`, or None."""
         cells = self._cells
         limit = cells[_LIMIT]  # read first, as it is written last: so the start time cannot be older
+        fence_unless_tso()
         began = cells[_BEGAN]
         if not limit or now_ns - began <= limit:
             return None

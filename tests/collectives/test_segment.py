@@ -317,7 +317,7 @@ def test_abort_is_for_the_attempts_up_to_it(owner: SegmentOwner) -> None:
 def test_it_works_without_futex_and_with_fences(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a processor whose numbers we do not know, and one that reorders stores."""
     monkeypatch.setattr(futex, "_futex", None)
-    monkeypatch.setattr(steps, "_IS_TSO", False)
+    monkeypatch.setattr(steps, "IS_TSO", False)
     monkeypatch.setattr(steps, "_YIELDS", 1)
 
     def function(replica: Replica) -> Any:

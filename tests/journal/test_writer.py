@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ from pipedist.journal.log_format import (
 )
 from pipedist.journal.writer import INLINE_BYTES_MAX, Journal, PassSnapshot
 from pipedist.protocol.codec import decode, encode
-from pipedist.runs.pass_journal import PassJournal
+from pipedist.runs.pass_journal import PassJournal, RunJournal
 from tests.journal.watched import WatchedDisk
 
 HEADER = Header(
@@ -305,3 +308,67 @@ def test_a_journal_without_a_whole_record_is_none(tmp_path: Path) -> None:
     (tmp_path / "journal").unlink()
     with pytest.raises(UsageError, match="no journal"):
         read_history(tmp_path)
+
+
+def pass_journal(journal: Journal) -> PassJournal:
+    return PassJournal(journal, "0/d", 2, PassHistory())
+
+
+@pytest.mark.asyncio
+async def test_a_log_opened_during_a_commit_is_in_the_next_snapshot(tmp_path: Path) -> None:
+    journal = Journal.create(tmp_path, HEADER)
+    durable = pass_journal(journal)
+    durable.log("old")
+    opened, loop = threading.Event(), asyncio.get_running_loop()
+
+    class OpensALog(tuple[str, ...]):
+        """Names of dropped logs; has the event loop open another log when a thread looks a name up."""
+
+        def __contains__(self, name: object) -> bool:
+            if threading.current_thread() is not threading.main_thread() and not opened.is_set():
+                loop.call_soon_threadsafe(lambda: (durable.log("new"), opened.set()))
+                assert opened.wait(10)
+            return super().__contains__(name)
+
+    taken = durable.snapshot(1, 4, {}, quarantined={}, dropped=["old"])
+    taken = dataclasses.replace(
+        taken, snapshot=replace(taken.snapshot, dropped=OpensALog(taken.snapshot.dropped))
+    )
+    await RunJournal(journal, None, "stamp").commit([taken])
+    if not opened.is_set():
+        durable.log("new")
+    assert list(durable.snapshot(2, 8, {}, quarantined={}).snapshot.logs) == ["0-d.new.log"]
+    journal.close()
+
+
+class SlowDisk(WatchedDisk):
+    """Syncs its first file only after `release`; `syncing` is set meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.syncing, self.release = threading.Event(), threading.Event()
+        self.release.set()
+
+    def sync(self, fd: int) -> None:
+        self.syncing.set()
+        assert self.release.wait(10)
+        super().sync(fd)
+
+
+def test_a_log_is_opened_while_a_commit_waits_for_the_disk(tmp_path: Path) -> None:
+    disk = SlowDisk()
+    journal = Journal.create(tmp_path, HEADER, disk)
+    disk.release.clear()
+    disk.syncing.clear()
+    commit = threading.Thread(target=journal.commit, args=([snapshot(0, 1)],))
+    commit.start()
+    assert disk.syncing.wait(10)
+    log = journal.log("0-d.rows.log")  # it would wait for ever if it needed the writer's lock
+    log.append(["value"])
+    disk.release.set()
+    commit.join(10)
+    disk.done.clear()
+    journal.commit([snapshot(1, 2, logs={"0-d.rows.log": log.end()})])
+    assert disk.done[:2] == [("write", "0-d.rows.log"), ("sync", "0-d.rows.log")]
+    assert ("sync folder", tmp_path.name) in disk.done
+    journal.close()

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipedist
+from pipedist.coordinator import PassHandle
+from pipedist.core.functions import reference
 from pipedist.datasets.division import Division
 from pipedist.datasets.feeds import IndexedFeed, SequentialFeed, StepBatch
 from pipedist.datasets.sources import SourceError, open_source
+from pipedist.datasets.sources.base import ReaderSource
+from pipedist.datasets.sources.memory import RangeReader
+from pipedist.protocol import messages as msg
+from pipedist.protocol.program import Emit, Program, StageProgram
+from pipedist.runs.pass_feeds import Spool
+from pipedist.runs.quarantine import PassQuarantine
+from pipedist.scheduler import PassSettings
+from pipedist.scheduler.commands import CallsQuarantined, Cause
+from tests.coordinator.wire import Wire, wired
 
 F = "tests.runs.functions"
 
@@ -226,3 +241,227 @@ async def test_some_elements_of_a_sequential_feed() -> None:
 
 def sequence() -> Iterator[dict[str, Any]]:
     return ({"x": np.int64(i)} for i in range(20))
+
+
+# -- reads that block ------------------------------------------------------------------------
+
+
+class ServedLoop:
+    """Called by a read that blocks until the event loop has served something else."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.reads = 0
+
+    def __call__(self) -> None:
+        self.reads += 1
+        served = threading.Event()
+        self.loop.call_soon_threadsafe(served.set)
+        assert served.wait(2), "the event loop is blocked by a read"
+
+
+class BlockingSource(ReaderSource):
+    """Integers that workers can't read, and whose reads block."""
+
+    portable = False
+    why_not_portable = "it is a test"
+
+    def __init__(self, before_read: Callable[[], None], length: int = 10) -> None:
+        config = {"start": 0, "stop": length, "step": 1}
+        super().__init__(length, {}, RangeReader(config))
+        self.before_read = before_read
+
+    def read(self, location: Any) -> Any:
+        self.before_read()
+        return super().read(location)
+
+
+def program() -> Program:
+    stage = StageProgram("s", reference("json:dumps"), -1, {})
+    return Program(seed=0, replicas=1, reader=None, stages=(stage,), emits=(Emit("v", 0),))
+
+
+@asynccontextmanager
+async def executed(wire: Wire, feed: Any) -> AsyncIterator[PassHandle]:
+    """Open a pass with a feed at a coordinator, and run the feed."""
+    handle = wire.coordinator.open_pass(program(), name="p", settings=PassSettings(1), feed=feed)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(handle.run_feed)
+        yield handle
+        tasks.cancel_scope.cancel()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the event loop run until a condition holds; at most 10 s."""
+    with anyio.fail_after(10):
+        while not condition():  # noqa: ASYNC110 - set by threads and by the coordinator
+            await anyio.sleep(0.001)
+
+
+def blocking_feed(before_read: Callable[[], None]) -> IndexedFeed:
+    source = BlockingSource(before_read)
+    return IndexedFeed(source, "d", Division(10, 1, 1, False), epochs=1, shuffle_seed=None)
+
+
+@pytest.mark.asyncio
+async def test_the_event_loop_is_served_while_shards_are_read_for_a_worker() -> None:
+    blocked = ServedLoop()
+    async with wired() as wire:
+        wire.join("a")
+        async with executed(wire, blocking_feed(blocked)):
+            await until(lambda: len(wire.sent_to("a.0", msg.Assign)) == 1)
+            assert wire.payload("a.0", msg.Assign)[2][0].tolist() == [0]
+        assert blocked.reads >= 1
+
+
+@pytest.mark.asyncio
+async def test_a_lease_is_not_sent_before_an_earlier_one_and_not_after_its_cancellation() -> None:
+    reading, release = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reading.set()
+        assert release.wait(10)
+
+    async with wired() as wire:
+        wire.join("a")
+        async with executed(wire, blocking_feed(wait)) as handle:
+            await until(reading.is_set)
+            settings = PassSettings(1, ordered=False, fail_fast=False, pulled=False)
+            value = wire.coordinator.open_pass(program(), name="q", settings=settings)
+            value.begin_step([1], lambda *_: None)
+            handle.close()
+            await until(lambda: len(wire.sent_to("a.0", msg.Cancel)) > 0)
+            assert wire.sent_to("a.0", msg.Assign) == []
+            wire.say("a.0", msg.Cancelled(wire.last("a.0", msg.Cancel).lease))
+            await until(lambda: len(wire.sent_to("a.0", msg.Assign)) > 0)
+            release.set()
+        assert [m.pass_id for m in wire.sent_to("a.0", msg.Assign)] == [value.id]
+
+
+@pytest.mark.asyncio
+async def test_a_read_that_fails_in_a_thread_ends_its_pass() -> None:
+    def fail() -> None:
+        raise SourceError("the disk is gone")
+
+    async with wired() as wire:
+        wire.join("a")
+        async with executed(wire, blocking_feed(fail)) as handle:
+            with pytest.raises(SourceError, match="the disk is gone"):
+                async for _ in handle.batches():
+                    pass
+        assert wire.sent_to("a.0", msg.Assign) == []
+
+
+@pytest.mark.asyncio
+async def test_inputs_of_quarantined_elements_are_read_in_a_thread() -> None:
+    blocked = ServedLoop()
+    feed = blocking_feed(blocked)
+    await feed.pull(3)
+    quarantine = PassQuarantine("d", "s", feed, 1)
+    quarantine.add(CallsQuarantined(0, 1, 2, ((0, Cause("s", "ValueError: no")),)))
+    await quarantine.read_inputs(3)
+    assert blocked.reads == 1
+    assert [each.input for each in quarantine] == ["1"]
+
+
+@pytest.mark.asyncio
+async def test_spools_are_read_and_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = ServedLoop()
+
+    def blocking(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            blocked()
+            return method(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(Spool, "append", blocking(Spool.append))
+    monkeypatch.setattr(Spool, "read", blocking(Spool.read))
+    doc = {
+        "pipedist": 1,
+        "replicas": 2,
+        "dataset": {"range": 8, "batch": 4},
+        "stages": {
+            "y": {"run": f"{F}:double"},
+            "t": {"reduce": "sum", "of": "y", "axis": 0},
+            "z": {"run": f"{F}:plus", "of": "y", "with": {"amount": "${stages.t}"}},
+            "u": {"reduce": "sum", "of": "z", "axis": 0},
+        },
+    }
+    async with pipedist.open(doc, workers=1) as run:
+        result = await run.results()
+    assert result["t"] == 56
+    assert blocked.reads >= 4
+
+
+# -- reads that are cancelled ----------------------------------------------------------------
+
+
+class HeldRows:
+    """Elements 0 to 7, whose first is returned when `release` is set."""
+
+    def __init__(self) -> None:
+        self.reading, self.release, self.closed = threading.Event(), threading.Event(), threading.Event()
+
+    def __call__(self) -> Iterator[int]:
+        try:
+            for i in range(8):
+                self.reading.set()
+                assert self.release.wait(10)
+                yield i
+        finally:
+            self.closed.set()
+
+
+async def abandoned(feed: SequentialFeed, rows: HeldRows) -> None:
+    """Cancel a `pull` while the user's iterator blocks."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(feed.pull, 1)
+        await until(rows.reading.is_set)
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.asyncio
+async def test_a_pull_after_a_cancelled_one_gets_every_element() -> None:
+    rows = HeldRows()
+    feed = sequential(rows, batch=2, replicas=1)
+    await abandoned(feed, rows)
+    asyncio.get_running_loop().call_later(0, rows.release.set)
+    offers = await pulled(feed, 1)
+    assert [offer.elements for offer in offers] == [2, 2, 2, 2]
+    assert [i for step in range(4) for ids in feed.ids(step) for i in ids] == list(range(8))
+    values = feed.shards(0, 4, local=True).values
+    assert values is not None
+    assert np.concatenate(values).tolist() == list(range(8))
+
+
+@pytest.mark.asyncio
+async def test_a_close_during_a_cancelled_pull_leaves_the_iterator_to_its_thread() -> None:
+    rows = HeldRows()
+    feed = sequential(rows, batch=2, replicas=1)
+    await abandoned(feed, rows)
+    with anyio.fail_after(5):
+        await feed.aclose()  # waits for nothing
+    assert not rows.closed.is_set()
+    rows.release.set()
+    assert await anyio.to_thread.run_sync(rows.closed.wait, 10)
+
+
+@pytest.mark.asyncio
+async def test_a_close_waits_for_a_cancelled_read_of_a_source() -> None:
+    reading, release = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        reading.set()
+        assert release.wait(10)
+
+    feed = blocking_feed(wait)
+    request = feed.request(0, 1, local=False)
+    assert callable(request)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: anyio.to_thread.run_sync(request, abandon_on_cancel=True))
+        await until(reading.is_set)
+        tasks.cancel_scope.cancel()
+    asyncio.get_running_loop().call_later(0, release.set)
+    await feed.aclose()
+    assert not feed._reading.locked()

@@ -299,6 +299,7 @@ def listed(orders: list[list[int]]) -> list[str]:
         for call in calls:
             culprits = tuple((place, cause) for place in range(4 - call % 2))
             quarantine.add(CallsQuarantined(0, call, call + 1, culprits))
+        asyncio.run(quarantine.read_inputs(5))
         state = quarantine.state(5)
     return [each.line("d") for each in quarantine]
 

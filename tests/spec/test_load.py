@@ -33,6 +33,13 @@ TOTAL: dict[str, Any] = {
 }
 
 
+def test_sections_cannot_be_hashed_whatever_they_hold() -> None:
+    with pytest.raises(TypeError, match="unhashable type: 'RangeSource'"):
+        hash(RangeSource(stop=10))
+    with pytest.raises(TypeError, match="unhashable type: 'Spec'"):
+        hash(load(TOTAL))
+
+
 def write(folder: Path, text: str, name: str = "flights.yaml") -> Path:
     path = folder / name
     path.write_text(textwrap.dedent(text))

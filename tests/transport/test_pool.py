@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedist.protocol.limits import KIB, MIB
+from pipedist.protocol.wire import Reference
 from pipedist.transport.config import SEGMENTS_MAX, SHARED_BYTES_MIN, SLOT_BYTES_MAX, SLOTS_MAX
-from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES
-from pipedist.transport.shared_memory.pool import Loan, Pool, slot_bytes_for
+from pipedist.transport.shared_memory import borrowed as borrowed_module
+from pipedist.transport.shared_memory.borrowed import LEDGER_BYTES, Borrowed
+from pipedist.transport.shared_memory.pool import Loan, Pool, map_received, slot_bytes_for
 
 from .memory import lent_bytes
 
@@ -70,6 +72,23 @@ def test_a_slot_is_used_again_at_once() -> None:
         assert loan is not None
         give_back(loan)
     assert pool.size_bytes == 4 * MIB
+
+
+def test_the_loads_of_a_frame_come_before_its_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    lender, borrowed = Pool(64 * MIB, lambda _: None), Borrowed(64 * MIB)
+    book = memoryview(map_received(borrowed._descriptor, LEDGER_BYTES)).cast("I")
+    loan = lender.lend(bytes(4 * MIB), book)
+    assert loan is not None
+    segment = loan.slot.segment
+    borrowed.add(segment.serial, segment.number, segment.slots, segment.slot_bytes, segment.descriptor)
+    frame = borrowed.frame(Reference(1, segment.serial, loan.slot.index, loan.number, 4 * MIB))
+    over: list[bool] = []
+    monkeypatch.setattr(borrowed_module, "fence_unless_tso", lambda: over.append(loan.is_over))
+    assert bytes(frame[:1]) == b"\0"
+    del frame
+    assert over == [False], "there is a fence, before the store"
+    assert loan.is_over
+    borrowed.close()
 
 
 def test_a_withdrawn_loan_is_free() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,3 +130,11 @@ trees = st.recursive(
 def test_values_are_unchanged(tree: Any) -> None:
     assert as_readonly(tree) == tree
     assert take_ownership([tree])[0] == tree
+
+
+def test_a_build_of_python_without_the_gil_is_refused() -> None:
+    code = "import sys; sys.abiflags = 't'; import pipedist.worker.process"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "ImportError: pipedist needs Python with a GIL" in done.stderr
+    assert "Install a standard build of Python" in done.stderr

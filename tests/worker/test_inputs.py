@@ -91,6 +91,23 @@ def test_blocks_give_the_same_shards_as_separate_reads(
         together.close()
 
 
+def test_a_defect_of_a_reader_is_not_hidden(configs: dict[str, dict[str, Any]]) -> None:
+    finder = ShardFinder(ReaderConfig(configs["range"], 1, ROWS, False), 1)
+    lease = LeaseShards(finder, Shards(), 0, ROWS)
+    lease.find(0)
+    read = finder._reader.read
+
+    def defective(rows: range) -> Any:
+        if len(rows) > 1:
+            raise TypeError("a defect")
+        return read(rows)
+
+    finder._reader.read = defective
+    with pytest.raises(TypeError, match="a defect"):
+        lease.find(1)
+    finder.close()
+
+
 def test_short_shards_are_read_together(configs: dict[str, dict[str, Any]]) -> None:
     reader = ReaderConfig(configs["range"], 1, ROWS, False)
     finder = ShardFinder(reader, 1)

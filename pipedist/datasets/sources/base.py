@@ -70,6 +70,7 @@ class Source(abc.ABC):
     random_access: bool = True  # elements can be read in any order, so the dataset can be shuffled
     portable: bool = True  # another process on this host can read it, with `open_reader(config)`
     why_not_portable: str = ""
+    in_memory: bool = False  # reading never blocks
     by_id: bool = False  # `locate` is the identity, so a reader that can compute ids needs no location
     config: Config  # settings of the reader; empty if not `portable`
 

@@ -79,6 +79,7 @@ class ArrayTreeSource(Source):
 
     portable = False
     why_not_portable = "they are in this process's memory"
+    in_memory = True
     by_id = True
 
     def __init__(self, tree: Tree, length: int) -> None:

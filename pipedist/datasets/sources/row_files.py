@@ -14,13 +14,14 @@ a quote in an unusual place, more slowly.
 
 from __future__ import annotations
 
-import csv
+import functools
+import importlib.util
 import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -356,28 +357,34 @@ def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, lis
                 stop += len(line)
                 yield line.decode("latin-1")
 
-    with _long_fields():
-        rows = csv.reader(lines())
-        while True:
-            begin = stop
-            try:
-                fields = next(rows)
-            except StopIteration:
-                break
-            except csv.Error as error:
-                # the module's message is about the mode in which a file was opened
-                why = BARE_RETURN if "new-line character" in str(error) else f"not valid csv: {error}"
-                raise RowError(begin, why) from error
-            if fields:
-                yield begin, fields
+    csv = csv_of_long_fields(ROW_BYTES_MAX)
+    rows = csv.reader(lines())
+    while True:
+        begin = stop
+        try:
+            fields = next(rows)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            # the module's message is about the mode in which a file was opened
+            why = BARE_RETURN if "new-line character" in str(error) else f"not valid csv: {error}"
+            raise RowError(begin, why) from error
+        if fields:
+            yield begin, fields
     yield stop, []
 
 
-@contextmanager
-def _long_fields() -> Iterator[None]:
-    # the module's limit (131,072) is global, and rows are limited already
-    before = csv.field_size_limit(ROW_BYTES_MAX)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
+@functools.cache
+def csv_of_long_fields(bytes_max: int) -> Any:
+    """Return a csv module of our own whose fields may have so many bytes.
+
+    The limit of Python's module (131,072) belongs to the whole process: user code may rely on it, or set it. It is
+    kept for each instance of the C module, so another instance has a limit of its own.
+    """
+    spec = importlib.util.find_spec("_csv")
+    assert spec is not None  # it is part of Python
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.field_size_limit(bytes_max)
+    return module

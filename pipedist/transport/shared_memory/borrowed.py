@@ -3,6 +3,12 @@
 A loan is over when the last view of its frame is gone, in whatever thread that happens. The
 borrower then writes the loan's number into its ledger: one store, without a system call, so that
 slots come back also from a process that is busy for minutes.
+
+Order. The lender's stores into a slot come before the message with the reference, which both processes pass through
+the kernel. The borrower's loads of the frame must come before its store into the ledger, or the lender could fill
+the slot while a late load still reads it: on x86-64 they do, elsewhere a fence separates them. The lender loads the
+ledger before it fills the slot: it stores only if the load shows that the loan is over, and no processor makes a
+store visible before the branch that it depends on is decided.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from pipedist.core.memory_order import fence_unless_tso
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.wire import Reference
 from pipedist.transport.config import SEGMENTS_MAX, SHARED_BYTES_MIN, SLOTS_MAX
@@ -125,4 +132,5 @@ class Borrowed:
         # In a process that user code has forked, views end that still live here.
         if getpid() == self._process:
             del self._out[watch.entry]
+            fence_unless_tso()
             self._ledger[watch.entry] = watch.loan

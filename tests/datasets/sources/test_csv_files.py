@@ -354,6 +354,14 @@ def test_a_field_beyond_the_limit_of_the_csv_module_is_read(tmp_path: Path) -> N
     assert csv.field_size_limit() == before
 
 
+def test_the_limit_of_the_csv_module_is_never_changed() -> None:
+    before = csv.field_size_limit()
+    rows = row_files.lenient_rows(iter([b"a,b\n" + b"x" * 200_000 + b",2\n"]), 0)
+    assert next(rows) == (0, ["a", "b"])
+    assert csv.field_size_limit() == before, "while rows are read, which user code may do in another thread"
+    assert len(next(rows)[1][0]) == 200_000
+
+
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_files, "ROW_BYTES_MAX", 1000)
     monkeypatch.setattr(row_files, "BLOCK_BYTES", 64)
