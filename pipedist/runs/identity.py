@@ -119,12 +119,25 @@ Stamp = list[Any]
 """[bytes, mtime in ns] of a file; with its ctime in ns and the SHA-256 of its content if that is compared."""
 
 
-def stamps(plan: Plan, before: Mapping[str, Mapping[str, Stamp]]) -> dict[str, dict[str, Stamp]]:
+def stamps(
+    plan: Plan,
+    before: Mapping[str, Mapping[str, Stamp]] = {},
+    spec_before: Mapping[str, Any] = {},
+    ended_ns: int = 0,
+) -> dict[str, dict[str, Stamp]]:
     """Return the stamps of the input files of a plan, by path in the spec and by path.
 
-    `before` has those of an earlier run; a file whose size and times have not changed is not read again.
+    Functions may write to files that `with` names, such as logs. These are no inputs: a file that an earlier
+    run named and that did not exist when it began, and what was appended to a file before that run ended.
+
+    Args:
+        before, spec_before: the stamps and the spec of an earlier run; a file whose size and times have not
+            changed is not read again.
+        ended_ns: when it ended or was killed.
     """
     spec, folder = plan.spec, Path(plan.spec.folder)
+    known = {path: stamp for files in before.values() for path, stamp in files.items()}
+    written = {os.path.abspath(path) for path in _texts_in(spec_before, folder)} - known.keys()
     found: dict[str, dict[str, Stamp]] = {}
     read: dict[str, Stamp] = {}
     for name, dataset in spec.datasets.items():
@@ -142,39 +155,52 @@ def stamps(plan: Plan, before: Mapping[str, Mapping[str, Stamp]]) -> dict[str, d
             found[f"stages.{name}"][file.path] = [file.size_bytes, file.mtime_ns]
         elif isinstance(stage, UpdateSpec) and isinstance(stage.init, InitFunction):
             found[f"stages.{name}"] |= {path: [] for path in _paths_in(stage.init.with_, folder)}
-    for place, files_there in found.items():
+    for files_there in found.values():
         for path in [path for path, stamp in files_there.items() if not stamp]:
+            if path in written:
+                del files_there[path]
+                continue
             if path not in read:
-                read[path] = _stamp(path, sum(s[0] for s in read.values()), before.get(place, {}).get(path))
+                read[path] = _stamp(path, sum(s[0] for s in read.values()), known.get(path), ended_ns)
             files_there[path] = read[path]
     return {place: files for place, files in found.items() if files}
 
 
 def _paths_in(value: object, folder: Path) -> Iterator[str]:
     """Yield the absolute paths of the existing files that a value names, relative to a folder."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _paths_in(item, folder)
-    elif isinstance(value, str | os.PathLike) and (text := os.fspath(value)) and isinstance(text, str):
-        path = os.path.join(folder, text)
+    for path in _texts_in(value, folder):
         try:
             is_file = os.path.isfile(path)
         except ValueError:  # a text with NUL
-            return
+            continue
         if is_file:
             yield os.path.abspath(path)
 
 
-def _stamp(path: str, read_bytes: int, before: Stamp | None) -> Stamp:
-    """Return the stamp of a file whose content is compared."""
+def _texts_in(value: object, folder: Path) -> Iterator[str]:
+    """Yield the texts in a value as paths relative to a folder."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts_in(item, folder)
+    elif isinstance(value, str | os.PathLike) and isinstance(text := os.fspath(value), str) and text:
+        yield os.path.join(folder, text)
+
+
+def _stamp(path: str, read_bytes: int, before: Stamp | None, ended_ns: int) -> Stamp:
+    """Return the stamp of a file whose content is compared; that of `before` if it was only appended to."""
     try:
         with open(path, "rb") as file:
             now = os.fstat(file.fileno())
             head = [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
             if before and before[:3] == head:
                 return before
+            if before and len(before) == 4 and before[0] < now.st_size and now.st_mtime_ns <= ended_ns:
+                start = hashlib.sha256(file.read(before[0]) if before[0] <= DIGEST_BYTES_MAX else b"")
+                if start.hexdigest() == before[3]:
+                    return before
+                file.seek(0)
             if now.st_size <= DIGEST_BYTES_MAX and read_bytes + now.st_size <= DIGESTS_BYTES_MAX:
                 return [*head, hashlib.file_digest(file, "sha256").hexdigest()]
             found = hashlib.sha256(str(head[:2]).encode() + file.read(END_BYTES))
@@ -194,9 +220,8 @@ def changed_files(
         for path in dict.fromkeys((*before, *after)):
             a, b = before.get(path), after.get(path)
             if a is None or a == b or (b is not None and len(a) == len(b) == 4 and a[3] == b[3]):
-                if a is not None or b is None or len(b) == 4:
-                    continue  # a file in `with` that did not exist when the run began: the run wrote it
-                yield f"{place}: {path} is new"
+                if a is None:
+                    yield f"{place}: {path} is new"
             elif b is None:
                 yield f"{place}: {path} is missing now"
             elif len(a) == 4:

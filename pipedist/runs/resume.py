@@ -96,7 +96,7 @@ def open_journal(
             + "\n  ".join(history.problems)
             + "\nUse --restart to discard the run"
         )
-    now = header_of(plan, folder.run_id, source, history.header)
+    now = header_of(plan, folder.run_id, source, history.header, ended_ns(folder.journal))
     changed, moved = changes(history.header, now), platform_changes(history.header)
     if not changed and folder.found == "unfinished":
         planned = with_passes(plan, history.header)
@@ -177,7 +177,7 @@ def since(plan: Plan, journal: Path) -> tuple[list[str], list[str]]:
     there = _header_there(journal)
     if there is None:
         return [], []
-    now = header_of(plan, "", before=there)
+    now = header_of(plan, "", before=there, ended=ended_ns(journal))
     modules = [name for name in now.code if there.code.get(name) != now.code[name]]
     places = dict.fromkeys((*there.inputs, *now.inputs))
     return [
@@ -237,23 +237,27 @@ def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
 # -- the header of a run -----------------------------------------------------------------------------
 
 
+LAST_WRITES_S = 10
+"""Longest time that functions of a killed run write after its last commit, in seconds."""
+
+
+def ended_ns(journal: Path) -> int:
+    """Return until when functions of the run of a journal may have written to files."""
+    try:
+        return (journal / "journal").stat().st_mtime_ns + LAST_WRITES_S * 10**9
+    except OSError:
+        return 0
+
+
 def header_of(
-    plan: Plan, run_id: str, source: SpecSource = NO_SOURCE, before: Header | None = None
+    plan: Plan, run_id: str, source: SpecSource = NO_SOURCE, before: Header | None = None, ended: int = 0
 ) -> Header:
     """Return the header of a new journal.
 
-    `before` is that of an earlier run in the folder. A file that is named by the same `with` there, and did not
-    exist when that run began, is not an input: the run wrote it.
+    `before` is that of an earlier run in the folder, and `ended` when it ended, ns since 1970.
     """
     meant, modules = meaning(plan.spec), modules_of(plan)
-    inputs = stamps(plan, {} if before is None else before.inputs)
-    for place, files in inputs.items():
-        section, _, name = place.partition(".")
-        if before is None:
-            break
-        if before.spec[section].get(name) == meant[section].get(name):
-            there = before.inputs.get(place, {})
-            inputs[place] = {path: stamp for path, stamp in files.items() if len(stamp) < 4 or path in there}
+    inputs = stamps(plan) if before is None else stamps(plan, before.inputs, before.spec, ended)
     return Header(
         format=FORMAT,
         pipedist=__version__,

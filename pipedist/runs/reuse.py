@@ -35,7 +35,7 @@ from pipedist.plan import PassPlan, Plan
 from pipedist.runs.identity import SpecSource, changed_files, changed_module, differences, listed, modules_of
 from pipedist.runs.pass_folds import can_write, grows, keeps
 from pipedist.runs.pass_journal import RunJournal
-from pipedist.runs.resume import OpenedJournal, described, header_of, pass_of, stamp_of
+from pipedist.runs.resume import OpenedJournal, described, ended_ns, header_of, pass_of, stamp_of
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
@@ -136,7 +136,7 @@ def reuse_run(
     Args:
         moved: differences of the platform, which prevent it.
     """
-    header = header_of(plan, run_id, source, history.header)
+    header = header_of(plan, run_id, source, history.header, ended_ns(folder.journal))
     division = _Division(plan, folder, header, list(_sources(plan, history)), moved)
     sources, pieces = division.sources, division.pieces()
     plan = replace(plan, phases=_phases(pieces))
