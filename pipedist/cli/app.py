@@ -128,6 +128,11 @@ def app() -> None:
     is_flag=True,
     help="Accept workers, and resume runs, of other versions or processor types: bits may differ.",
 )
+@click.option(
+    "--force-code",
+    is_flag=True,
+    help="With --resume: keep committed steps although the functions that made them have changed.",
+)
 def run(resume: bool, reuse: bool, **options: Any) -> None:
     """Execute the spec in the YAML file SPEC, and print its results.
 

@@ -42,6 +42,7 @@ class RunOptions:
     verify: bool = False
     key_file: str | None = None
     force: bool = False
+    force_code: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
         verify=options.verify,
         on_log=on_log,
         force=options.force,
+        force_code=options.force_code,
     )
     # Imported modules live until the process ends: exclude them from garbage collection.
     gc.freeze()

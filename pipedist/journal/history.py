@@ -25,7 +25,7 @@ from msgspec import Struct
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.log_format import FIRST, JournalRecord, LogEnd, read_records
 
-FORMAT: Final = 3
+FORMAT: Final = 4
 NAME: Final = "journal"
 
 
@@ -36,14 +36,16 @@ class Header(Struct, frozen=True):
         pipedist: version of the program that created it.
         spec: everything in the spec that decides results, as plain values.
         digest: of `spec`.
-        inputs: by dataset, path -> [bytes, mtime in ns] of each file that it reads.
-        code: path -> SHA-256 of the modules that the functions come from.
+        inputs: by path in the spec, path -> stamp of each file that it names (`pipedist.runs.identity`).
+        code: name -> SHA-256 of the modules of the functions.
         replicas: call number = step * replicas + replica.
         platform: fields of the `Platform` that the run began on; bits depend on it.
         passes: by key of the pass: dataset, display name, digest of all that decides its values.
         source: absolute path of the spec's file; "" if there was none.
         sets: NAME=VALUE texts of the command line.
         params: values of other parameters, as a record of a log.
+        spares: by key, passes of earlier runs that this one does not continue, until it ends
+            (`pipedist.runs.reuse`).
     """
 
     format: int
@@ -60,6 +62,7 @@ class Header(Struct, frozen=True):
     source: str = ""
     sets: Sequence[str] = ()
     params: bytes = b""
+    spares: Mapping[str, Mapping[str, Any]] = {}
 
     def payload(self) -> dict[str, Any]:
         return {"kind": "header", **{name: getattr(self, name) for name in self.__struct_fields__}}
@@ -93,6 +96,7 @@ class PassHistory:
         parts: values that are replaced as a whole, by name.
         logs: the ends of its logs, by name.
         quarantined: the step of each quarantined element.
+        code: the modules of the process that committed its first steps, as in the header.
     """
 
     steps: int = 0
@@ -101,6 +105,29 @@ class PassHistory:
     parts: dict[str, StoredValue] = field(default_factory=dict)
     logs: dict[str, LogEnd] = field(default_factory=dict)
     quarantined: dict[int, int] = field(default_factory=dict)
+    code: Mapping[str, str] = field(default_factory=dict)
+
+    def plain(self) -> dict[str, Any]:
+        """Return everything but the code as plain values, for `of`."""
+        return {
+            "steps": self.steps,
+            "elements": self.elements,
+            "complete": self.complete,
+            "parts": {name: part.plain() for name, part in self.parts.items()},
+            "logs": {name: [end.bytes, end.crc] for name, end in self.logs.items()},
+            "quarantined": [*self.quarantined.items()],
+        }
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> PassHistory:
+        return cls(
+            plain["steps"],
+            plain["elements"],
+            plain["complete"],
+            {name: StoredValue.of(part) for name, part in plain["parts"].items()},
+            {name: LogEnd(*end) for name, end in plain["logs"].items()},
+            dict(plain["quarantined"]),
+        )
 
     def files(self) -> set[str]:
         """Return the names of the files that hold its values."""
@@ -132,6 +159,8 @@ class History:
     torn: int = 0
     digest: bytes = FIRST
     problems: list[str] = field(default_factory=list)
+    _code: Mapping[str, str] = field(default_factory=dict)
+    """The modules of the latest process, if it resumed the run."""
 
     def ledger(self) -> dict[str, int]:
         """Return the ledger that follows from the ranges of calls."""
@@ -173,6 +202,7 @@ class History:
             if content["epoch"] != self.epoch + 1:
                 report(f"the epoch of a resumed run is {content['epoch']}, expected {self.epoch + 1}")
             self.epoch = content["epoch"]
+            self._code = content.get("code", {})
         elif kind == "end":
             self.ended = ledger = dict(content["ledger"])
             if ledger["elements"] != ledger["committed"] + ledger["quarantined"] + ledger["lost"]:
@@ -189,6 +219,8 @@ class History:
             report(f"the plan has no pass {key!r}")
             return
         pass_ = self.passes.setdefault(key, PassHistory())
+        if not pass_.steps:
+            pass_.code = self._code or self.header.code
         replicas = self.header.replicas
         lo, hi = entry["calls"]
         calls = f"calls [{lo}, {hi}) of pass {key}"

@@ -94,9 +94,11 @@ class Journal:
         return cls._open(folder, NAME, 0, FIRST, header.payload(), disk)
 
     @classmethod
-    def reopen(cls, folder: Path, history: History, disk: Disk = DISK) -> Journal:
-        """Open a journal for writing behind its last good record."""
-        resumed = {"kind": "resumed", "epoch": history.epoch + 1}
+    def reopen(
+        cls, folder: Path, history: History, disk: Disk = DISK, *, code: Mapping[str, str] = {}
+    ) -> Journal:
+        """Open a journal for writing behind its last good record; `code` has the modules now."""
+        resumed = {"kind": "resumed", "epoch": history.epoch + 1, "code": dict(code)}
         journal = cls._open(folder, NAME, history.size, history.digest, resumed, disk)
         for key, pass_ in history.passes.items():
             journal._files.update(((key, name), part.file) for name, part in pass_.parts.items() if part.file)

@@ -22,7 +22,7 @@ killed changes none of them. The states of `run.json`:
   that opens the folder completes the move, each step of which can be repeated.
 - `failed`: a run that ended with an error. Its journal stays, so that it can be resumed. A later run
   replaces it without `--restart` only if the journal has no steps. If single outputs could not be
-  written, the folder has the others, all of one complete run.
+  written, the folder has the others, all of one complete run, and a resumed run writes them again.
 
 Files that pipedist did not write are neither removed nor replaced, and a folder that is not empty
 and has no `.pipedist` is left as it is. Symbolic links below the folder are not followed.
@@ -33,7 +33,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
@@ -67,7 +67,8 @@ class FinishedRun(Struct, frozen=True):
     Args:
         document: its document, as `pipedist run --json` printed it.
         files: its outputs, absolute paths by relative path.
-        since: changes of inputs and modules since then, as lines.
+        since: changes of inputs and modules since then, as lines, which were accepted.
+        moved: changes of the platform since then, as lines.
     """
 
     path: Path
@@ -75,6 +76,7 @@ class FinishedRun(Struct, frozen=True):
     document: Json
     files: dict[str, Path]
     since: tuple[str, ...] = ()
+    moved: tuple[str, ...] = ()
 
 
 class RunFolder:
@@ -117,25 +119,22 @@ class RunFolder:
     def run_id(self) -> str:
         return self._record.run
 
-    def has(self, output: str) -> bool:
-        """Return whether an output of the earlier run is complete."""
-        if self._record.state == "finished":
-            return output in self._record.files and (self.path / output).is_file()
-        return (self._new / output).is_file()
+    def has(self, stage: str, output: str) -> bool:
+        """Return whether the output of a stage, at this path, is complete."""
+        place = self.path if self._record.complete else self._new
+        return self._record.outputs.get(stage) == output and (place / output).is_file()
 
-    def take_over(self, run_id: str, spec_hash: str, outputs: Sequence[str], kept: Collection[str]) -> None:
-        """Begin a run that keeps some files of another spec's run."""
-        old, new = self._record, self._new
-        with writing(self.path):
-            new.mkdir(exist_ok=True)
-            if old.state == "finished":
-                for name in kept:
-                    _copy(self.path / name, new / name)
-            for path in [path for path in new.rglob("*") if path.is_file()]:
-                if str(path.relative_to(new)) not in kept:
-                    path.unlink()
-        self._record = RunRecord("running", run_id, spec_hash, tuple(outputs), _standing(old))
-        write_record(self.path, self._record)
+    def take_over(
+        self,
+        run_id: str,
+        spec_hash: str,
+        files: Sequence[str],
+        outputs: Mapping[str, str],
+        kept: Collection[str],
+    ) -> None:
+        """Begin a run that keeps the outputs of some stages of another run, at the same paths."""
+        keep = {outputs[stage] for stage in kept if self.has(stage, outputs[stage])}
+        self._record = _continued(self.path, self._record, run_id, spec_hash, files, outputs, keep)
         self.found = "unfinished"
 
     def staged(self, output: str) -> Path:
@@ -176,7 +175,7 @@ class RunFolder:
         """
         record = self._record
         if record.state == "running":
-            self._record = RunRecord("failed", record.run, record.spec, record.previous, resumable=resumable)
+            self._record = replace(record, state="failed", files=record.previous, resumable=resumable)
             write_record(self.path, self._record)
 
     def close(self) -> None:
@@ -196,21 +195,26 @@ def open_folder(
     run_id: str,
     spec_hash: str,
     outputs: Sequence[str],
+    stages: Mapping[str, str] = {},
     resume: bool | Literal["reuse"] = False,
     restart: bool = False,
+    accept: bool = False,
     explain: Callable[[Path], str] | None = None,
-    since: Callable[[Path], Sequence[str]] | None = None,
+    since: Callable[[Path], tuple[Sequence[str], Sequence[str]]] | None = None,
 ) -> RunFolder | FinishedRun:
     """Open and lock an output folder, or return the finished run in it.
 
     Args:
-        spec_hash: digest of the spec, without its `cluster`.
+        spec_hash: digest of the spec, without its `cluster` and `outputs`.
         outputs: the files that the run will write, relative to the folder.
+        stages: the stages whose values they have, with their files.
         resume: resume the run in the folder, or return it if it is finished; "reuse": also keep the
             unchanged parts of a run of another spec, or of other inputs or modules.
         restart: discard an unfinished or failed run.
+        accept: return a finished run although its inputs or modules have changed.
         explain: returns the differences from the spec of the run in the folder, given its journal.
-        since: returns the changes since a finished run of the same spec, given its journal.
+        since: returns the changes since a finished run of the same spec, given its journal: of inputs and
+            modules, and of the platform.
     """
     for problem in filter(None, map(path_problem, outputs)):
         raise UsageError(problem)
@@ -240,28 +244,37 @@ def open_folder(
         old = read_record(path, label)
         if old is not None and old.state == "committing":
             old = _move_all(path, old)
-        if resume and old is not None and old.state == "finished" and old.spec == spec_hash:
+        is_finished = old is not None and (old.state, old.spec, old.outputs) == (
+            "finished",
+            spec_hash,
+            stages,
+        )
+        if resume and old is not None and is_finished:
             missing = [name for name in old.files if not is_there(path / name, label)]
-            changed = tuple(since(path / PRIVATE / "journal")) if since is not None else ()
-            if resume != "reuse" or not (missing or changed):
+            changed, moved = map(tuple, since(path / PRIVATE / "journal") if since is not None else ((), ()))
+            if resume != "reuse" or not (missing or changed or moved):
                 if missing:
                     raise UsageError(
                         f"{label}/{missing[0]} of the finished run {old.run} is missing. --resume=reuse writes "
                         "it again; --restart runs everything again."
                     )
+                if changed and not accept:
+                    lines = "".join(f"\n    {line}" for line in changed)
+                    raise UsageError(
+                        f"the run {old.run} in {label} is finished, but its results are stale, because something "
+                        f"has changed since then:{lines}\n  To execute again what that affects, use "
+                        "--resume=reuse; to print the results as they are, --resume --force-code; to execute "
+                        "everything again, leave out --resume"
+                    )
                 files = {name: path / name for name in old.files}
-                return FinishedRun(path, old.run, read_results(path, label), files, changed)
+                return FinishedRun(path, old.run, read_results(path, label), files, changed, moved)
         previous = _standing(old)
         _check_free(path, label, outputs, previous)
         if resume and old is not None and is_there(path / PRIVATE / "journal" / "journal", label):
-            if old.spec == spec_hash and old.state != "finished":
-                record = RunRecord("running", old.run, spec_hash, tuple(outputs), previous)
-                new = path / PRIVATE / "new"
-                with writing(path):
-                    new.mkdir(exist_ok=True)
-                    for partial in list(new.rglob(".*.partial")):  # left by a killed process
-                        partial.unlink()
-                write_record(path, record)
+            if old.spec == spec_hash and not is_finished:
+                place = path if old.complete else path / PRIVATE / "new"
+                keep = {f for s, f in stages.items() if old.outputs.get(s) == f and (place / f).is_file()}
+                record = _continued(path, old, old.run, spec_hash, outputs, stages, keep)
                 stack.pop_all()  # RunFolder closes the lock
                 return RunFolder(path, lock, record, found="unfinished")
             if resume == "reuse":
@@ -272,10 +285,34 @@ def open_folder(
             for name in ("new", "journal"):
                 shutil.rmtree(path / PRIVATE / name, onerror=_unless_missing)
                 (path / PRIVATE / name).mkdir()
-        record = RunRecord("running", run_id, spec_hash, tuple(outputs), previous)
+        record = RunRecord("running", run_id, spec_hash, tuple(outputs), previous, outputs=dict(stages))
         write_record(path, record)
         stack.pop_all()
         return RunFolder(path, lock, record, notice)
+
+
+def _continued(
+    path: Path,
+    old: RunRecord,
+    run_id: str,
+    spec_hash: str,
+    files: Sequence[str],
+    stages: Mapping[str, str],
+    keep: Collection[str],
+) -> RunRecord:
+    """Begin to write on with some complete files of the run in the folder; can be repeated after a kill."""
+    new = path / PRIVATE / "new"
+    with writing(path):
+        new.mkdir(exist_ok=True)
+        if old.complete:
+            for name in keep:
+                _copy(path / name, new / name)
+        for there in [there for there in new.rglob("*") if there.is_file()]:
+            if str(there.relative_to(new)) not in keep:  # of other stages, or left by a killed process
+                there.unlink()
+    record = RunRecord("running", run_id, spec_hash, tuple(files), _standing(old), outputs=dict(stages))
+    write_record(path, record)
+    return record
 
 
 def _standing(old: RunRecord | None) -> tuple[str, ...]:
@@ -366,10 +403,12 @@ def _move_all(path: Path, record: RunRecord) -> RunRecord:
         with contextlib.suppress(FileNotFoundError):  # moved before the kill
             os.replace(private / "results.json.new", private / "results.json")
         shutil.rmtree(private / "new", onerror=_unless_missing)
-        if record.then == "failed":  # all of its values were computed: nothing is left to resume
-            shutil.rmtree(private / "journal", onerror=_unless_missing)
         sync_folder(path)
-    done = RunRecord(record.then, record.run, record.spec, record.files)
+    failed = record.then == "failed"
+    done = RunRecord(
+        record.then, record.run, record.spec, record.files, (), resumable=failed, outputs=record.outputs,
+        complete=True,
+    )  # fmt: skip
     write_record(path, done)
     return done
 

@@ -40,6 +40,8 @@ class RunRecord(Struct, frozen=True):
         previous: the outputs of the run before it, which are still in the folder.
         then: the state after `committing`.
         resumable: the run failed, and its journal has committed steps.
+        outputs: the output of each stage, a relative path.
+        complete: the run has ended, and `files` are its own.
     """
 
     state: RunState
@@ -49,6 +51,8 @@ class RunRecord(Struct, frozen=True):
     previous: tuple[str, ...] = ()
     then: Literal["finished", "failed"] = "finished"
     resumable: bool = False
+    outputs: Mapping[str, str] = {}
+    complete: bool = False
 
 
 def read_record(path: Path, label: Path) -> RunRecord | None:
@@ -70,7 +74,10 @@ def read_record(path: Path, label: Path) -> RunRecord | None:
             raise ValueError(problem)
         then = value.get("then", "finished")
         resumable = value.get("resumable") is True
-        return RunRecord(value["state"], value["run"], value["spec"], files, previous, then, resumable)
+        outputs, complete = dict(value.get("outputs", {})), value.get("complete") is True
+        return RunRecord(
+            value["state"], value["run"], value["spec"], files, previous, then, resumable, outputs, complete
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{label}/{PRIVATE}/run.json can't be read ({error!r}). Choose another folder with --output DIR."

@@ -6,6 +6,8 @@
 | `by_key_moments`, and any other `ByKey(name, combine)` | `key`, and one for each leaf path of a component |
 | `counter` | `value`, `count` |
 | `by_key_counter` | `key`, `value`, `count`: one row for each value of each key |
+| `top_k` | `value`, and one for each leaf path of the rows (`row` if bare), the largest value first |
+| `ByKey(name, top_k)` | `key`, and these: one row for each value of each key |
 
 Rows are ordered by key, then by value. Keys are text (`<U`) or integers (int64; uint64 if they exceed its
 range). A `ByKey` of a `ByKey` is written as a tree.
@@ -18,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pipedist.combiners import ByKey, Counter, sorted_keys
+from pipedist.combiners import ByKey, Counter, Moments, TopK, sorted_keys
 from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.outputs.spool import Array, Columns
@@ -37,15 +39,72 @@ def table_of(combine: object) -> Table | None:
     """Return the conversion to a table, None if the result stays a tree."""
     if isinstance(combine, Counter):
         return _counts
+    if isinstance(combine, TopK):
+        return _largest
     if isinstance(combine, ByKey) and not isinstance(combine.combine, ByKey):
-        return _counts_by_key if isinstance(combine.combine, Counter) else _components
+        of_keys = {Counter: _counts_by_key, TopK: _largest_by_key}
+        return of_keys.get(type(combine.combine), _components)
     return None
+
+
+def misfit(combine: object, suffix: str, per: str) -> str | None:
+    """Return why a file can't hold the results of a stock combine function; None if it may.
+
+    Args:
+        suffix: the ending of the file.
+        per: the scope of a value: "run", "epoch" or "step".
+    """
+    if not isinstance(combine, Counter | Moments | TopK | ByKey):
+        return None
+    name = (
+        combine._name if isinstance(combine, ByKey) else {Counter: "counter", TopK: "top_k"}.get(type(combine))
+    )
+    name = name or "moments"
+    if suffix == ".npy":
+        return f"a `.npy` file holds one array, but the value of {name} has several: write .npz or .json"
+    if per == "run" or isinstance(combine, Moments) or suffix in (".json", ".jsonl"):
+        return None
+    if isinstance(combine, TopK):
+        rows = suffix in (".csv", ".parquet")
+        return (
+            f"a row for each {per} can't hold the k values of {name}: write .jsonl or .json" if rows else None
+        )
+    return f"the keys of {name} differ from {per} to {per}, but a `{suffix}` file has the same ones: write .jsonl"
 
 
 def _counts(value: Tree) -> Columns:
     counts = _mapping(value)
     found = sorted_keys(counts)
     return {"value": _keys(found), "count": _column("count", [np.asarray(counts[each]) for each in found])}
+
+
+def _largest(value: Tree) -> Columns:
+    component = _mapping(value)
+    rows = component["rows"]
+    columns = {"value": np.asarray(component["values"])}
+    if rows is not None:
+        leaves, structure = trees.flatten(rows)
+        for path, leaf in zip(trees.treedef_paths(structure), leaves, strict=True):
+            name = path or "row"
+            if name in columns:
+                raise ValueError(f"two columns have the name {name!r}: write .json")
+            columns[name] = np.asarray(leaf)
+    return columns
+
+
+def _largest_by_key(value: Tree) -> Columns:
+    by_key = _mapping(value)
+    found = sorted_keys(by_key)
+    tables = [_largest(by_key[key]) for key in found]
+    columns: Columns = {}
+    if len({tuple(table) for table in tables}) > 1:
+        raise ValueError("the rows of some keys have other columns than those of others: write .json")
+    for name in tables[0] if tables else ():
+        if name == "key":
+            raise ValueError("two columns have the name 'key': write .json")
+        columns[name] = np.concatenate([table[name] for table in tables])
+    keys = [key for key, table in zip(found, tables, strict=True) for _ in table["value"]]
+    return {"key": _keys(keys), **columns}
 
 
 def _counts_by_key(value: Tree) -> Columns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -13,12 +13,13 @@ from pipedist.core.functions import FunctionNotFound, load, reference
 from pipedist.core.gpus import Supply, spelled
 from pipedist.core.types import FunctionRef
 from pipedist.datasets.sources import Source, SourceError, open_source
+from pipedist.datasets.sources.paths import expand
 from pipedist.errors import PlanError, Problem, UsageError
 from pipedist.plan.callables import Callables, CallSignature, plan_states
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.plan.phases import ConflictingTrainingInputs, dataset_of, links_of, phases
 from pipedist.plan.view import plural
-from pipedist.spec import TORCH_IMPLEMENTATIONS, ReduceSpec, RunSpec, Spec
+from pipedist.spec import TORCH_IMPLEMENTATIONS, GatherSpec, ReduceSpec, RunSpec, Spec
 from pipedist.spec.training import training_of
 
 _UNKNOWN = Supply(None, (), "workers that dial in bring them")
@@ -41,7 +42,8 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         callables = Callables(spec, problems)
         functions = _import_functions(spec, callables)
         states = plan_states(spec, callables, functions, problems)
-        problems += _check_outputs(spec)
+        problems += _check_outputs(spec, functions)
+        problems += _check_inputs(spec)
         ordered: tuple[tuple[PassPlan, ...], ...] = ()
         try:
             ordered = phases(spec, training_of(tuple(spec.datasets), links_of(spec)))
@@ -110,12 +112,30 @@ def _import_functions(spec: Spec, callables: Callables) -> dict[str, FunctionRef
     return functions
 
 
-def _check_outputs(spec: Spec) -> Iterator[Problem]:
+def _check_outputs(spec: Spec, functions: Mapping[str, FunctionRef]) -> Iterator[Problem]:
     if spec.outputs:
         from pipedist.outputs import missing_package  # most embedded runs write no files
+        from pipedist.outputs.tables import misfit
     for name, path in spec.outputs.items():
         if complaint := missing_package(path):
             yield spec.document.problem(("outputs", name), complaint)
+        stage, ref = spec.stages[name], functions.get(name)
+        if isinstance(stage, ReduceSpec) and ref is not None:
+            combine = load(ref, [str(spec.code)]) if ref.name else stage.combine
+            if complaint := misfit(combine, Path(path).suffix, stage.per):
+                yield spec.document.problem(("outputs", name), complaint)
+
+
+def _check_inputs(spec: Spec) -> Iterator[Problem]:
+    """Check that each declared input matches a file."""
+    for name, stage in spec.stages.items():
+        declared = () if isinstance(stage, GatherSpec) else stage.inputs
+        for place, pattern in enumerate(declared):
+            try:
+                expand(pattern, Path(spec.folder))
+            except SourceError as error:
+                key = ("stages", name, "inputs", place)
+                yield spec.document.problem(key, str(error), expected=error.expected)
 
 
 def _check_gangs(plan: Plan) -> Iterator[Problem]:

@@ -31,6 +31,7 @@ class PassPlan(Struct, frozen=True):
         updates: the updates that its steps feed, in the order in which they are applied.
         follows: the dataset after each of whose epochs this pass reads its own once; "" if there is none.
         gang: the calls of a step run at the same time.
+        key: the name of the pass in the journal.
     """
 
     phase: int
@@ -43,6 +44,7 @@ class PassPlan(Struct, frozen=True):
     follows: str = ""
     gang: bool = False
     gpus: float = 0.0
+    key: str = ""
 
     def communication(self, spec: Spec) -> dict[str, CollectivesSpec]:
         """Return the communication options of its runs, by name; runs with the default are skipped."""

@@ -79,6 +79,7 @@ def phases(spec: Spec, training: TrainingStages | None) -> tuple[tuple[PassPlan,
                 follows=training.feeder if training is not None and dataset in held_out else "",
                 gang=any(getattr(spec.stages[name], "collectives", False) for name in runs),
                 gpus=max((getattr(spec.stages[name], "gpus", 0.0) for name in runs), default=0.0),
+                key=f"{number}/{root}",
             )
         )
     count = max((p.phase for p in passes), default=-1) + 1

@@ -122,6 +122,9 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
             lines.append(f"  reduce  {name}: {how} of {stage.of}{axis}, per {stage.per}{target}")
     for name in pass_.updates:
         lines.append(f"  update  {name}: {_update(plan, name)}")
+    for name in (*pass_.runs, *pass_.folds, *pass_.updates):
+        if declared := getattr(plan.spec.stages[name], "inputs", ()):
+            lines.append(f"  inputs of {name}: {', '.join(declared)}")
     return lines
 
 
@@ -259,6 +262,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "states": {
             name: {"per": state.per, "init": _label(state.init), "until": _label(state.until)}
             for name, state in plan.states.items()
+        },
+        "inputs": {
+            name: list(stage.inputs)
+            for name, stage in spec.stages.items()
+            if not isinstance(stage, GatherSpec) and stage.inputs
         },
         "outputs": dict(spec.outputs),
     }

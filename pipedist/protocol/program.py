@@ -65,6 +65,8 @@ class Emit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     # (`pipedist.reduction.tree.Reduction(op, axis).partial(value)`), so that rows do not travel
     op: str = ""
     axis: tuple[int, ...] | None = None  # the reduction's axis: None, or a tuple of ints
+    # The value is sent as a list of it, or as an empty list if the call would take less time than to store it
+    stored: bool = False
 
 
 class ReaderConfig(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

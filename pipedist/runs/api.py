@@ -36,6 +36,7 @@ def open(
     verify: bool = False,
     on_log: LogSink | None = None,
     force: bool = False,
+    force_code: bool = False,
 ) -> Run:
     """Open a run: `async with pipedist.open(spec) as run`.
 
@@ -59,6 +60,8 @@ def open(
             `text`) that a replica function printed or logged.
         force: accept workers that run other versions or have another type of processor, and resume a run
             that was started with those.
+        force_code: resume a run although modules of its functions have changed: committed steps are kept
+            beside results of the new code. Return a finished run although its inputs or modules have changed.
 
     Raises:
         SpecError: the document has mistakes; all of them are listed.
@@ -82,6 +85,7 @@ def open(
             verify=verify,
             on_log=on_log,
             force=force,
+            force_code=force_code,
             spare=spare,
         )
     except BaseException:
@@ -101,6 +105,7 @@ def run(
     verify: bool = False,
     on_log: LogSink | None = None,
     force: bool = False,
+    force_code: bool = False,
 ) -> Result:
     """Run a spec to its end and return the results.
 
@@ -124,6 +129,7 @@ def run(
             verify=verify,
             on_log=on_log,
             force=force,
+            force_code=force_code,
         ) as opened:
             return await opened.results()
 

@@ -68,9 +68,6 @@ class Execution:
 
     async def run(self) -> None:
         """Execute all phases; raise RunDrained if drained before the end."""
-        if self._journal is not None:
-            texts = self._journal.unwritten
-            self.unwritten.update({name: OutputError(text) for name, text in texts.items()})
         with ExitStack() as stack:
             for number, phase in enumerate(self._plan.phases):
                 if self._draining:
@@ -142,7 +139,14 @@ class Execution:
     async def _restore(self, pass_: PassPlan, durable: PassJournal) -> None:
         assert self._folder is not None  # it has the journal
         await restore_pass(
-            self._plan, pass_, durable, self._folder.final, self._values, self._spools, self.unwritten
+            self._plan,
+            pass_,
+            durable,
+            self._folder.final,
+            self._values,
+            self._spools,
+            self.unwritten,
+            self._folder,
         )
         self._files_kept |= durable.before.files()
         quarantine = PassQuarantine(pass_.dataset, "", None, self._plan.spec.replicas)

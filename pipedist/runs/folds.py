@@ -26,6 +26,7 @@ import numpy as np
 
 from pipedist.core import trees
 from pipedist.core.types import Tree
+from pipedist.errors import OutputError
 from pipedist.reduction.batched import push_steps
 from pipedist.reduction.tree import FoldTree, Partial, Reduction
 
@@ -73,6 +74,8 @@ class Fold(ABC):
         self._epoch = 0
         self._fresh: list[Tree] | None = None
         """Values for `take_fresh`; None: `watch` was not called."""
+        self._misfit: OutputError | None = None
+        """Why the file can't hold a value of the last scopes, which the fold keeps nevertheless."""
         self._nothing = 0
         """Number of components, as long as all of them are None; -1 after the first other one."""
 
@@ -107,13 +110,15 @@ class Fold(ABC):
             await self._note()
 
     async def finish(self, epochs: int) -> None:
-        """Complete the values after the last step."""
+        """Complete the values after the last step; then raise OutputError if the file can't hold one."""
+        self._is_finished = True
         if self._per == "run":
             await self._close()
         elif self._per == "epoch":
             await self._close_epochs(epochs)
-        self._is_finished = True
         await self._note()
+        if self._misfit is not None:
+            raise self._misfit
 
     def state(self) -> dict[str, Tree]:
         """Return the state of the fold, without the values in its log."""
@@ -193,8 +198,14 @@ class Fold(ABC):
         await self._deliver(value)
 
     async def _deliver(self, value: Tree) -> None:
-        if self._sink is not None:
+        if self._sink is None or self._misfit is not None:
+            return
+        try:
             await append_to(self._sink, value)
+        except OutputError as error:
+            if not self._is_finished:
+                raise
+            self._misfit = error
 
     @abstractmethod
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None: ...

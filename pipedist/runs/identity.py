@@ -1,14 +1,22 @@
-"""The identity of a run: the meaning of its spec, and where it came from.
+"""The identity of a run: the meaning of its spec, the files and modules that it uses, and where it came from.
 
-Two specs with the same digest give the same results.
+Two specs with the same digest give the same results, whatever their outputs are, from the same files and
+modules. Files of datasets are compared by size and modification time. Other files are compared by content: the
+`inputs` of a stage, and existing files whose paths are in its `with`. Of a file above DIGEST_BYTES_MAX, and of all
+files after the first DIGESTS_BYTES_MAX, only the size, the modification time and both ends are compared.
+
+The modules of a function are the modules that name and define it, and all modules below the code folder that
+they import, directly or not, as their source shows.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,11 +25,23 @@ import numpy as np
 from msgspec import Struct
 
 from pipedist.core.functions import reference
-from pipedist.core.types import Tree
+from pipedist.core.types import FunctionRef, Tree
+from pipedist.datasets.sources.paths import expand
 from pipedist.errors import PipedistError, UsageError
 from pipedist.journal.log_format import packed, unpacked
+from pipedist.plan import Plan
 from pipedist.protocol.codec import encode
-from pipedist.spec import CollectivesSpec, InitFile, InitFunction, InitLiteral, ResourcesSpec, Spec, load
+from pipedist.spec import (
+    CollectivesSpec,
+    GatherSpec,
+    InitFile,
+    InitFunction,
+    InitLiteral,
+    ResourcesSpec,
+    Spec,
+    UpdateSpec,
+    load,
+)
 
 
 def meaning(spec: Spec) -> dict[str, Any]:
@@ -41,10 +61,13 @@ def meaning(spec: Spec) -> dict[str, Any]:
             for name, d in spec.datasets.items()
         },
         "stages": {
-            name: {field.removesuffix("_"): _plain(value) for field, value in stage if value is not None}
+            name: {
+                field.removesuffix("_"): _plain(value)
+                for field, value in stage
+                if value is not None and (field, value) != ("inputs", ())
+            }
             for name, stage in spec.stages.items()
         },
-        "outputs": dict(spec.outputs),
     }
 
 
@@ -79,6 +102,236 @@ def _plain(value: Any) -> Any:
         ref = reference(value)
         return ref.name or hashlib.sha256(ref.pickled).hexdigest()
     return str(value)
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+DIGEST_BYTES_MAX: Final = 64 * 2**20
+"""A larger file is compared by its size, modification time and both ends."""
+
+DIGESTS_BYTES_MAX: Final = 256 * 2**20
+"""Bytes of all files that are read whole; of later ones only the ends are read."""
+
+END_BYTES: Final = 2**20
+"""Bytes that are read at each end of a file that is not read whole."""
+
+Stamp = list[Any]
+"""[bytes, mtime in ns] of a file; with its ctime in ns and the SHA-256 of its content if that is compared."""
+
+
+def stamps(
+    plan: Plan,
+    before: Mapping[str, Mapping[str, Stamp]] = {},
+    spec_before: Mapping[str, Any] = {},
+    ended_ns: int = 0,
+) -> dict[str, dict[str, Stamp]]:
+    """Return the stamps of the input files of a plan, by path in the spec and by path.
+
+    Functions may write to files that `with` names, such as logs. These are no inputs: a file that an earlier
+    run named and that did not exist when it began, and what was appended to a file before that run ended.
+
+    Args:
+        before, spec_before: the stamps and the spec of an earlier run; a file whose size and times have not
+            changed is not read again.
+        ended_ns: when it ended or was killed.
+    """
+    spec, folder = plan.spec, Path(plan.spec.folder)
+    known = {path: stamp for files in before.values() for path, stamp in files.items()}
+    written = {os.path.abspath(path) for path in _texts_in(spec_before, folder)} - known.keys()
+    found: dict[str, dict[str, Stamp]] = {}
+    read: dict[str, Stamp] = {}
+    for name, dataset in spec.datasets.items():
+        files = expand(dataset.config["path"], folder) if "path" in dataset.config else ()
+        plain: dict[str, Stamp] = {file.path: [file.size_bytes, file.mtime_ns] for file in files}
+        with_ = dataset.config.get("with") if "call" in dataset.config else None
+        found[f"datasets.{name}"] = plain | {path: [] for path in _paths_in(with_, folder)}
+    for name, stage in spec.stages.items():
+        paths = list(_paths_in(getattr(stage, "with_", None), folder))
+        declared = () if isinstance(stage, GatherSpec) else stage.inputs
+        paths += [file.path for file in expand(declared, folder)] if declared else []
+        found[f"stages.{name}"] = {path: [] for path in paths}
+        if isinstance(stage, UpdateSpec) and isinstance(stage.init, InitFile):
+            file = expand(stage.init.path, folder)[0]
+            found[f"stages.{name}"][file.path] = [file.size_bytes, file.mtime_ns]
+        elif isinstance(stage, UpdateSpec) and isinstance(stage.init, InitFunction):
+            found[f"stages.{name}"] |= {path: [] for path in _paths_in(stage.init.with_, folder)}
+    for files_there in found.values():
+        for path in [path for path, stamp in files_there.items() if not stamp]:
+            if path in written:
+                del files_there[path]
+                continue
+            if path not in read:
+                read[path] = _stamp(path, sum(s[0] for s in read.values()), known.get(path), ended_ns)
+            files_there[path] = read[path]
+    return {place: files for place, files in found.items() if files}
+
+
+def _paths_in(value: object, folder: Path) -> Iterator[str]:
+    """Yield the absolute paths of the existing files that a value names, relative to a folder."""
+    for path in _texts_in(value, folder):
+        try:
+            is_file = os.path.isfile(path)
+        except ValueError:  # a text with NUL
+            continue
+        if is_file:
+            yield os.path.abspath(path)
+
+
+def _texts_in(value: object, folder: Path) -> Iterator[str]:
+    """Yield the texts in a value as paths relative to a folder."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts_in(item, folder)
+    elif isinstance(value, str | os.PathLike) and isinstance(text := os.fspath(value), str) and text:
+        yield os.path.join(folder, text)
+
+
+def _stamp(path: str, read_bytes: int, before: Stamp | None, ended_ns: int) -> Stamp:
+    """Return the stamp of a file whose content is compared; that of `before` if it was only appended to."""
+    try:
+        with open(path, "rb") as file:
+            now = os.fstat(file.fileno())
+            head = [now.st_size, now.st_mtime_ns, now.st_ctime_ns]
+            if before and before[:3] == head:
+                return before
+            if before and len(before) == 4 and before[0] < now.st_size and now.st_mtime_ns <= ended_ns:
+                start = hashlib.sha256(file.read(before[0]) if before[0] <= DIGEST_BYTES_MAX else b"")
+                if start.hexdigest() == before[3]:
+                    return before
+                file.seek(0)
+            if now.st_size <= DIGEST_BYTES_MAX and read_bytes + now.st_size <= DIGESTS_BYTES_MAX:
+                return [*head, hashlib.file_digest(file, "sha256").hexdigest()]
+            found = hashlib.sha256(str(head[:2]).encode() + file.read(END_BYTES))
+            file.seek(max(0, now.st_size - END_BYTES))
+            found.update(file.read(END_BYTES))
+            return [*head, found.hexdigest()]
+    except OSError as error:
+        raise UsageError(f"the input {path} can't be read: {error.strerror or error}") from error
+
+
+def changed_files(
+    there: Mapping[str, Mapping[str, Stamp]], now: Mapping[str, Mapping[str, Stamp]], places: Iterable[str]
+) -> Iterator[str]:
+    """Yield a line for each file that has changed since an earlier run, by path in the spec."""
+    for place in places:
+        before, after = there.get(place, {}), now.get(place, {})
+        for path in dict.fromkeys((*before, *after)):
+            a, b = before.get(path), after.get(path)
+            if a is None or a == b or (b is not None and len(a) == len(b) == 4 and a[3] == b[3]):
+                if a is None:
+                    yield f"{place}: {path} is new"
+            elif b is None:
+                yield f"{place}: {path} is missing now"
+            elif len(a) == 4:
+                yield f"{place}: {path} has changed"
+            else:
+                what = next(iter(differences(a[:2], b[:2], ""))).partition(": ")[2]
+                yield f"{place}: {path} has changed: (bytes, or modification time in ns) {what}"
+
+
+# -- modules ------------------------------------------------------------------------------------------
+
+
+def modules_of(plan: Plan) -> dict[str, dict[str, str]]:
+    """Return the files of the modules of functions, by path in the spec and by name of the module."""
+    folder = Path(plan.spec.code)
+    imports: dict[str, tuple[str, ...]] = {}
+    modules: dict[str, dict[str, str]] = {}
+    for name in plan.spec.stages:
+        state = plan.states.get(name)
+        refs = [plan.functions.get(name)] + ([state.init, state.until] if state is not None else [])
+        modules[f"stages.{name}"] = _modules_below(folder, refs, imports)
+    for name, dataset in plan.spec.datasets.items():
+        call = dataset.config.get("call")
+        if isinstance(call, str):
+            modules[f"datasets.{name}"] = _modules_below(folder, [reference(call)], imports)
+    return modules
+
+
+def _modules_below(
+    folder: Path, refs: Iterable[FunctionRef | None], imports: dict[str, tuple[str, ...]]
+) -> dict[str, str]:
+    """Return the modules of functions, and those below a folder that they import; `imports` is a cache."""
+    named = [name for ref in refs if ref is not None and ref.name for name in _defining(ref.name)]
+    found: dict[str, str] = {}
+    pending, seen = list(named), {"pipedist"}
+    while pending:
+        module = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        file = _file_of(module, folder) or (_imported_file(module) if module in named else None)
+        if file is None:
+            continue
+        found[module] = file
+        if module not in imports:
+            imports[module] = tuple(_imports(module, file))
+        pending += [name for name in imports[module] if name.partition(".")[0] != "pipedist"]
+        pending += [module.rpartition(".")[0]] if "." in module else []
+    return found
+
+
+def _defining(function: str) -> list[str]:
+    """Return the module that names a function, and the one that defines it."""
+    module, _, path = function.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return list(dict.fromkeys((module, getattr(found, "__module__", None) or module)))
+
+
+def _imported_file(module: str) -> str | None:
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return path if path is not None and os.path.isfile(path) else None
+
+
+def _file_of(module: str, folder: Path) -> str | None:
+    """Return the file of a module below a folder, None if it is not there."""
+    loaded = _imported_file(module)
+    if loaded is not None and Path(loaded).is_relative_to(folder) and "site-packages" not in loaded:
+        return loaded
+    base = os.path.join(folder, *module.split("."))
+    return next((p for p in (os.path.join(base, "__init__.py"), f"{base}.py") if os.path.isfile(p)), None)
+
+
+def _imports(module: str, file: str) -> Iterator[str]:
+    """Yield the names of the modules that a module may import, as its source shows."""
+    if not file.endswith(".py"):
+        return
+    package = module if os.path.basename(file) == "__init__.py" else module.rpartition(".")[0]
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (SyntaxError, ValueError):  # it can't be imported, or only with an error that the run reports
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
+            if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.args[0].value
+
+
+def changed_module(module: str) -> str:
+    """Return a line that names a changed module and, if it is imported here, its file."""
+    file = _imported_file(module)
+    return f"module {module} has changed" + ("" if file is None else f": {file}")
+
+
+def code_of(modules: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the SHA-256 of the files of modules."""
+    files = {name: file for those in modules.values() for name, file in those.items()}
+    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in sorted(files.items())}
+
+
+# -- the source of a spec -----------------------------------------------------------------------------
 
 
 class SpecSource(Struct, frozen=True):

@@ -22,7 +22,14 @@ from pipedist.plan import PassPlan, Plan
 from pipedist.runs.pass_feeds import GatedFeed, Spool, feed_of
 from pipedist.runs.pass_folds import PassFolds
 from pipedist.runs.pass_journal import PASS_STATE, STATE
-from pipedist.runs.programs import parts_of, pass_program, quarantine_of, retries_of, slot_of
+from pipedist.runs.programs import (
+    parts_of,
+    pass_program,
+    quarantine_of,
+    retries_of,
+    slot_of,
+    stored_slot,
+)
 from pipedist.runs.quarantine import PassQuarantine
 from pipedist.runs.state_history import StateHistory
 from pipedist.runs.subscription import Part, Step, Subscription
@@ -33,6 +40,10 @@ if TYPE_CHECKING:
     from pipedist.coordinator.diagnostics import Waiting
     from pipedist.outputs import RunFolder
     from pipedist.runs.pass_journal import PassJournal, PendingSnapshot, RunJournal, Versioned
+
+
+STORED_BYTES_MAX = 256 * 2**20
+"""Bytes of the values of one run that are stored for a reuse; with more, none of them are."""
 
 
 class PassExecution:
@@ -96,6 +107,14 @@ class PassExecution:
             self._feed = GatedFeed(self._feed, "run", steps_max=steps_max)
         self._spools = {name: spools[name] for name in pass_.kept}
         self._kept_slots = {name: slot_of(name, plan.spec.stages[name]) for name in pass_.kept}
+        self._stored: dict[str, Spool] = {}
+        """The values of other runs, as long as all of them are worth storing for a reuse."""
+        self._not_stored: list[str] = []
+        """Runs whose logs are not continued."""
+        indivisible = training is not None or pass_.gang or bool(quarantine_of(plan, pass_))
+        if durable is not None and not indivisible:
+            names = [n for n in pass_.runs if n not in pass_.kept and (not self.steps or durable.has_log(n))]
+            self._stored = {name: Spool(name, durable.log(name)) for name in names}
         self._folds = PassFolds(plan, pass_, coordinator, folder, unwritten=unwritten, durable=durable)
         self.quarantine = PassQuarantine(
             pass_.dataset, next(iter(pass_.runs), ""), self._feed, self._replicas
@@ -128,7 +147,7 @@ class PassExecution:
         keep = not self._pass.gang and self._participant is None
         stamp = self._durable.stamp if self._durable is not None and keep else ""
         handle = self._coordinator.open_pass(
-            pass_program(self._plan, self._pass, self._feed.reader, self._values, streamed),
+            pass_program(self._plan, self._pass, self._feed.reader, self._values, streamed, self._stored),
             name=self.name,
             settings=PassSettings(
                 self._replicas,
@@ -157,7 +176,7 @@ class PassExecution:
             return
         if self._training is not None:
             self._state_history = StateHistory(self._durable)
-        for name, spool in self._spools.items():
+        for name, spool in (self._spools | self._stored).items():
             spool.restore(self._durable.places(name))
         if self.steps:
             self.quarantine.restore(self._durable.part(PASS_STATE)["quarantine"])
@@ -191,7 +210,7 @@ class PassExecution:
                 await self._folds.finish(epochs)
                 if participant is not None:
                     await participant.on_finished(self._folds.take_fresh(participant.watched))
-            for spool in self._spools.values():
+            for spool in (self._spools | self._stored).values():
                 await anyio.to_thread.run_sync(spool.finish)
             await self._folds.write()
 
@@ -258,7 +277,7 @@ class PassExecution:
         if self._training is not None:
             for name, (number, value) in self._training.states.latest.items():
                 parts[STATE + name] = (number, [value, number])
-        dropped: list[str] = []
+        dropped = [name for name in self._not_stored if durable.is_open(name)]
         if self._state_history is not None:
             dropped += self._state_history.dropped()
         if self.is_complete:
@@ -286,7 +305,7 @@ class PassExecution:
     async def _take(self, first: int, epoch: int, steps: list[list[Slots]], step_bytes: int) -> None:
         await self._folds.add(epoch, steps)
         await self.quarantine.read_inputs(first + len(steps))
-        if self._spools:
+        if self._spools or self._stored:
             places = [self.quarantine.ids(step) for step in range(first, first + len(steps))]
             counts = [self._feed.elements(step, step + 1) for step in range(first, first + len(steps))]
             await anyio.to_thread.run_sync(self._keep, epoch, steps, places, counts)
@@ -314,6 +333,14 @@ class PassExecution:
             for at, parts in enumerate(parts_of(self._kept_slots[name], steps)):
                 ids, skipped = places[at]
                 spool.append(parts, ids, elements=counts[at], epoch=epoch, skipped=skipped)
+        for name, spool in list(self._stored.items()):
+            for at, found in enumerate(parts_of(stored_slot(name), steps)):
+                if not all(found) or spool.bytes(0, len(spool)) > STORED_BYTES_MAX:
+                    del self._stored[name]
+                    self._not_stored.append(name)
+                    break
+                ids, _ = places[at]
+                spool.append([value for (value,) in found], ids, elements=counts[at], epoch=epoch)
 
     async def _notify_training(self, participant: TrainingParticipant, last: int, epoch: int) -> None:
         ends = await participant.feed.ends_epoch(last)

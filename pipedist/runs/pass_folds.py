@@ -13,6 +13,7 @@ import anyio.to_thread
 from pipedist.coordinator import Coordinator, Slots
 from pipedist.core.types import Tree
 from pipedist.errors import CallError, FoldError, OutputError
+from pipedist.journal.writer import file_name
 from pipedist.plan import PassPlan, Plan
 from pipedist.reduction.batched import step_partial
 from pipedist.runs.folds import CombineFold, Fold, FoldCall, Per, ReduceFold, ValueFold
@@ -25,10 +26,14 @@ from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, UpdateSpec,
 from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
+    from pipedist.journal.history import PassHistory
     from pipedist.outputs import RunFolder
     from pipedist.outputs.sink import Sink
     from pipedist.outputs.tables import Table
     from pipedist.runs.pass_journal import PassJournal
+
+LOG_BYTES_MAX = 2**30
+"""A longer log of values that have a file is removed when the pass is complete."""
 
 FOLD_CALLS_MAX = 16
 """Maximum number of concurrent fold calls of one stage."""
@@ -180,8 +185,13 @@ class PassFolds:
         return {name: fold.state() for name, fold in self._folds.items()}
 
     def logs_over(self) -> list[str]:
-        """Return the logs of a complete pass whose values are in files."""
-        return [name for name, fold in self._folds.items() if grows(self._plan, name) and not fold.kept]
+        """Return the logs of a complete pass whose values are in files, and too large to keep."""
+        return [
+            name
+            for name, fold in self._folds.items()
+            if grows(self._plan, name) and not fold.kept and name not in self._unwritten
+            if self._durable is not None and self._durable.log_bytes(name) > LOG_BYTES_MAX
+        ]
 
     async def finish(self, epochs: int) -> None:
         """Complete all values; raise FoldError if all components were None."""
@@ -271,6 +281,11 @@ def grows(plan: Plan, name: str) -> bool:
     return isinstance(plan.spec.stages[name], GatherSpec) or per_of(plan, name) != "run"
 
 
+def can_write(plan: Plan, name: str, found: PassHistory, key: str) -> bool:
+    """Return whether the file of a stage can be written from the journal's part of its complete pass."""
+    return not grows(plan, name) or f"{file_name(key, name)}.log" in found.logs
+
+
 async def restore_pass(
     plan: Plan,
     pass_: PassPlan,
@@ -278,24 +293,61 @@ async def restore_pass(
     final: Callable[[str], Path],
     values: MutableMapping[str, Tree],
     spools: MutableMapping[str, Spool],
-    unwritten: Mapping[str, OutputError],
+    unwritten: MutableMapping[str, OutputError],
+    folder: RunFolder | None = None,
 ) -> None:
     """Restore the values of a complete pass into `values` and `spools`.
 
-    `final` returns the path of an output.
+    `final` returns the path of an output. Outputs that a `folder` lacks are written again; `unwritten` receives
+    the errors, by stage.
     """
     found = durable.part(PASS_STATE)
-    for name in pass_.folds:
-        if keeps(plan, name):
-            stage, per = plan.spec.stages[name], per_of(plan, name)
-            axis = stage.gather if isinstance(stage, GatherSpec) else None
-            fold = ValueFold(name, per, None) if axis is None else GatherFold(name, per, axis, None)
-            entries = durable.entries(name) if grows(plan, name) else ()
-            await fold.restore(found["folds"][name], ((entry.meta, tree) for entry, tree in entries))
-            values[name] = fold.result
-        elif name not in unwritten:
-            values[name] = final(plan.spec.outputs[name])
+    restored = {name: value[0] for name, value in durable.parts(STATE).items()}
+    for name in (*pass_.folds, *pass_.updates):
+        output = plan.spec.outputs.get(name)
+        sink = None
+        if output is not None and folder is not None and not folder.has(name, output):
+            sink = sink_of(plan, folder, name)
+        if name not in restored and (sink is not None or keeps(plan, name)):
+            restored[name] = await _restored_fold(plan, name, durable, found["folds"][name], sink, unwritten)
+        if sink is not None and name not in unwritten:
+            try:
+                if name in pass_.updates or (per_of(plan, name) == "run" and not grows(plan, name)):
+                    await anyio.to_thread.run_sync(sink.append, restored[name])
+                await anyio.to_thread.run_sync(sink.finish)
+            except OutputError as error:
+                unwritten[name] = error
+        if sink is not None:
+            sink.abort()
+        if name in pass_.updates or keeps(plan, name):
+            values[name] = restored[name]
+        elif name not in unwritten and output is not None:
+            values[name] = final(output)
     for name in pass_.kept:
         spools[name] = spool = Spool(name, durable.log(name))
         spool.restore(durable.places(name))
-    values.update((name, value[0]) for name, value in durable.parts(STATE).items())
+
+
+async def _restored_fold(
+    plan: Plan,
+    name: str,
+    durable: PassJournal,
+    state: dict[str, Tree],
+    sink: Sink | None,
+    unwritten: MutableMapping[str, OutputError],
+) -> Tree:
+    """Return the value of a complete fold, and append its parts to a sink."""
+    stage, per, keep = plan.spec.stages[name], per_of(plan, name), keeps(plan, name)
+    axis = stage.gather if isinstance(stage, GatherSpec) else None
+    fold: Fold = ValueFold(name, per, sink, keep=keep)
+    if axis is not None:
+        fold = GatherFold(name, per, axis, sink, keep=keep)
+    entries = durable.entries(name) if grows(plan, name) else ()
+    try:
+        await fold.restore(state, ((entry.meta, tree) for entry, tree in entries))
+    except OutputError as error:
+        if sink is None:
+            raise
+        unwritten[name] = error
+        return await _restored_fold(plan, name, durable, state, None, unwritten) if keep else None
+    return fold.result

@@ -31,7 +31,7 @@ Versioned = tuple[int, Tree]
 
 
 def key_of(pass_: PassPlan) -> str:
-    return f"{pass_.phase}/{pass_.root}"
+    return pass_.key
 
 
 class RunJournal:
@@ -48,8 +48,6 @@ class RunJournal:
         self._stamp = stamp
         self._changed = anyio.Event()
         self.is_resumed = history is not None
-        self.unwritten = {} if history is None else history.unwritten
-        """Why an output file of a complete phase could not be written, by stage."""
         self.holds_steps = history is not None and any(each.steps for each in history.passes.values())
         """Whether steps are committed, so that a resumed run can skip them."""
         self.committing_since: float | None = None
@@ -191,6 +189,14 @@ class PassJournal:
         """Write the buffered entries of all logs; nothing is appended meanwhile."""
         for log in [*self._logs.values()]:
             log.flush()
+
+    def has_log(self, name: str) -> bool:
+        """Return whether a log is durable."""
+        return f"{file_name(self._key, name)}.log" in self.before.logs
+
+    def log_bytes(self, name: str) -> int:
+        """Return the length of an open log."""
+        return self._logs[f"{file_name(self._key, name)}.log"].end().bytes
 
     def is_open(self, name: str) -> bool:
         """Return whether a log is open, and not dropped."""

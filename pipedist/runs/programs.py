@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -23,6 +23,9 @@ from pipedist.spec import ReduceSpec, RunSpec, StageRef, StageSpec, StateRef, Up
 
 _VALUE = "="
 """Prefix of the slot of a stage's whole value; stage names can't contain it."""
+
+_STORED = "~"
+"""Prefix of the slot of a run's value if it is worth storing for a reuse."""
 
 COMBINED = "value"
 """The slot of the value that a fold call returns."""
@@ -43,6 +46,11 @@ def slot_of(name: str, stage: StageSpec) -> str:
     return _VALUE + stage.of
 
 
+def stored_slot(run: str) -> str:
+    """Return the slot of a run's value in a list, which is empty if it is not worth storing."""
+    return _STORED + run
+
+
 def parts_of(slot: str, steps: Sequence[Sequence[Slots]]) -> list[list[Tree]]:
     """Return the parts in a slot, for each step.
 
@@ -57,13 +65,19 @@ def reduction_of(stage: ReduceSpec) -> Reduction:
 
 
 def pass_program(
-    plan: Plan, pass_: PassPlan, reader: ReaderConfig, values: Mapping[str, Tree], streamed: Sequence[str]
+    plan: Plan,
+    pass_: PassPlan,
+    reader: ReaderConfig,
+    values: Mapping[str, Tree],
+    streamed: Sequence[str],
+    stored: Iterable[str] = (),
 ) -> Program:
     """Return the program that is executed on each shard of a pass.
 
     Args:
         values: the finished values of earlier phases, and the final states.
         streamed: stages whose values are sent back because they are streamed.
+        stored: runs whose values are sent back to be stored for a reuse, if that is worth it.
     """
     spec = plan.spec
     index = {name: place for place, name in enumerate(pass_.runs)}
@@ -93,6 +107,7 @@ def pass_program(
         else:
             whole.add(stage.of)
     emits += [Emit(_VALUE + name, index[name]) for name in sorted(whole)]
+    emits += [Emit(stored_slot(name), index[name], stored=True) for name in stored]
     collectives = next(iter(pass_.communication(spec).values()), DEFAULT_COLLECTIVES)
     return Program(
         seed=spec.seed,

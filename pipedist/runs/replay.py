@@ -34,7 +34,7 @@ from pipedist.runs.pass_folds import restore_pass
 from pipedist.runs.pass_journal import PASS_STATE, PassJournal, key_of
 from pipedist.runs.programs import CallKey, pass_of, pass_program, slot_of
 from pipedist.runs.quarantine import QuarantinedElement
-from pipedist.runs.resume import changes, header_of, platform_changes
+from pipedist.runs.resume import changes, ended_ns, header_of, platform_changes, with_passes
 from pipedist.runs.state_history import states_of
 
 
@@ -78,7 +78,7 @@ def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Ite
     with ExitStack() as stack:
         plan = compile_plan(SpecSource(header.source, tuple(header.sets), header.params).load(), workers=1)
         stack.callback(plan.close)
-        now = header_of(plan, header.run)
+        now = header_of(plan, header.run, before=header, ended=ended_ns(folder / PRIVATE / "journal"))
         if changed := changes(header, now):
             raise UsageError(
                 f"call {key} of the run {header.run} can't be replayed, because something has changed "
@@ -87,7 +87,7 @@ def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Ite
         modules = [line.partition(":")[0] for line in differences(header.code, now.code)]
         notes = [f"module {', '.join(modules)} has changed since the run"] if modules else []
         notes += [f"the run used {line}" for line in platform_changes(header)]
-        lookup = _Lookup(plan, folder, history, key, stack)
+        lookup = _Lookup(with_passes(plan, header), folder, history, key, stack)
         yield anyio.run(lookup.find, tuple(elements), notes)
 
 

@@ -167,9 +167,9 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
     """Return the result of a finished run, from its document."""
     document: Any = finished.document
     notice = f"the run in {finished.path} is finished: these are its results, nothing was executed"
-    if finished.since:
+    if finished.since or finished.moved:
         notice += (
-            f". Something has changed since then:{listed(finished.since)}\n"
+            f". Something has changed since then:{listed([*finished.since, *finished.moved])}\n"
             "  To execute the affected passes again, use --resume=reuse; to execute everything again, --restart"
         )
     files = {n: finished.files[o] for n, o in spec.outputs.items() if o in finished.files}

@@ -1,35 +1,43 @@
 """Decides whether a run can continue from a journal, and which passes can.
 
-A run continues from its journal if nothing that decides its results has changed: the spec (by value), its
-input files (by size and modification time), and the platform (which may differ with `force`). Changed modules
-of functions are reported, but do not prevent it, so that a function can be fixed and its run resumed. With
-"reuse", a run continues with the passes of another spec's run whose definition, inputs and modules are
-unchanged.
+A run continues from its journal if nothing that decides its results has changed: the spec (by value, without its
+outputs), its input files, the modules of functions whose results are committed (which may differ with
+`force_code`), and the platform (which may differ with `force`). With "reuse", a run continues with all steps of
+another spec's run that the changes do not affect, see `pipedist.runs.reuse`.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from pipedist._version import __version__
 from pipedist.core import platform_id
 from pipedist.core.platform_id import Platform
-from pipedist.datasets.sources.paths import expand
 from pipedist.errors import JournalError, UsageError
-from pipedist.journal.history import FORMAT, Header, History, PassHistory, read_history
-from pipedist.journal.writer import Journal, file_name
+from pipedist.journal.history import FORMAT, Header, History, read_history
+from pipedist.journal.writer import Journal
 from pipedist.plan import PassPlan, Plan
 from pipedist.plan.phases import links_of
-from pipedist.runs.identity import NO_SOURCE, SpecSource, differences, digest, digest_of, listed, meaning
-from pipedist.runs.pass_folds import grows, keeps
+from pipedist.runs.identity import (
+    NO_SOURCE,
+    SpecSource,
+    changed_files,
+    changed_module,
+    code_of,
+    differences,
+    digest_of,
+    listed,
+    meaning,
+    modules_of,
+    stamps,
+)
+from pipedist.runs.pass_folds import can_write
 from pipedist.runs.pass_journal import RunJournal, key_of
-from pipedist.spec import InitFile, UpdateSpec
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
@@ -41,11 +49,13 @@ class OpenedJournal:
 
     Args:
         journal: the journal; the caller closes it.
+        plan: the plan with the passes of the journal.
         notice: a message for the user about what is resumed, or "".
     """
 
     journal: Journal
     run: RunJournal
+    plan: Plan
     notice: str = ""
 
 
@@ -57,6 +67,7 @@ def open_journal(
     *,
     reuse: bool,
     force: bool = False,
+    force_code: bool = False,
     source: SpecSource = NO_SOURCE,
 ) -> OpenedJournal:
     """Open the journal of a run in its folder.
@@ -64,8 +75,9 @@ def open_journal(
     Args:
         run_id: the id of the run, if it is a new one.
         outputs: all files that the run may write into its folder, as for `open_folder`.
-        reuse: if something has changed, continue with the passes that it does not affect.
+        reuse: if something has changed, continue with what it does not affect.
         force: continue even if versions or the type of processor have changed.
+        force_code: continue even if modules of functions have changed.
 
     Raises:
         UsageError: the run in the folder can't continue, because something has changed.
@@ -74,48 +86,78 @@ def open_journal(
     history = read_history(folder.journal) if folder.found else None
     if history is None:  # no run, or one that was killed before its first record
         if folder.found == "other":
-            folder.take_over(run_id, digest(plan.spec), outputs, ())
+            folder.take_over(run_id, digest_of(meaning(plan.spec)), outputs, plan.spec.outputs, ())
         header = header_of(plan, folder.run_id, source)
         journal = Journal.create(folder.journal, header)
-        return OpenedJournal(journal, RunJournal(journal, None, _stamp(header)))
+        return OpenedJournal(journal, RunJournal(journal, None, stamp_of(header)), plan)
     if history.problems:
         raise JournalError(
             f"the journal in {folder.journal} is inconsistent, so the run can't be resumed:\n  "
             + "\n  ".join(history.problems)
             + "\nUse --restart to discard the run"
         )
-    now = header_of(plan, folder.run_id, source)
+    now = header_of(plan, folder.run_id, source, history.header, ended_ns(folder.journal))
     changed, moved = changes(history.header, now), platform_changes(history.header)
-    can_continue = not changed and folder.found == "unfinished"
-    gone = _gone(plan, folder, history) if can_continue else None
-    if can_continue and not gone and (force or not moved):
-        journal = Journal.reopen(folder.journal, history)
-        return OpenedJournal(
-            journal, RunJournal(journal, history, _stamp(now)), _resumed(history, now, moved)
-        )
-    if gone and not reuse:
-        raise UsageError(
-            f"{gone}, an output of the unfinished run {history.header.run}, does not exist any more. "
-            "Use --resume=reuse to make it again, or --restart to discard the run"
-        )
-    if not changed and not reuse:
-        raise UsageError(
-            f"the run {history.header.run} in {folder.path} was started on another platform, so "
-            f"its results may not be bit-identical:{listed(moved)}\n"
-            "  To continue it here, use --force; to discard it, --restart"
-        )
-    if not reuse:
+    if not changed and folder.found == "unfinished":
+        planned = with_passes(plan, history.header)
+        code = [] if force_code else _changed_code(history, now)
+        gone = _gone(planned, folder, history)
+        if not gone and not code and (force or not moved):
+            journal = Journal.reopen(folder.journal, history, code=now.code)
+            run = RunJournal(journal, history, stamp_of(now))
+            return OpenedJournal(journal, run, planned, _resumed(history, now, moved))
+        if not reuse:
+            raise _refusal(folder, history, gone, code, moved)
+    elif not reuse:
         raise UsageError(
             f"the run {history.header.run} in {folder.path} can't be resumed, because something has changed "
             f"(there {history.header.digest[:12]}, now {now.digest[:12]}):{listed(changed)}\n"
-            "  To continue with the unchanged passes, use --resume=reuse; to discard the run, --restart"
+            "  To continue with what that does not affect, use --resume=reuse; to discard the run, --restart"
         )
-    return _reused(plan, folder, run_id, outputs, history, source, () if force else moved)
+    from pipedist.runs.reuse import reuse_run  # rarely needed
+
+    return reuse_run(plan, folder, run_id, outputs, history, source, () if force else moved)
+
+
+def _refusal(
+    folder: RunFolder, history: History, gone: Path | None, code: Sequence[str], moved: Sequence[str]
+) -> UsageError:
+    run = history.header.run
+    if gone:
+        return UsageError(
+            f"{gone}, an output of the unfinished run {run}, does not exist any more. "
+            "Use --resume=reuse to make it again, or --restart to discard the run"
+        )
+    if code:
+        return UsageError(
+            f"the run {run} in {folder.path} can't be resumed, because functions that made its committed "
+            f"steps have changed:{listed(code)}\n"
+            "  To execute again what they made, use --resume=reuse; to keep it beside results of the new code, "
+            "--resume --force-code; to discard the run, --restart"
+        )
+    return UsageError(
+        f"the run {run} in {folder.path} was started on another platform, so "
+        f"its results may not be bit-identical:{listed(moved)}\n"
+        "  To continue it here, use --force; to discard it, --restart"
+    )
 
 
 def changes(there: Header, now: Header) -> list[str]:
     """Return the differences of two runs that affect results, except code."""
-    return [*differences(there.spec, now.spec), *_changed_inputs(there, now)]
+    places = dict.fromkeys((*there.inputs, *now.inputs))
+    return [*differences(there.spec, now.spec), *changed_files(there.inputs, now.inputs, places)]
+
+
+def _changed_code(history: History, now: Header) -> list[str]:
+    """Return the changed modules of functions whose results are committed, as lines."""
+    found = {
+        module: None
+        for key, each in history.header.passes.items()
+        if (done := history.passes.get(key)) is not None and done.steps
+        for module in each["modules"]
+        if (done.code or history.header.code).get(module) != now.code.get(module)
+    }
+    return [changed_module(module) for module in found]
 
 
 def platform_changes(there: Header) -> list[str]:
@@ -130,18 +172,18 @@ def explain(plan: Plan, journal: Path) -> str:
     return "" if there is None else ":" + listed(differences(there.spec, meaning(plan.spec)))
 
 
-def since(plan: Plan, journal: Path) -> list[str]:
-    """Return the inputs, modules and platform traits changed since a run."""
+def since(plan: Plan, journal: Path) -> tuple[list[str], list[str]]:
+    """Return the inputs and modules, and the platform traits, changed since a run."""
     there = _header_there(journal)
     if there is None:
-        return []
-    now = header_of(plan, "")
+        return [], []
+    now = header_of(plan, "", before=there, ended=ended_ns(journal))
     modules = [name for name in now.code if there.code.get(name) != now.code[name]]
+    places = dict.fromkeys((*there.inputs, *now.inputs))
     return [
-        *_changed_inputs(there, now),
-        *(f"module {name} has changed" for name in modules),
-        *(f"the run used {line}" for line in platform_changes(there)),
-    ]
+        *changed_files(there.inputs, now.inputs, places),
+        *map(changed_module, modules),
+    ], [f"the run used {line}" for line in platform_changes(there)]
 
 
 def _header_there(journal: Path) -> Header | None:
@@ -171,16 +213,51 @@ def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
     return notice
 
 
-def _stamp(now: Header) -> str:
+def stamp_of(now: Header) -> str:
     """Return a digest that changes with the run, its platform and its code."""
     return digest_of({"run": now.run, "platform": dict(now.platform), "code": dict(now.code)})
+
+
+def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
+    """Return the first missing output of a complete pass that can't be written again."""
+    for pass_ in plan.passes:
+        found = history.passes.get(key_of(pass_))
+        if found is not None and found.complete:
+            for name in pass_.folds:
+                output = plan.spec.outputs.get(name, "")
+                if (
+                    output
+                    and not folder.has(name, output)
+                    and not can_write(plan, name, found, key_of(pass_))
+                ):
+                    return folder.staged(output)
+    return None
 
 
 # -- the header of a run -----------------------------------------------------------------------------
 
 
-def header_of(plan: Plan, run_id: str, source: SpecSource = NO_SOURCE) -> Header:
-    meant = meaning(plan.spec)
+LAST_WRITES_S = 10
+"""Longest time that functions of a killed run write after its last commit, in seconds."""
+
+
+def ended_ns(journal: Path) -> int:
+    """Return until when functions of the run of a journal may have written to files."""
+    try:
+        return (journal / "journal").stat().st_mtime_ns + LAST_WRITES_S * 10**9
+    except OSError:
+        return 0
+
+
+def header_of(
+    plan: Plan, run_id: str, source: SpecSource = NO_SOURCE, before: Header | None = None, ended: int = 0
+) -> Header:
+    """Return the header of a new journal.
+
+    `before` is that of an earlier run in the folder, and `ended` when it ended, ns since 1970.
+    """
+    meant, modules = meaning(plan.spec), modules_of(plan)
+    inputs = stamps(plan) if before is None else stamps(plan, before.inputs, before.spec, ended)
     return Header(
         format=FORMAT,
         pipedist=__version__,
@@ -188,220 +265,89 @@ def header_of(plan: Plan, run_id: str, source: SpecSource = NO_SOURCE) -> Header
         name=plan.spec.name,
         spec=meant,
         digest=digest_of(meant),
-        inputs=dict(_inputs(plan)),
-        code=_code(plan),
+        inputs=inputs,
+        code=code_of(modules),
         replicas=plan.spec.replicas,
         platform=asdict(Platform.here()),
-        passes={key_of(pass_): _described(plan, pass_) for pass_ in plan.passes},
+        passes={key_of(pass_): described(plan, pass_, modules) for pass_ in plan.passes},
         source=source.source,
         sets=source.sets,
         params=source.params,
     )
 
 
-def _inputs(plan: Plan) -> Iterator[tuple[str, dict[str, list[int]]]]:
-    folder = Path(plan.spec.folder)
-    for name, dataset in plan.spec.datasets.items():
-        if "path" in dataset.config:
-            found = expand(dataset.config["path"], folder)
-            yield f"datasets.{name}", {file.path: [file.size_bytes, file.mtime_ns] for file in found}
-    for name, stage in plan.spec.stages.items():
-        if isinstance(stage, UpdateSpec) and isinstance(stage.init, InitFile):
-            file = expand(stage.init.path, folder)[0]
-            yield f"stages.{name}", {file.path: [file.size_bytes, file.mtime_ns]}
-
-
-def _changed_inputs(there: Header, now: Header, names: Iterable[str] | None = None) -> Iterator[str]:
-    for name in dict.fromkeys((*there.inputs, *now.inputs)) if names is None else names:
-        for line in differences(there.inputs.get(name, {}), now.inputs.get(name, {})):
-            path, _, what = line.rpartition(": ")
-            path = path.removesuffix("[0]").removesuffix("[1]")
-            yield f"{name}: {path} has changed: (bytes, or modification time in ns) {what}"
-
-
-def _code(plan: Plan) -> dict[str, str]:
-    """Return the SHA-256 of the files of the modules that define functions."""
-    import hashlib
-
-    code = {}
-    for module in sorted({name for names in _modules(plan).values() for name in names}):
-        path = getattr(sys.modules.get(module), "__file__", None)
-        if path is not None and Path(path).is_file():
-            code[module] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    return code
-
-
-def _modules(plan: Plan) -> dict[str, list[str]]:
-    """Return the modules of functions, by their paths in the spec."""
-    modules: dict[str, list[str]] = {}
-    for name in plan.spec.stages:
-        state = plan.states.get(name)
-        refs = [plan.functions.get(name)] + ([state.init, state.until] if state is not None else [])
-        modules[f"stages.{name}"] = [
-            module for ref in refs if ref is not None and ref.name for module in _modules_of(ref.name)
-        ]
-    for name, dataset in plan.spec.datasets.items():
-        call = dataset.config.get("call")
-        if isinstance(call, str):
-            modules[f"datasets.{name}"] = _modules_of(call)
-    return modules
-
-
-def _modules_of(function: str) -> list[str]:
-    """Return the module that names a function, and the one that defines it."""
-    module, _, path = function.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return list(dict.fromkeys((module, getattr(found, "__module__", None) or module)))
-
-
-def _described(plan: Plan, pass_: PassPlan) -> dict[str, Any]:
+def described(plan: Plan, pass_: PassPlan, modules: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
     """Return the journal's description of a pass.
 
-    `needs` are the paths in the spec that affect its values."""
-    spec, links, training = plan.spec, links_of(plan.spec), plan.training
+    `needs` are the paths in the spec that affect its values, by stage."""
     turns = [p for p in plan.passes if p.updates or p.follows]
-    together = turns if pass_ in turns else [pass_]  # passes of a training complete together
-    needs: dict[str, None] = dict.fromkeys(("replicas", "seed", "threads_per_replica"))
-    waiting = [name for p in together for name in (p.root, *p.runs, *p.folds, *p.updates)]
-    own = set(waiting)
-    # updates decide the number of epochs: of the passes of a training, and of later reads of its dataset
-    counted = {name for p in turns for name in (*p.runs, *p.folds)}
-    if training is not None and pass_.dataset == training.dataset and pass_.phase > training.phase:
-        waiting += training.updates
-    while waiting:
-        name = waiting.pop()
-        if name in spec.datasets:
-            needs[f"datasets.{name}"] = None
-        elif f"stages.{name}" not in needs:
-            needs[f"stages.{name}"] = None
-            waiting += [other for other in (links[name].of, *links[name].waits, *links[name].reads) if other]
-            if training is not None and name in counted:
-                waiting += training.updates
-    needs.update((f"outputs.{name}", None) for name in spec.outputs if name in own)
-    modules = _modules(plan)
+    names = [*pass_.runs, *pass_.folds, *pass_.updates]
+    if pass_ in turns:  # passes of a training complete together
+        together = [name for p in turns for name in (p.root, *p.runs, *p.folds, *p.updates)]
+        shared = list(_needs(plan, pass_, together))
+        needs = dict.fromkeys(names, shared)
+    else:
+        needs = {name: list(_needs(plan, pass_, [name])) for name in names}
+    paths = {path for each in needs.values() for path in each}
     return {
         "name": pass_.name,
         "dataset": pass_.dataset,
+        "phase": pass_.phase,
         "shape": [
             pass_.root,
             *(list(getattr(pass_, field)) for field in ("runs", "folds", "kept", "updates")),
             pass_.follows,
             pass_.gang,
         ],
-        "needs": list(needs),
-        "modules": sorted({module for need in needs for module in modules.get(need, ())}),
+        "needs": needs,
+        "modules": sorted({module for path in paths for module in modules.get(path, ())}),
     }
 
 
-# -- reuse -------------------------------------------------------------------------------------------
+def _needs(plan: Plan, pass_: PassPlan, names: list[str]) -> Iterator[str]:
+    """Yield the paths in the spec that affect the values of stages of a pass."""
+    spec, links, training = plan.spec, links_of(plan.spec), plan.training
+    yield from ("replicas", "seed", "threads_per_replica")
+    waiting = [*names, pass_.dataset]
+    # updates decide the number of epochs: of the passes of a training, and of later reads of its dataset
+    counted = {name for p in plan.passes if p.updates or p.follows for name in (*p.runs, *p.folds)}
+    if training is not None and pass_.dataset == training.dataset and pass_.phase > training.phase:
+        waiting += training.updates
+    seen: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in spec.datasets:
+            yield f"datasets.{name}"
+            continue
+        yield f"stages.{name}"
+        waiting += [other for other in (links[name].of, *links[name].waits, *links[name].reads) if other]
+        if training is not None and name in counted:
+            waiting += training.updates
 
 
-def _reused(
-    plan: Plan,
-    folder: RunFolder,
-    run_id: str,
-    outputs: Sequence[str],
-    history: History,
-    source: SpecSource,
-    moved: Sequence[str],
-) -> OpenedJournal:
-    """Begin a run with the unchanged passes of an earlier one."""
-    header = header_of(plan, run_id, source)
-    taken: dict[str, PassHistory] = {}
-    lines = []
-    for pass_, why in _changed_passes(plan, folder, history, header, moved).items():
-        found = history.passes.get(key_of(pass_))
-        if why or found is None:
-            because = listed(why or ["the earlier run did not reach it"])
-            lines.append(f"executing again: {pass_.name}, because{because}")
-        else:
-            taken[key_of(pass_)] = found
-            steps = "all" if found.complete else f"the first {found.steps:,}"
-            lines.append(
-                f"reusing {steps} steps of {pass_.name}: its definition and its inputs are unchanged"
-            )
-    complete = [p for p in plan.passes if key_of(p) in taken and taken[key_of(p)].complete]
-    kept = [output for pass_ in complete for output in _outputs(plan, pass_).values()]
-    Journal.replace(folder.journal, header, taken)
-    folder.take_over(run_id, header.digest, outputs, kept)
-    again = read_history(folder.journal)
-    assert again is not None  # it was just written
-    journal = Journal.reopen(folder.journal, again)
-    journal.keep(name for found in taken.values() for name in found.files())
-    return OpenedJournal(journal, RunJournal(journal, again, _stamp(header)), "\n".join(lines))
+def with_passes(plan: Plan, header: Header) -> Plan:
+    """Return a plan with the passes that a journal describes, which may have been divided for a reuse."""
+    passes = [pass_of(plan, key, each) for key, each in header.passes.items()]
+    count = max((p.phase for p in passes), default=-1) + 1
+    return replace(plan, phases=tuple(tuple(p for p in passes if p.phase == n) for n in range(count)))
 
 
-def _changed_passes(
-    plan: Plan, folder: RunFolder, history: History, now: Header, moved: Sequence[str]
-) -> dict[PassPlan, list[str]]:
-    """Return why the committed steps of each pass can't be reused, or []."""
-    why = {}
-    for pass_ in plan.passes:
-        found = history.passes.get(key_of(pass_))
-        why[pass_] = _changed(history, now, key_of(pass_)) or [f"the run used {line}" for line in moved]
-        if not why[pass_] and found is not None and (missing := _missing(plan, pass_, folder, found)):
-            why[pass_] = [missing]
-    turns = [pass_ for pass_ in plan.passes if pass_.updates or pass_.follows]
-    for first in [pass_ for pass_ in turns if why[pass_]][:1]:
-        for pass_ in turns:
-            training = f"it is part of the training of {first.name}, which is executed again"
-            why[pass_] = why[pass_] or [training]
-    return why
-
-
-def _changed(history: History, now: Header, key: str) -> list[str]:
-    """Return the changes that affect the values of a pass.
-
-    A pass in another phase counts as another pass, because its logs are named by phase.
-    """
-    there, wanted = history.header, now.passes[key]
-    before = there.passes.get(key)
-    if before is None or before["shape"] != wanted["shape"]:
-        return ["the earlier run had no pass of these stages in this phase"]
-    why: list[str] = []
-    for path in dict.fromkeys((*before["needs"], *wanted["needs"])):
-        why += differences(_at(there.spec, path), _at(now.spec, path), path)
-    why += _changed_inputs(there, now, wanted["needs"])
-    changed = [m for m in wanted["modules"] if there.code.get(m) != now.code.get(m)]
-    return why + [f"module {module} has changed" for module in changed]
-
-
-def _at(document: Mapping[str, Any], path: str) -> Any:
-    first, _, rest = path.partition(".")
-    value = document.get(first)
-    return value.get(rest) if rest and isinstance(value, Mapping) else value
-
-
-def _missing(plan: Plan, pass_: PassPlan, folder: RunFolder, found: PassHistory) -> str:
-    """Return why the files of a pass can't be reused, or ""."""
-    for name in found.files():
-        if not (folder.journal / name).is_file():
-            return f"the journal file {name} is missing"
-    if not found.complete:
-        return ""
-    for output in _outputs(plan, pass_).values():
-        if not folder.has(output):
-            return f"the output {output} is missing or was changed"
-    for name in pass_.folds:
-        log = f"{file_name(key_of(pass_), name)}.log"
-        if grows(plan, name) and keeps(plan, name) and log not in found.logs:
-            return f"a later phase now reads {name}, which the earlier run stored only in its output file"
-    return ""
-
-
-def _outputs(plan: Plan, pass_: PassPlan) -> dict[str, str]:
-    """Return the outputs that a pass writes, by stage."""
-    return {n: plan.spec.outputs[n] for n in (*pass_.folds, *pass_.updates) if n in plan.spec.outputs}
-
-
-def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
-    """Return the first missing or changed output of a complete pass."""
-    for pass_ in plan.passes:
-        found = history.passes.get(key_of(pass_))
-        if found is not None and found.complete:
-            for name, output in _outputs(plan, pass_).items():
-                if name not in history.unwritten and not folder.has(output):
-                    return folder.staged(output)
-    return None
+def pass_of(plan: Plan, key: str, described: Mapping[str, Any]) -> PassPlan:
+    """Return a pass as a journal describes it."""
+    root, runs, folds, kept, updates, follows, gang = described["shape"]
+    return PassPlan(
+        described["phase"],
+        described["dataset"],
+        root,
+        tuple(runs),
+        tuple(folds),
+        tuple(kept),
+        updates=tuple(updates),
+        follows=follows,
+        gang=gang,
+        gpus=max((getattr(plan.spec.stages.get(name), "gpus", 0.0) for name in runs), default=0.0),
+        key=key,
+    )

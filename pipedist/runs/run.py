@@ -73,6 +73,7 @@ class Run(AsyncOnly):
         verify: bool = False,
         on_log: LogSink | None = None,
         force: bool = False,
+        force_code: bool = False,
         spare: Spare | None = None,
     ) -> None:
         self.id = os.urandom(8).hex()
@@ -95,6 +96,7 @@ class Run(AsyncOnly):
         self._verify = verify
         self._on_log = on_log
         self._force = force
+        self._force_code = force_code
         self._spare = spare or Spare()
         self._stack = AsyncExitStack()
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -204,8 +206,10 @@ class Run(AsyncOnly):
             run_id=self.id,
             spec_hash=digest(self._spec),
             outputs=outputs,
+            stages=self._spec.outputs,
             resume=self._resume,
             restart=self._restart,
+            accept=self._force_code,
             explain=lambda folder: explain(self.plan, folder),
             since=lambda folder: since(self.plan, folder),
         )
@@ -217,8 +221,16 @@ class Run(AsyncOnly):
         self._can_replay = bool(source.source)
         reuse = self._resume == "reuse"
         journal = open_journal(
-            self.plan, opened, self.id, outputs, reuse=reuse, force=self._force, source=source
+            self.plan,
+            opened,
+            self.id,
+            outputs,
+            reuse=reuse,
+            force=self._force,
+            force_code=self._force_code,
+            source=source,
         )
+        self._plan = journal.plan
         self._stack.callback(journal.journal.close)
         self._journal, self._journal_notice = journal.run, journal.notice
         self.id = opened.run_id  # a resumed run keeps its id

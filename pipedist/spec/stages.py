@@ -18,6 +18,7 @@ from pipedist.spec.fields import (
     ExpectedShape,
     Function,
     Names,
+    Paths,
     Section,
     function_name,
     mapping,
@@ -169,6 +170,15 @@ def _with() -> Any:
     )
 
 
+_Inputs = Annotated[
+    Paths,
+    Field(
+        description="Files that the function reads beside its arguments: globs, relative to the spec's folder. If "
+        "one changes, a resumed run does not mix its results with earlier ones.",
+        examples=[["models/*.json"]],
+    ),
+]
+
 _Input = Annotated[
     str,
     Expected("the name of a dataset or of a run"),
@@ -243,6 +253,7 @@ class RunSpec(Section):
         "values.",
         examples=[["warm-up"]],
     )
+    inputs: _Inputs = ()
 
     @property
     def gpus(self) -> float:
@@ -283,6 +294,7 @@ class ReduceSpec(Section):
         examples=[0],
     )
     per: _Per = "run"
+    inputs: _Inputs = ()
 
     @property
     def op(self) -> str | None:
@@ -329,6 +341,7 @@ class UpdateSpec(Section):
         "state after this step, and no later step is visible.",
         examples=["regression:converged"],
     )
+    inputs: _Inputs = ()
 
 
 OUTPUT_ENDINGS: Final = (".json", ".npy", ".npz", ".csv", ".parquet", ".jsonl")

@@ -16,9 +16,11 @@ import hashlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Token
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from msgspec import Struct
 
 from pipedist.core import dlpack, trees
@@ -44,6 +46,45 @@ Outcome = dict[str, Tree]  # the values that one call sends back: {slot: tree}
 Result = tuple[Outcome, int]  # an outcome, and its size in bytes
 
 
+STORED_S_MIN = 0.001
+"""The value of a shorter call is not stored for a reuse."""
+
+STORED_BYTES_PER_S = 4 * 2**20
+"""The value of a call is stored if it has at most this many bytes per second of the call."""
+
+_PLAIN = (bool, int, float, complex, type(None))
+
+
+def _is_worth_storing(value: Tree, seconds: float) -> bool:
+    """Return whether storing a value costs less than to execute its call again.
+
+    Only plain values are stored: a function that reads one later gets what it would have got from the call.
+    """
+    if seconds < STORED_S_MIN:
+        return False
+    try:
+        size = _plain_bytes(value)
+        if size is None or size > seconds * STORED_BYTES_PER_S:
+            return False
+        encode(value)
+    except (UnsendableError, RecursionError):
+        return False
+    return True
+
+
+def _plain_bytes(value: Tree) -> int | None:
+    """Return the size of a tree of plain values in bytes, None if it has another value."""
+    kind = type(value)
+    if kind is dict or kind is list or kind is tuple:
+        sizes = [_plain_bytes(each) for each in (value.values() if kind is dict else value)]
+        return None if None in sizes else sum(size or 0 for size in sizes) + 16
+    if kind is np.ndarray or isinstance(value, np.generic):
+        return int(value.nbytes)
+    if kind is str or kind is bytes:
+        return len(value) + 16
+    return 16 if kind in _PLAIN else None
+
+
 class GangCallContext(NamedTuple):
     """The context of a call in a gang."""
 
@@ -64,6 +105,7 @@ class Call:
     permanent: bool = False  # whether an error now would recur on every attempt
     reading: bool = False  # whether its shard is being read
     in_user_code: bool = False
+    seconds: list[float] = field(default_factory=list)  # how long each stage took, if its value may be stored
 
 
 class PassExecutor:
@@ -80,9 +122,10 @@ class PassExecutor:
         emits = [emit for emit in program.emits if emit.of >= -1]
         self._slots = [emit.slot for emit in emits]
         self._reduced = [(e, Reduction.of(e.op, e.axis)) for e in emits if e.op]
-        self._whole = [e for e in emits if not e.op]
+        self._whole = [e for e in emits if not e.op and not e.stored]
+        self._stored = [e for e in emits if e.stored]
         self._assigned = [emit.slot for emit in program.emits if emit.of < -1]  # slots of variables
-        self._sole = emits[0] if len(emits) == 1 and not emits[0].op and emits[0].of >= 0 else None
+        self._sole = emits[0] if emits == self._whole and len(emits) == 1 and emits[0].of >= 0 else None
         """The emit of a program that sends back the whole value of one stage only."""
         # A pass without functions emits for its reductions, whose stages are named by slot.
         names = [stage.name for stage in program.stages] or [emit.slot for emit in program.emits]
@@ -148,11 +191,14 @@ class PassExecutor:
                 continue
             ctx = self._enter(stage, len(values) + 1, call, shard)
             token = current.set(ctx)
+            began = monotonic() if self._stored else 0.0
             try:
                 result = self._begin(stage, call, shard, values, ctx)
                 if hasattr(type(result), "__await__"):
                     result = wait(result)
                 values.append(self._end(call, result))
+                if self._stored:
+                    call.seconds.append(monotonic() - began)
                 del result  # `take_ownership` would count it as another reference
             finally:
                 self._leave(stage, call, token)
@@ -174,11 +220,14 @@ class PassExecutor:
         for stage in self._stages:
             ctx = self._enter(stage, 0, call, shard)
             token = current.set(ctx)
+            began = monotonic() if self._stored else 0.0
             try:
                 result = self._begin(stage, call, shard, values, ctx)
                 if hasattr(type(result), "__await__"):
                     result = await (Stepped(result, self.clock, call.number) if stage.limit_ns else result)
                 values.append(self._end(call, result))
+                if self._stored:
+                    call.seconds.append(monotonic() - began)
                 del result
             finally:
                 self._leave(stage, call, token)
@@ -300,6 +349,16 @@ class PassExecutor:
                 owned[of], bytes_ = take_ownership(box)
                 size += bytes_
             outcome[emit.slot] = owned[of]
+        for emit in self._stored:
+            of = emit.of
+            outcome[emit.slot] = []
+            if _is_worth_storing(owned.get(of, values[of]), call.seconds[of]):
+                if of not in owned:
+                    box = [values[of]]
+                    values[of] = None
+                    owned[of], bytes_ = take_ownership(box)
+                    size += bytes_
+                outcome[emit.slot] = [owned[of]]
         if gang is not None and gang.variables is not None and (assigned := gang.variables.assigned()):
             outcome |= dict.fromkeys(self._assigned, assigned)  # read-only, and not referenced elsewhere
             size += sum(value.nbytes for value in assigned.values())

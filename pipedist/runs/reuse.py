@@ -1,0 +1,471 @@
+"""Continues with the steps of earlier runs that a change does not affect (`--resume=reuse`).
+
+The unit is the stage: a reduce or gather is reused if it, and everything that it depends on, is unchanged. If a
+pass has unchanged stages and others, it is divided:
+
+- its unchanged stages continue behind their committed steps;
+- a new or changed stage begins with the first step. It reads the stored values of the nearest unchanged run below
+  it, so that the run is not executed again; its pass is then in a phase after that of the run. If there are none, it
+  is executed from the dataset on. If that executes every function of an incomplete pass again, the pass begins anew
+  as a whole, which needs fewer calls.
+
+A training with its held-out datasets, a gang, and a pass that quarantines elements are not divided: what one of
+their stages does affects the others.
+
+Committed steps that the new run does not continue are its spares: they stay in its journal until it ends, so that
+another change, such as back to the earlier spec, finds them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from dataclasses import replace as changed
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from pipedist.journal.history import Header, History, PassHistory, StoredValue, read_history
+from pipedist.journal.writer import Journal, file_name
+from pipedist.plan import PassPlan, Plan
+from pipedist.runs.identity import SpecSource, changed_files, changed_module, differences, listed, modules_of
+from pipedist.runs.pass_folds import can_write, grows, keeps
+from pipedist.runs.pass_journal import RunJournal
+from pipedist.runs.resume import OpenedJournal, described, ended_ns, header_of, pass_of, stamp_of
+
+if TYPE_CHECKING:
+    from pipedist.outputs import RunFolder
+
+SPARES_MAX = 16
+"""Number of spares; the oldest ones are dropped."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A pass of an earlier run that has committed steps.
+
+    Args:
+        described: its description in the header.
+        spec, inputs, code: those of its run, as in the header; of a spare, the parts that the pass depends on.
+        is_spare: no pass of the latest run.
+    """
+
+    pass_: PassPlan
+    described: Mapping[str, Any]
+    spec: Mapping[str, Any]
+    inputs: Mapping[str, Any]
+    code: Mapping[str, str]
+    history: PassHistory
+    is_spare: bool = False
+
+    @property
+    def key(self) -> str:
+        return self.pass_.key
+
+    def log(self, name: str) -> str:
+        return f"{file_name(self.key, name)}.log"
+
+    def has_values(self, run: str) -> bool:
+        """Return whether the values of a run stage are stored."""
+        return run in self.pass_.runs and self.log(run) in self.history.logs
+
+    def plain(self) -> dict[str, Any]:
+        """Return the entry of a spare in a header."""
+        places = {path for paths in self.described["needs"].values() for path in paths}
+        return {
+            "pass": dict(self.described),
+            "spec": dict(self.spec),
+            "inputs": {place: self.inputs[place] for place in sorted(places) if place in self.inputs},
+            "code": {name: self.code[name] for name in self.described["modules"] if name in self.code},
+            "history": self.history.plain(),
+        }
+
+
+def _sources(plan: Plan, history: History) -> Iterator[Source]:
+    header = history.header
+    for key, each in header.passes.items():
+        found = history.passes.get(key)
+        if found is not None and found.steps + found.complete:
+            code = found.code or header.code
+            yield Source(pass_of(plan, key, each), each, header.spec, header.inputs, code, found)
+    for key, spare in header.spares.items() if history.ended is None else ():
+        each = spare["pass"]
+        found = PassHistory.of(spare["history"])
+        yield Source(
+            pass_of(plan, key, each),
+            each,
+            spare["spec"],
+            spare["inputs"],
+            spare["code"],
+            found,
+            is_spare=True,
+        )
+
+
+@dataclass
+class Piece:
+    """A pass of the new run.
+
+    Args:
+        source: the pass whose steps it continues.
+        late: it reads values of a run that another pass of its phase stores, and comes after it.
+        why: why it begins with its first step, as lines.
+    """
+
+    pass_: PassPlan
+    source: Source | None = None
+    late: bool = False
+    why: list[str] = field(default_factory=list)
+
+
+def reuse_run(
+    plan: Plan,
+    folder: RunFolder,
+    run_id: str,
+    outputs: Sequence[str],
+    history: History,
+    source: SpecSource,
+    moved: Sequence[str],
+) -> OpenedJournal:
+    """Begin a run with the unchanged steps of earlier ones.
+
+    Args:
+        moved: differences of the platform, which prevent it.
+    """
+    header = header_of(plan, run_id, source, history.header, ended_ns(folder.journal))
+    division = _Division(plan, folder, header, list(_sources(plan, history)), moved)
+    sources, pieces = division.sources, division.pieces()
+    plan = replace(plan, phases=_phases(pieces))
+    modules = modules_of(plan)
+    taken: dict[str, PassHistory] = {}
+    for piece in pieces:
+        if piece.source is not None:
+            taken[piece.pass_.key] = _taken(folder.journal, plan, piece.pass_, piece.source)
+    passes = {p.key: described(plan, p, modules) for p in plan.passes}
+    header = replace(header, passes=passes, spares=_spares(folder.journal, sources, pieces))
+    # Up to here, files were only added to the folder. This replaces the journal, atomically.
+    Journal.replace(folder.journal, header, taken)
+    complete = [p for p in plan.passes if p.key in taken and taken[p.key].complete]
+    written = [name for p in complete for name in (*p.folds, *p.updates) if name in plan.spec.outputs]
+    folder.take_over(run_id, header.digest, outputs, plan.spec.outputs, written)
+    again = read_history(folder.journal)
+    assert again is not None  # it was just written
+    journal = Journal.reopen(folder.journal, again, code=header.code)
+    spared = (PassHistory.of(spare["history"]) for spare in header.spares.values())
+    journal.keep(name for found in (*taken.values(), *spared) for name in found.files())
+    run = RunJournal(journal, again, stamp_of(header))
+    return OpenedJournal(journal, run, plan, "\n".join(map(_line, pieces)))
+
+
+def _line(piece: Piece) -> str:
+    name, source = piece.pass_.name, piece.source
+    if source is not None:
+        steps = "all" if source.history.complete else f"the first {source.history.steps:,}"
+        return f"reusing {steps} steps of {name}: its definition and its inputs are unchanged"
+    because = listed(piece.why or ["the earlier run did not reach it"])
+    if piece.late:
+        return f"executing {name} with the stored values of {piece.pass_.root}, because{because}"
+    return f"executing again: {name}, because{because}"
+
+
+def _phases(pieces: Sequence[Piece]) -> tuple[tuple[PassPlan, ...], ...]:
+    """Return the passes by phase, and set their phases; late pieces come after the others of theirs."""
+    places = sorted({(piece.pass_.phase, piece.late) for piece in pieces})
+    for piece in pieces:
+        piece.pass_ = replace(piece.pass_, phase=places.index((piece.pass_.phase, piece.late)))
+    return tuple(tuple(p.pass_ for p in pieces if p.pass_.phase == n) for n in range(len(places)))
+
+
+class _Division:
+    """Divides the passes of a plan into pieces that continue, and pieces that begin."""
+
+    def __init__(
+        self, plan: Plan, folder: RunFolder, now: Header, sources: Sequence[Source], moved: Sequence[str]
+    ) -> None:
+        self._plan = plan
+        self._spec = plan.spec
+        self._folder = folder
+        self._now = now
+        self._modules = modules_of(plan)
+        missing = {source.key: self._missing_file(source) for source in sources}
+        self.sources = [source for source in sources if not missing[source.key]]
+        self._missing = [f"the journal file {name} is missing" for name in missing.values() if name]
+        self._moved = [f"the run used {line}" for line in moved]
+        self._keys = {source.key for source in sources} | {pass_.key for pass_ in plan.passes}
+        self._used: set[str] = set()
+
+    def pieces(self) -> list[Piece]:
+        found = []
+        for pass_ in self._plan.passes:
+            found += self._whole(pass_) if self._is_indivisible(pass_) else self._divided(pass_)
+        turns = [piece for piece in found if piece.pass_.updates or piece.pass_.follows]
+        for first in [piece for piece in turns if piece.source is None][:1]:
+            for piece in turns:
+                training = f"it is part of the training of {first.pass_.name}, which is executed again"
+                piece.source, piece.why = None, piece.why or [training]
+        return found
+
+    def _missing_file(self, source: Source) -> str:
+        journal = self._folder.journal
+        return next((name for name in sorted(source.history.files()) if not (journal / name).is_file()), "")
+
+    def _is_indivisible(self, pass_: PassPlan) -> bool:
+        stages = [self._spec.stages[name] for name in pass_.runs]
+        quarantines = any(getattr(stage, "on_error", "") == "quarantine" for stage in stages)
+        return bool(pass_.updates or pass_.follows or pass_.gang or quarantines)
+
+    def _whole(self, pass_: PassPlan) -> list[Piece]:
+        """Return a pass that is reused as a whole, without removed folds, or not at all."""
+        why: list[str] = []
+        for source in self.sources:
+            there = source.pass_
+            same = ("dataset", "root", "runs", "updates", "follows", "gang")
+            fits = all(getattr(there, name) == getattr(pass_, name) for name in same)
+            if (
+                not fits
+                or not {*pass_.folds} <= {*there.folds}
+                or source.key in self._used
+                or source.is_spare
+            ):
+                continue
+            if (pass_.updates or pass_.follows) and there.phase != pass_.phase:
+                continue
+            why = [
+                line for name in (*pass_.runs, *pass_.updates) for line in self._changes(pass_, name, source)
+            ]
+            why += [line for name in pass_.folds for line in self._unusable(pass_, name, source)]
+            why += [f"the values of {n} were not stored" for n in pass_.kept if not source.has_values(n)]
+            if not why:
+                self._used.add(source.key)
+                return [Piece(replace(pass_, key=source.key), source)]
+            break
+        return [Piece(self._fresh(pass_), None, why=list(dict.fromkeys(why)) or self._unknown(pass_))]
+
+    def _unknown(self, pass_: PassPlan) -> list[str]:
+        known = any({*s.pass_.runs, *s.pass_.folds} & {*pass_.runs, *pass_.folds} for s in self.sources)
+        return self._missing[:1] or (["the earlier run had no such pass"] if known else [])
+
+    def _divided(self, pass_: PassPlan) -> list[Piece]:
+        base = self._base(pass_)
+        if base is None:
+            why = [line for name in (*pass_.folds, *pass_.kept) for line in self._why(pass_, name)]
+            return [Piece(self._fresh(pass_), None, why=list(dict.fromkeys(why)) or self._unknown(pass_))]
+        stored = [n for n in pass_.runs if base.has_values(n) and not self._changes(pass_, n, base)]
+        folds = [name for name in pass_.folds if not self._unusable(pass_, name, base)]
+        kept = [name for name in pass_.kept if name in stored]
+        groups: dict[str, tuple[list[str], list[str]]] = {}
+        continued: list[Piece] = []
+        for name in pass_.folds:
+            if name in folds:
+                continue
+            later = self._later(pass_, name, stored)
+            if later is None:
+                groups.setdefault(self._begin(pass_, name, stored), ([], []))[0].append(name)
+                continue
+            same = [piece for piece in continued if piece.source is later]
+            if same:
+                before = same[0].pass_
+                same[0].pass_ = self._part(pass_, before.root, [*before.folds, name], [], before.key)
+            else:
+                own = self._key_for(pass_, later)
+                continued.append(
+                    Piece(self._part(pass_, later.pass_.root, [name], [], own), later, late=True)
+                )
+        for name in pass_.kept:
+            if name not in kept:
+                groups.setdefault(self._begin(pass_, name, stored), ([], []))[1].append(name)
+        roots = {*groups, *(piece.pass_.root for piece in continued)} - {pass_.root}
+        kept += [name for name in pass_.runs if name in roots and name not in kept]
+        main = self._part(pass_, pass_.root, folds, kept, "")
+        again = self._part(pass_, pass_.root, *groups.get(pass_.root, ([], [])), "")
+        nothing_left = bool(main.runs) and {*main.runs} <= {*again.runs} and not base.history.complete
+        if nothing_left or not (main.folds or main.kept):
+            begun = [name for part in groups.values() for names in part for name in names]
+            why = [line for name in begun for line in self._why(pass_, name)]
+            return [Piece(self._fresh(pass_), None, why=list(dict.fromkeys(why)))]
+        pieces = [Piece(replace(main, key=self._key_for(pass_, base)), base)]
+        for root, (new_folds, new_kept) in groups.items():
+            why = [line for n in (*new_folds, *new_kept) for line in self._why(pass_, n)]
+            part = self._part(pass_, root, new_folds, new_kept, "")
+            pieces.append(Piece(self._fresh(part), None, root != pass_.root, list(dict.fromkeys(why))))
+        return pieces + continued
+
+    def _base(self, pass_: PassPlan) -> Source | None:
+        """Return the earlier pass with the same input that is of most use."""
+        found: list[tuple[tuple[int, int, bool], Source]] = []
+        for source in self.sources:
+            there = source.pass_
+            if (there.dataset, there.root) != (pass_.dataset, pass_.root) or not self._is_usable(source):
+                continue
+            stored = [n for n in pass_.runs if source.has_values(n) and not self._changes(pass_, n, source)]
+            folds = [name for name in pass_.folds if not self._unusable(pass_, name, source)]
+            if folds or stored:
+                found.append(((len(folds) + len(stored), source.history.steps, not source.is_spare), source))
+        return max(found, key=lambda each: each[0])[1] if found else None
+
+    def _is_usable(self, source: Source) -> bool:
+        there = source.pass_
+        stages = source.spec["stages"]
+        quarantines = any(stages[name].get("on_error") == "quarantine" for name in there.runs)
+        indivisible = there.updates or there.follows or there.gang or quarantines
+        return not indivisible and (source.is_spare or source.key not in self._used)
+
+    def _later(self, pass_: PassPlan, name: str, stored: Sequence[str]) -> Source | None:
+        """Return the earlier pass over stored values that has a fold."""
+        for source in self.sources:
+            root = source.pass_.root
+            if root in stored and source.pass_.dataset == pass_.dataset and self._is_usable(source):
+                chain = self._chain(pass_, name)
+                if root in chain and not self._unusable(pass_, name, source):
+                    return source
+        return None
+
+    def _begin(self, pass_: PassPlan, name: str, stored: Sequence[str]) -> str:
+        """Return the nearest run below a stage whose values are stored, or the input of the pass."""
+        return next((run for run in self._chain(pass_, name) if run in stored), pass_.root)
+
+    def _chain(self, pass_: PassPlan, name: str) -> list[str]:
+        """Return the runs of a pass that a stage reads, the nearest one first."""
+        chain = []
+        while (name := self._spec.stages[name].of) in pass_.runs:
+            chain.append(name)
+        return chain
+
+    def _part(
+        self, pass_: PassPlan, root: str, folds: Sequence[str], kept: Sequence[str], key: str
+    ) -> PassPlan:
+        """Return the pass that makes some values of another one from an input."""
+        needed: set[str] = set()
+        for name in (*folds, *kept):
+            chain = [*([name] if name in pass_.runs else []), *self._chain(pass_, name)]
+            needed.update(chain[: chain.index(root)] if root in chain else chain)
+        runs = tuple(name for name in pass_.runs if name in needed)
+        gpus = max((getattr(self._spec.stages[name], "gpus", 0.0) for name in runs), default=0.0)
+        return replace(pass_, root=root, runs=runs, folds=tuple(folds), kept=tuple(kept), gpus=gpus, key=key)
+
+    def _key_for(self, pass_: PassPlan, source: Source) -> str:
+        """Return the key of a pass that continues an earlier one; a spare stays as it is."""
+        if source.is_spare:
+            return self._fresh(replace(pass_, root=source.pass_.root)).key
+        self._used.add(source.key)
+        return source.key
+
+    def _fresh(self, pass_: PassPlan) -> PassPlan:
+        """Return a pass with a key that no pass of an earlier run has, whose files stay."""
+        if pass_.key in {p.key for p in self._plan.passes} and pass_.key not in {s.key for s in self.sources}:
+            return pass_
+        keys = (f"{pass_.phase}+{n}/{pass_.root}" for n in count(1))
+        key = next(key for key in keys if key not in self._keys)
+        self._keys.add(key)
+        return replace(pass_, key=key)
+
+    # -- what has changed ------------------------------------------------------------------------------
+
+    def _changes(self, pass_: PassPlan, name: str, source: Source) -> list[str]:
+        """Return the changes that affect the values of a stage."""
+        now = self._now
+        wanted = now.passes[pass_.key]["needs"][name]
+        why: list[str] = []
+        for path in dict.fromkeys((*source.described["needs"].get(name, ()), *wanted)):
+            why += differences(_at(source.spec, path), _at(now.spec, path), path)
+        why += changed_files(source.inputs, now.inputs, wanted)
+        modules = dict.fromkeys(m for path in wanted for m in self._modules.get(path, ()))
+        why += [changed_module(m) for m in modules if source.code.get(m) != now.code.get(m)]
+        return why or self._moved
+
+    def _unusable(self, pass_: PassPlan, name: str, source: Source) -> list[str]:
+        """Return why the committed steps of a fold can't be reused."""
+        if name not in source.pass_.folds:
+            return [f"the earlier run had no {name} in {source.pass_.name}"]
+        if why := self._changes(pass_, name, source):
+            return why
+        if not source.history.complete or can_write(self._plan, name, source.history, source.key):
+            return []
+        if keeps(self._plan, name):
+            return [f"a later phase now reads {name}, which the earlier run stored only in its output file"]
+        output = self._spec.outputs.get(name, "")
+        if source.is_spare or not self._folder.has(name, output):
+            return [
+                f"the output of {name} has another name or format, or is missing, and was too large to store"
+            ]
+        return []
+
+    def _why(self, pass_: PassPlan, name: str) -> list[str]:
+        """Return why a stage is executed, as far as an earlier run had it."""
+        for source in self.sources:
+            if name in source.pass_.folds:
+                return self._unusable(pass_, name, source)
+        for source in self.sources:
+            if name in source.pass_.runs:
+                return self._changes(pass_, name, source) or [f"the values of {name} were not stored"]
+        return [f"{name} is new"] if self.sources else []
+
+
+def _at(document: Mapping[str, Any], path: str) -> Any:
+    first, _, rest = path.partition(".")
+    value = document.get(first)
+    return value.get(rest) if rest and isinstance(value, Mapping) else value
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+def _taken(journal: Path, plan: Plan, pass_: PassPlan, source: Source) -> PassHistory:
+    """Return the durable state with which a pass continues; that of a spare is copied."""
+    found = source.history
+    if not (pass_.updates or pass_.follows or pass_.gang):
+        names = {*pass_.runs, *(name for name in pass_.folds if grows(plan, name))}
+        wanted = {source.log(name) for name in names}
+        found = changed(found, logs={name: end for name, end in found.logs.items() if name in wanted})
+    if source.key == pass_.key:
+        return found
+    return _renamed(journal, found, source.key, pass_.key, shutil.copyfile)
+
+
+def _spares(
+    journal: Path, sources: Sequence[Source], pieces: Sequence[Piece]
+) -> dict[str, Mapping[str, Any]]:
+    """Return the passes that no piece continues, or not with all stages."""
+    spares: dict[str, Mapping[str, Any]] = {}
+    taken = {piece.source.key: piece.pass_ for piece in pieces if piece.source is not None}
+    keys = {source.key for source in sources}
+    for source in sources:
+        key, pass_ = source.key, taken.get(source.key)
+        if pass_ is not None and not source.is_spare:
+            if {*source.pass_.folds} <= {*pass_.folds} and {*source.pass_.runs} <= {*pass_.runs}:
+                continue
+            key = next(key for n in count(1) if (key := f"spare{n}/{source.pass_.root}") not in keys)
+            keys.add(key)
+            found = _renamed(journal, source.history, source.key, key, _link)
+            source = changed(source, pass_=replace(source.pass_, key=key), history=found)
+        spares[key] = source.plain()
+    return dict(list(spares.items())[:SPARES_MAX])
+
+
+def _link(source: Path, target: Path) -> None:
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(source, target)
+
+
+def _renamed(journal: Path, found: PassHistory, old: str, new: str, copy: Any) -> PassHistory:
+    """Return the state of a pass under another key; `copy` makes its files of the old ones."""
+
+    def name(file: str) -> str:
+        return file_name(new, "") + file.removeprefix(file_name(old, ""))
+
+    for file in found.files():
+        copy(journal / file, journal / name(file))
+        with (journal / name(file)).open("rb") as written:
+            os.fsync(written.fileno())
+    parts = {
+        key: StoredValue(part.inline, name(part.file) if part.file else "", part.end)
+        for key, part in found.parts.items()
+    }
+    return changed(found, parts=parts, logs={name(file): end for file, end in found.logs.items()})
