@@ -141,7 +141,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--id", help="only this case")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of one case (default 60)")
     parser.add_argument(
-        "--corrupt", type=int, metavar="SEED", help="also corrupt what passed cases expect, and count what is noticed"
+        "--corrupt",
+        type=int,
+        metavar="SEED",
+        help="also corrupt what passed cases expect, and count what is noticed",
     )
     parser.add_argument("--list-deviations", action="store_true", help="print the deviation rules and exit")
     return parser

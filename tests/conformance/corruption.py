@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,7 +67,9 @@ class Corruptions:
         lines += ["", "corruptions of results that a deviation replaces:"]
         lines += [f"{count:6}  {rule}: {kind}" for (rule, kind), count in sorted(self.excused.items())]
         noticed, excused = sum(self.noticed.values()), sum(self.excused.values())
-        return "\n".join([*lines, "", f"{noticed} noticed, {excused} replaced, {len(self.unnoticed)} unnoticed"])
+        return "\n".join(
+            [*lines, "", f"{noticed} noticed, {excused} replaced, {len(self.unnoticed)} unnoticed"]
+        )
 
 
 def _decided_by_one_result(case: Case, outcome: Outcome) -> Case:

@@ -45,7 +45,12 @@ def _by_reference(
 
 def _reduce_rule(name: str, row: int, concerns: Callable[[Case], bool], explains: Explanation) -> Deviation:
     return _by_reference(
-        name, row, "reduce", concerns, lambda case: reference.reduce_result(case.call, case.replicas), explains
+        name,
+        row,
+        "reduce",
+        concerns,
+        lambda case: reference.reduce_result(case.call, case.replicas),
+        explains,
     )
 
 
@@ -103,7 +108,9 @@ REDUCE = (
         "reduce: operators are sum, mean, min, max, prod; others a ValueError",
         15,
         _odd_op,
-        refused("ValueError", "TypeError"),
+        any_of(
+            refused("ValueError"), where(lambda case: "py" in case.call["reduce_op"], refused("TypeError"))
+        ),
     ),
     _reduce_rule(
         "reduce: an axis may be a list; what is no int is a TypeError",
@@ -111,7 +118,9 @@ REDUCE = (
         _odd_axis,
         any_of(
             where(lambda case: "list" in case.call["axis"], refused("TypeError")),
-            where(lambda case: type(case.call["axis"].get("py")) is not bool, refused("InvalidArgumentError")),
+            where(
+                lambda case: type(case.call["axis"].get("py")) is not bool, refused("InvalidArgumentError")
+            ),
             answered(bool_as_axis),
         ),
     ),
@@ -171,7 +180,9 @@ GATHER = (
         lambda case: type(case.call["axis"]) is not int,
         any_of(
             refused("InvalidArgumentError"),
-            where(lambda case: not isinstance(case.call["axis"].get("py"), int | float), refused("ValueError")),
+            where(
+                lambda case: not isinstance(case.call["axis"].get("py"), int | float), refused("ValueError")
+            ),
         ),
     ),
     _gather_rule(
@@ -184,9 +195,7 @@ GATHER = (
         lambda case: type(case.call["axis"]) is int and case.call["axis"] < 0 and _dtypes(case) != {"int32"},
         refused("ValueError", "InvalidArgumentError"),
     ),
-    _gather_rule(
-        "gather: every dtype", _refused_dtype, refused("TypeError", "InvalidArgumentError")
-    ),
+    _gather_rule("gather: every dtype", _refused_dtype, refused("TypeError", "InvalidArgumentError")),
     _gather_rule(
         "gather: every dtype, integers and floats of any size",
         lambda case: not _dtypes(case) <= {"float32", "float16", "float64", "int32", "int64"},

@@ -101,7 +101,9 @@ def wrapped(case: Case) -> Json:
             return to_json(np.asarray(total))
         small = dtype.itemsize <= 2
         with np.errstate(all="ignore"):
-            quotient = np.asarray(total).astype(np.float64) / count if count else np.asarray(total) / np.float64(0)
+            quotient = (
+                np.asarray(total).astype(np.float64) / count if count else np.asarray(total) / np.float64(0)
+            )
         return to_json(np.asarray(quotient).astype(np.float32 if small else np.float64))
 
     return reference.map_leaves(leaf, case.call["value"])
@@ -111,7 +113,11 @@ def copies_reduced(case: Case) -> Json:
     """The reduction of a plain value as if every replica had computed it."""
 
     def leaf(value: Json) -> Json:
-        return value if reference.components(value) else {"per_replica": [value.get("numpy", value)] * case.replicas}
+        return (
+            value
+            if reference.components(value)
+            else {"per_replica": [value.get("numpy", value)] * case.replicas}
+        )
 
     call = {**case.call, "value": reference.map_leaves(leaf, case.call["value"])}
     return _value(reference.reduce_result(call, case.replicas))
@@ -174,8 +180,16 @@ def cut_otherwise(recorded: Json, own: Json) -> bool:
     told, ours = (_batches(each.get("steps", each.get("elements"))) for each in (recorded, own))
     if [row for batch in told for row in batch] != [row for batch in ours for row in batch]:
         return False
+    if _widths(recorded) - _widths(own):
+        return False
     sizes = [[len(batch) for batch in batches if batch] for batches in (told, ours)]
     return sizes[0] != sizes[1] or len(told) < len(ours)
+
+
+def _widths(reading: Json) -> set[int]:
+    """Return the numbers of replicas in the steps of a reading."""
+    leaves = [leaf for step in reading.get("steps", ()) for leaf in reference.leaves(step)]
+    return {len(reference.components(leaf) or []) for leaf in leaves}
 
 
 def cut_alike(recorded: Json, own: Json) -> bool:
@@ -195,8 +209,12 @@ def same_elements(recorded: Json, own: Json) -> bool:
 
 
 def _batches(elements: Json) -> list[list[Json]]:
-    """Return the rows of each element; of a tree, the columns one behind the other."""
-    return [_rows(element) for element in elements]
+    """Return the rows of each element, or of each replica's part of it, for each leaf of a tree."""
+    parts: list[Json] = []
+    for element in elements:
+        for leaf in reference.leaves(element) if isinstance(element, dict) else [element]:
+            parts += (reference.components(leaf) or [leaf]) if isinstance(leaf, dict) else [leaf]
+    return [_rows(part) for part in parts]
 
 
 def _rows(element: Json) -> list[Json]:
@@ -206,8 +224,6 @@ def _rows(element: Json) -> list[Json]:
             return [[dtype, rest, data[i : i + each]] for i in range(0, len(data), each)]
         case {"dtype": dtype, "shape": [], "data": data}:
             return [[dtype, [], data]]
-        case dict():
-            return [row for item in element.values() for row in _rows(item)]
         case list():
             return [row for item in element for row in (_rows(item) if isinstance(item, dict) else [item])]
     return [element]

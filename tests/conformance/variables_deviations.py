@@ -123,7 +123,9 @@ def _outside(case: Case, step: Json, variable: Variable, one_place: bool) -> Jso
     parts = reference.components(step["value"])
     if parts is not None and variable.aggregation == DIVERGING:
         pairs = zip(each, parts, strict=True)
-        variable.copies = [np.asarray(changed(how, copy, operand(decode(part), copy))) for copy, part in pairs]
+        variable.copies = [
+            np.asarray(changed(how, copy, operand(decode(part), copy))) for copy, part in pairs
+        ]
         return {"none": True}
     if parts is not None:
         raise Raised("TypeError" if variable.on_read else "ValueError")
@@ -271,8 +273,15 @@ def _branches_inside(case: Case) -> bool:
 
 
 def _created_inside(case: Case, recorded: Json) -> Json:
-    if case.call["op"] == "create_variable" and case.call["note"] == "inside run":
+    if case.call["op"] == "create_variable" and "inside" in str(case.call["note"]):
         return {"error": "ValueError", "message": "create it outside"}
+    return recorded
+
+
+def _created_elsewhere(case: Case, recorded: Json) -> Json:
+    note = case.call.get("note")
+    if isinstance(note, str) and "inside" not in note and "value" in recorded:
+        return {"error": "ValueError", "message": "create it in the scope of the strategy that uses it"}
     return recorded
 
 
@@ -300,4 +309,5 @@ DEVIATIONS = (
     _rule("replicas that assign differently get CollectiveMismatchError", 22, _branches_inside),
     _rule("the mean of a variable is its value", 17, lambda case: _does(case, "reduce", "gather")),
     Deviation("variables: a replica function can't create one", 59, _created_inside),
+    Deviation("variables: replicas share only variables of their strategy's scope", 46, _created_elsewhere),
 )

@@ -108,7 +108,9 @@ def _too_few_files(case: Case) -> bool:
 
 def _lacks_files(expect: Json) -> bool:
     """Whether TensorFlow told some pipeline that it has no files of its own, or none at all."""
-    return any(worker.get("error") in ("InvalidArgumentError", "NotFoundError") for worker in expect["workers"])
+    return any(
+        worker.get("error") in ("InvalidArgumentError", "NotFoundError") for worker in expect["workers"]
+    )
 
 
 def _file_refused(case: Case, expect: Json) -> Json:
@@ -122,7 +124,9 @@ def _auto_falls_back(case: Case, expect: Json) -> Json:
     if not _shards(case) or case.call["policy"] != "AUTO" or not _too_few_files(case):
         return expect
     sources = [source[0] in oracle.READERS for source in oracle.sources(case.call["dataset"])]
-    told = _lacks_files(expect) or not all(sources)  # of a range beside files, TensorFlow shards something else
+    told = _lacks_files(expect) or not all(
+        sources
+    )  # of a range beside files, TensorFlow shards something else
     return (_expected(case) or expect) if any(sources) and told else expect
 
 

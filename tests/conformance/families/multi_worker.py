@@ -277,7 +277,11 @@ def _combined(case: Case, expect: Json) -> Json:
     value = {"per_replica": [part for part in call["values"] for _ in range(each)]}
     op, rules = ("gather", GATHER) if "gather" in call["op"] else ("reduce", REDUCE)
     plain = replace(case, call={"axis": None, **call, "op": op, "value": value})
-    own = reference.gather_result(plain.call) if op == "gather" else reference.reduce_result(plain.call, case.replicas)
+    own = (
+        reference.gather_result(plain.call)
+        if op == "gather"
+        else reference.reduce_result(plain.call, case.replicas)
+    )
     unsupported = not {part["dtype"] for part in call["values"]} <= COLLECTIVE_DTYPES
 
     def answer(worker: Json) -> Json:
