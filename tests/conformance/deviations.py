@@ -99,6 +99,10 @@ def _has_axis(case: Case) -> bool:
     return case.call["axis"] is not None
 
 
+def _is_number(axis: Json) -> bool:
+    return isinstance(axis, Mapping) and isinstance(axis.get("py"), int | float)
+
+
 def _refused_dtype(case: Case) -> bool:
     return len(_dtypes(case)) > 1 or bool(_dtypes(case) & {"bool", "string"})
 
@@ -136,7 +140,10 @@ REDUCE = (
         _has_plain_leaf,
         any_of(
             where(_has_axis, answered(copies_reduced)),
-            where(lambda case: _has_axis(case) and _refused_dtype(case), refused("TypeError")),
+            where(
+                lambda case: _has_axis(case) and (_refused_dtype(case) or not _dtypes(case)),
+                refused("TypeError"),
+            ),
             where(all_zero, any_of(answered(first_components), refused("AttributeError"))),
         ),
     ),
@@ -180,9 +187,7 @@ GATHER = (
         lambda case: type(case.call["axis"]) is not int,
         any_of(
             refused("InvalidArgumentError"),
-            where(
-                lambda case: not isinstance(case.call["axis"].get("py"), int | float), refused("ValueError")
-            ),
+            where(lambda case: not _is_number(case.call["axis"]), refused("ValueError")),
         ),
     ),
     _gather_rule(

@@ -109,6 +109,8 @@ def _left_alone(expression: Json, case: Case) -> Json:
     match expression:
         case ["all_reduce", op, ["list" | "tuple" as kind, items]]:
             return [kind, [_left_alone(["all_reduce", op, item], case) for item in items]]
+        case ["all_gather", ["list" | "tuple" as kind, items], axis]:
+            return [kind, [_left_alone(["all_gather", item, axis], case) for item in items]]
         case ["all_reduce", _, operand] | ["all_gather", operand, _] if _is_same_object(operand, case):
             return ["tensor", operand] if operand[0] == "py" else operand
         case ["merge_call", ["reduce" | "gather", *rest], [operand]] if _is_same_object(operand, case):

@@ -38,6 +38,8 @@ def _answer(case: Case, *, of_tensorflow: bool = False) -> Json | None:
                 if not variable.on_read and (variable.aggregation == "NONE" or not _assigns_inside(case)):
                     variable.copies *= case.replicas
                     variable.on_read, variable.aggregation = True, DIVERGING
+                elif not variable.on_read and variable.aggregation == "ONLY_FIRST_REPLICA":
+                    variable.aggregation = replicas_oracle.FIRST_ALONE
                 elif variable.on_read and variable.aggregation in ("SUM", "NONE"):
                     variable.aggregation = f"{variable.aggregation}{OF_TENSORFLOW}"
         steps = [

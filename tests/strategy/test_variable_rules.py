@@ -40,7 +40,7 @@ class TestDeclaration:
         )
         assert (made.trainable, made.copies, made.shape, made.dtype) == (True, False, (2,), np.float64)
 
-    def test_an_on_read_variable_has_copies_and_is_not_trainable(self) -> None:
+    def test_an_on_read_variable_has_copies_and_is_not_trainable_unless_told(self) -> None:
         made = traits(synchronization="ON_READ", aggregation="Sum")
         assert (made.copies, made.trainable, made.aggregation) == (True, False, VariableAggregation.SUM)
         assert not traits(synchronization="on_read", one_place=True).copies
