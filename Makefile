@@ -93,7 +93,7 @@ simulate: $(INSTALLED)  ## Simulate the scheduler and workers with faults; a sha
 
 .PHONY: conformance
 conformance: $(INSTALLED)  ## Replay recorded tf.distribute cases: make conformance CASES=FOLDER.
-	$(BIN)/python -m tests.conformance $(CASES)
+	$(BIN)/python -m tests.conformance $(CASES) $(ARGS)
 
 .PHONY: lint
 lint: $(INSTALLED)  ## Check the style (ruff).

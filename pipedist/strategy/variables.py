@@ -70,8 +70,8 @@ class Variable(AnyVariable):
         aggregation: sum, mean, only_first_replica or none (None): combines the replicas' values.
 
     Raises:
-        ValueError: synchronization is none; mean of a dtype that is not floating; on_read and trainable; no
-            initial value; an unknown name; or created inside a replica function.
+        ValueError: synchronization is none; mean of a dtype that is not floating; no initial value; an
+            unknown name; or created inside a replica function.
         TypeError: the value is neither numeric nor bool.
     """
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.conformance import families
 from tests.conformance.cases import read_cases
+from tests.conformance.corruption import Corruptions
 from tests.conformance.runner import Account, Verdict, replay_all
 
 FAILURES_SHOWN_MAX = 200
@@ -52,6 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             Path(options.json).write_text(document + "\n")
     print(report(account), file=out)
+    if options.corrupt is not None:
+        corrupted = Corruptions()
+        registry = families.registry()
+        for verdict in account.verdicts:
+            corrupted.add(verdict, registry[verdict.case.family], options.corrupt)
+        print(corrupted.report(), file=out)
+        return 1 if account.count("failed") or corrupted.unnoticed else 0
     return 1 if account.count("failed") else 0
 
 
@@ -132,6 +140,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--family", action="append", metavar="F", help="only this family; may be repeated")
     parser.add_argument("--id", help="only this case")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of one case (default 60)")
+    parser.add_argument(
+        "--corrupt",
+        type=int,
+        metavar="SEED",
+        help="also corrupt what passed cases expect, and count what is noticed",
+    )
     parser.add_argument("--list-deviations", action="store_true", help="print the deviation rules and exit")
     return parser
 

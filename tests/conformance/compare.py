@@ -20,6 +20,7 @@ KINDS = {
     "TypeError": "TYPE",
     "AttributeError": "TYPE",
     "RuntimeError": "STATE",
+    "NotImplementedError": "STATE",
     "FailedPreconditionError": "STATE",
     "StopIteration": "END",
     "StopAsyncIteration": "END",

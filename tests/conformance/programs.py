@@ -87,6 +87,29 @@ def op_of(op: Json) -> Any:
     raise Skip(f"unknown program reduce_op {op}")
 
 
+def arguments_of(call: Mapping[str, Json]) -> tuple[Any, Any]:
+    """Return what a call gives `run` as `args` and `kwargs`: a tuple and a dict, unless it says otherwise.
+
+    Raises:
+        Skip: the arguments come in a form that is not known.
+    """
+    given, named = call.get("args", ()), call.get("kwargs", {})
+    args: Any = None if given is None else tuple(decode(arg) for arg in given)
+    kwargs = None if named is None else {key: decode(arg) for key, arg in named.items()}
+    match call.get("args_as", "tuple"):
+        case "list":
+            args = list(args)
+        case "bare":
+            (args,) = args
+        case "none" | "None" | None:
+            args = None
+        case "tuple":
+            pass
+        case other:
+            raise Skip(f"unknown program args_as {other}")
+    return args, kwargs
+
+
 def axis_of(axis: Json) -> Any:
     """Return the axis of a call: [0] is a tuple, {"list": [0]} a list, {"py": x} an object."""
     match axis:

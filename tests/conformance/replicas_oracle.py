@@ -33,6 +33,10 @@ class Raised(Exception):
 MISMATCH = "CollectiveMismatchError"
 
 
+FIRST_ALONE = "ONLY_FIRST_REPLICA alone"
+"""Aggregation of a variable that is assigned without a look at the values of replicas other than 0."""
+
+
 class Merged:
     """One value for each replica, as a merge_call's function gets it."""
 
@@ -332,12 +336,13 @@ class _Replica:
     def _assign(self, how: str, name: str, value: Any) -> Generator[Request, Any, Any]:
         replica, variable = self._owner(), self._step.variables[name]
         old = self._step.value(name, replica)
-        own = operand(value, old)
+        ignored = replica > 0 and variable.aggregation == FIRST_ALONE
+        own = old if ignored else operand(value, old)
         if not variable.on_read and self._step.replicas > 1:
             if variable.aggregation == "NONE":
                 raise Raised("ValueError")
             label = f"{how} {name}"
-            if variable.aggregation == "ONLY_FIRST_REPLICA":
+            if variable.aggregation in ("ONLY_FIRST_REPLICA", FIRST_ALONE):
                 own = yield Request("broadcast", own, label=label)
             else:
                 own = yield Request("all_reduce", own, variable.aggregation, label=label)

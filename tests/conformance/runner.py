@@ -34,6 +34,7 @@ class Verdict:
         expected: what was expected, the deviations applied.
         outcome: what happened, in one line; "" where nothing was replayed.
         deviations: names of the rules that changed the expectation.
+        replayed: what happened; None where nothing was replayed.
     """
 
     case: Case
@@ -42,6 +43,7 @@ class Verdict:
     expected: Json = None
     outcome: str = ""
     deviations: tuple[str, ...] = ()
+    replayed: Outcome | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True)
@@ -138,7 +140,7 @@ async def replay_one(
     except Exception as error:
         reason = f"the comparison raised {type(error).__name__}: {error}"
     status: Literal["passed", "failed"] = "failed" if reason else "passed"
-    return Verdict(case, status, reason, expected, describe(outcome.result), names)
+    return Verdict(case, status, reason, expected, describe(outcome.result), names, outcome)
 
 
 def expectation(case: Case, deviations: Iterable[Deviation]) -> tuple[Json, Json, tuple[str, ...]]:

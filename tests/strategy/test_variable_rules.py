@@ -40,10 +40,11 @@ class TestDeclaration:
         )
         assert (made.trainable, made.copies, made.shape, made.dtype) == (True, False, (2,), np.float64)
 
-    def test_an_on_read_variable_has_copies_and_is_not_trainable(self) -> None:
+    def test_an_on_read_variable_has_copies_and_is_not_trainable_unless_told(self) -> None:
         made = traits(synchronization="ON_READ", aggregation="Sum")
         assert (made.copies, made.trainable, made.aggregation) == (True, False, VariableAggregation.SUM)
         assert not traits(synchronization="on_read", one_place=True).copies
+        assert traits(synchronization="on_read", trainable=True).trainable
 
     @pytest.mark.parametrize(
         ("initial", "options", "text"),
@@ -54,7 +55,6 @@ class TestDeclaration:
             (0.0, {"aggregation": 1}, "one of none"),
             (0, {"aggregation": "mean"}, "mean of int64 values"),
             (True, {"aggregation": "mean"}, "mean of bool values"),
-            (0.0, {"synchronization": "on_read", "trainable": True}, "can't be trainable"),
             (None, {}, "needs an initial value"),
         ],
     )

@@ -147,11 +147,6 @@ def declare(
     if synchronized is VariableSynchronization.AUTO:
         synchronized = VariableSynchronization.ON_WRITE
     on_read = synchronized is VariableSynchronization.ON_READ
-    if on_read and trainable:
-        raise ValueError(
-            f"variable {name!r}: an on_read variable can't be trainable, because its copies differ: "
-            "use on_write, or trainable=False"
-        )
     if aggregated is VariableAggregation.MEAN and not _is_floating(initial.dtype):
         raise ValueError(
             f"variable {name!r}: the mean of {initial.dtype} values is not {initial.dtype}: use a floating "

@@ -179,9 +179,10 @@ def _accelerators(case: Case, recorded: Json) -> Json:
 
 def _union(case: Case, recorded: Json) -> Json:
     """Addresses that a job has already are not taken twice."""
-    if case.call["op"] != "union_resolver" or "error" in recorded:
+    if case.call["op"] != "union_resolver" or "cluster_spec" not in recorded:
         return recorded
     merged: dict[str, dict[int, str]] = {}
+    repeated = False
     clusters = [part["cluster"] for part in case.call["parts"]]
     gaps = {
         job
@@ -195,14 +196,15 @@ def _union(case: Case, recorded: Json) -> Json:
             items = tasks.items() if isinstance(tasks, dict) else enumerate(tasks)
             for index, address in items:
                 if job in gaps:
+                    repeated = repeated or int(index) in mine
                     if mine.setdefault(int(index), address) != address:
                         return recorded
                 elif address not in mine.values():
                     mine[len(mine)] = address
-    if isinstance(recorded["cluster_spec"], dict) and "error" not in recorded["cluster_spec"]:
-        found = {job: len(tasks) for job, tasks in recorded["cluster_spec"].items()}
-        if found == {job: len(tasks) for job, tasks in merged.items()}:
-            return recorded
+                else:
+                    repeated = True
+    if not repeated:
+        return recorded
     plain = {
         job: {str(i): a for i, a in tasks.items()} if job in gaps else list(tasks.values())
         for job, tasks in merged.items()
@@ -260,7 +262,7 @@ def _slurm_tasks(call: Mapping[str, Json]) -> list[tuple[str, int]] | None:
 def _slurm(case: Case, recorded: Json) -> Json:
     """Without GPUs it works; what contradicts itself is refused; hosts are not sorted by their names."""
     call = case.call
-    if call["op"] != "slurm_resolver" or "error" in recorded:
+    if call["op"] != "slurm_resolver" or "cluster_spec" not in recorded:
         return recorded
     tasks, rank = _slurm_tasks(call), int(call["env"]["SLURM_PROCID"])
     if tasks is None or not 0 <= rank < sum(count for _, count in tasks):
@@ -305,13 +307,48 @@ def _backwards(case: Case, recorded: Json) -> Json:
 
 
 def _empty_jobs(case: Case, recorded: Json) -> Json:
-    if case.call["op"] != "cluster_spec" or "as_dict" not in recorded:
+    """A job without tasks has none; TensorFlow's `job_tasks` raises a ValueError for it (`max` of nothing)."""
+    jobs = case.call.get("cluster")
+    if case.call["op"] != "cluster_spec" or not isinstance(jobs, dict) or all(jobs.values()):
         return recorded
-    told = recorded["job_tasks"]
-    jobs = case.call["cluster"]
-    if "error" in told and all(isinstance(tasks, list) or not tasks for tasks in jobs.values()):
-        return {**recorded, "job_tasks": {job: list(tasks) for job, tasks in jobs.items()}}
-    return recorded
+    if not all(isinstance(tasks, list | dict) for tasks in jobs.values()):
+        return recorded
+    own = {
+        job: [tasks.get(i) for i in range(max(tasks, default=-1) + 1)]
+        for job, tasks in _numbered(jobs).items()
+    }
+    told = recorded.get("job_tasks", recorded)
+    if told.get("error") == "ValueError" and "as_dict" in recorded:
+        return {**recorded, "job_tasks": own}
+    if told.get("error") == "ValueError":  # all that TensorFlow told is the error of `job_tasks`
+        nosuch = {"error": "ValueError", "message": "no such job or task"}
+        numbered = _numbered(jobs)
+        return {
+            "as_dict": {
+                job: own[job] if tasks and None not in own[job] else {str(i): a for i, a in tasks.items()}
+                for job, tasks in numbered.items()
+            },
+            "jobs": list(jobs),
+            "bool": bool(jobs),
+            "num_tasks": {job: len(tasks) for job, tasks in numbered.items()},
+            "task_indices": {job: sorted(tasks) for job, tasks in numbered.items()},
+            "job_tasks": own,
+            "task_address_worker_0": numbered.get("worker", {}).get(0, nosuch),
+            "task_address_worker_9": numbered.get("worker", {}).get(9, nosuch),
+            "num_tasks_nosuch": nosuch,
+        }
+    errors = {job: own[job] if isinstance(tasks, dict) else tasks for job, tasks in told.items()}
+    return {**recorded, "job_tasks": errors} if "as_dict" in recorded else recorded
+
+
+def _numbered(jobs: Mapping[str, Json]) -> dict[str, dict[int, str]]:
+    """Return the tasks of each job by number."""
+    return {
+        job: {
+            int(i): address for i, address in (tasks.items() if isinstance(tasks, dict) else enumerate(tasks))
+        }
+        for job, tasks in jobs.items()
+    }
 
 
 DEVIATIONS = (

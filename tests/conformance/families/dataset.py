@@ -11,6 +11,7 @@ from pipedist.datasets.logical import Dataset
 from pipedist.strategy import BaseStrategy
 from tests.conformance import pipelines_oracle as oracle
 from tests.conformance.cases import Case, Deviation, Json, Outcome, Raised, Skip, Value, dtype_of
+from tests.conformance.explanations import cut_otherwise
 from tests.conformance.pipelines import build, files_of, read, spec_json
 from tests.conformance.programs import function
 from tests.conformance.session import Session
@@ -203,6 +204,9 @@ def _policy(case: Case, expect: Json) -> Json:
         batches = oracle.evaluate(stages, case.call.get("files") or {})
         steps = [oracle.divided(batch, case.replicas) for batch in batches]
     except oracle.NoAnswer:
+        return expect
+    told, own = ({"steps": each, "end": expect["end"]} for each in (expect["steps"], steps))
+    if not cut_otherwise(told, own):
         return expect
     changed = {**expect, "steps": steps}
     if expect["cardinality"] != Dataset.UNKNOWN:

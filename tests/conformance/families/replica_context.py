@@ -6,7 +6,7 @@ from typing import Any
 
 import pipedist
 from tests.conformance import programs
-from tests.conformance.cases import Case, Json, Outcome, Raised, Skip, Value, decode
+from tests.conformance.cases import Case, Json, Outcome, Raised, Skip, Value
 from tests.conformance.replica_context_deviations import DEVIATIONS as RULES
 from tests.conformance.session import Session
 
@@ -20,7 +20,7 @@ async def replay(case: Case, session: Session) -> Outcome:
     match call["op"]:
         case "run":
             strategy = await session.strategy(case.strategy)
-            return await _run(strategy, call["fn"], call.get("args", ()), call.get("kwargs", {}))
+            return await _run(strategy, call["fn"], *programs.arguments_of(call))
         case "run_sequence":
             strategy = await session.strategy(case.strategy)
             return Outcome({"steps": [await _step(strategy, fn) for fn in call["fns"]]})
@@ -59,10 +59,7 @@ async def replay(case: Case, session: Session) -> Outcome:
 
 
 async def _run(strategy: Any, fn: Json, args: Any, kwargs: Any) -> Outcome:
-    function = programs.function(fn)
-    live = tuple(decode(arg) for arg in args)
-    named = {key: decode(arg) for key, arg in kwargs.items()}
-    return await _outcome(strategy, function, live, named)
+    return await _outcome(strategy, programs.function(fn), args, kwargs)
 
 
 async def _outcome(strategy: Any, function: Any, args: Any = (), kwargs: Any = None) -> Outcome:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.conformance import deviations, programs
-from tests.conformance.cases import Case, Outcome, Raised, Skip, Value, decode
+from tests.conformance.cases import Case, Outcome, Raised, Skip, Value
 from tests.conformance.session import Session
 
 FAMILY = "run"
@@ -25,19 +25,7 @@ async def replay(case: Case, session: Session) -> Outcome:
     unknown = set(call) - {"op", "fn", "args", "kwargs", "args_as"}
     if unknown:
         raise Skip(f"unknown program {call['op']} with {', '.join(sorted(unknown))}")
-    args: Any = tuple(decode(arg) for arg in call.get("args", ()))
-    kwargs = {key: decode(arg) for key, arg in call.get("kwargs", {}).items()}
-    match call.get("args_as", "tuple"):
-        case "list":
-            args = list(args)
-        case "bare":
-            (args,) = args
-        case "none":
-            args = None
-        case "tuple":
-            pass
-        case other:
-            raise Skip(f"unknown program args_as {other}")
+    args, kwargs = programs.arguments_of(call)
     strategy = await session.strategy(case.strategy)
     try:
         result = await strategy.run(fn, args=args, kwargs=kwargs)

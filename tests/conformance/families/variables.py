@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ async def replay(case: Case, session: Session) -> Outcome:
             _check(case.call["steps"])
             return await _program(case, await session.strategy(case.strategy))
         case "create_variable":
-            return await _create(case.call["note"], await session.strategy(case.strategy))
+            note, strategy = case.call["note"], await session.strategy(case.strategy)
+            return await _create(note, strategy, await session.strategy(case.strategy))
     raise Skip(f"unknown program {case.call['op']}")
 
 
@@ -136,15 +138,42 @@ _STEPS = {
 } | {name + scope: _assign for name in ("assign", "assign_add", "assign_sub") for scope in ("", "_in_scope")}
 
 
-async def _create(note: Json, strategy: Any) -> Outcome:
+def place_of(note: Json) -> str | None:
+    """Return the place that words tell a variable is made in; None where it is the strategy's scope.
+
+    Raises:
+        Skip: the words tell no place that is known.
+    """
+    if not isinstance(note, str):
+        return None
+    if "inside" in note:
+        return "replica function"
+    if "strategy" in note and "other" in note:
+        return "another strategy"
+    if "outside" in note:
+        return "no scope"
+    raise Skip(f"unknown program create_variable {note}")
+
+
+async def _create_elsewhere(place: str, strategy: Any, other: Any) -> Any:
+    """Use a variable in the strategy's replicas that was made elsewhere."""
+    with contextlib.ExitStack() as scope:
+        if place == "another strategy":
+            scope.enter_context(other.scope())
+        made = None if place == "replica function" else pipedist.Variable(1.0)
+
+    def use() -> Any:
+        return (pipedist.Variable(1.0) if made is None else made).value()
+
+    return await strategy.run(use)
+
+
+async def _create(note: Json, strategy: Any, other: Any) -> Outcome:
     """Create one variable, and return what it is."""
-    if note == "inside run":
-
-        def create() -> Any:
-            return pipedist.Variable(1.0).value()
-
+    place = place_of(note)
+    if place is not None:
         try:
-            return Outcome(Value(await strategy.run(create)))
+            return Outcome(Value(await _create_elsewhere(place, strategy, other)))
         except Exception as error:
             return Outcome(Raised(error))
     if not isinstance(note, dict) or set(note) - {
@@ -155,7 +184,7 @@ async def _create(note: Json, strategy: Any) -> Outcome:
         "dtype",
     }:
         raise Skip(f"unknown program create_variable {note}")
-    initial = note["initial"]
+    initial = decode(note["initial"]) if isinstance(note["initial"], dict) else note["initial"]
     given = {key: note[key] for key in note if key != "initial"}
     try:
         with strategy.scope():
