@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Final, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from pipedist.core.gpus import Supply
 from pipedist.core.types import FunctionRef, Tree
@@ -87,6 +88,8 @@ class Plan(Struct, frozen=True):
     phases: tuple[tuple[PassPlan, ...], ...]
     supply: Supply
     verify: bool = False
+    opened: ExitStack = field(default_factory=ExitStack)
+    """Closed with the plan: its sources, and its modules' folder on `sys.path`."""
 
     @property
     def passes(self) -> tuple[PassPlan, ...]:
@@ -141,5 +144,4 @@ class Plan(Struct, frozen=True):
         return sum(gpus >= pass_.gpus for gpus in self.supply.owned or ())
 
     def close(self) -> None:
-        for source in self.sources.values():
-            source.close()
+        self.opened.close()
