@@ -107,6 +107,13 @@ class Plan(Struct, frozen=True):
         """Return how often a pass reads its dataset at most."""
         return self.spec.datasets[pass_.follows or pass_.dataset].epochs
 
+    def calls(self, pass_: PassPlan, steps: int) -> int:
+        """Return the number of calls of a pass in steps [0, steps); 0 if unknown."""
+        division = self.division(pass_.dataset)
+        if division is None:
+            return 0
+        return steps * division.replicas if pass_.gang else division.calls(steps)
+
     def states_read(self, pass_: PassPlan) -> tuple[str, ...]:
         """Return the states that the calls of a pass read while they change."""
         if not (pass_.updates or pass_.follows):
