@@ -1,4 +1,7 @@
-"""Show progress and logs on standard error: a live bar on a terminal, plain lines otherwise."""
+"""Show progress and logs on standard error: a live bar on a terminal, plain lines otherwise.
+
+Progress is counted in calls, because elements count only when their step is complete, which may be the only one.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,15 +19,19 @@ from pipedist.protocol import messages
 if TYPE_CHECKING:
     from pipedist.runs.result import Progress
 
-_WINDOW_S = 10.0  # over which rates are computed
 _FIRST_LINE_S = 2.0
-_LINE_EVERY_S = 5.0
-_SAME_LINE_EVERY_S = 60.0  # for a run that waits for workers
+_INTERVAL_GROWTH = 1.5
+"""Plain lines come at times that grow by this factor: 10 in the first two minutes, 27 in a day, 32 in a week."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressTotals:
-    """Progress of a run, summed over the passes of its current phase, whose total may be unknown (None)."""
+    """Progress of a run, summed over the passes of its current phase, whose total may be unknown (None).
+
+    Args:
+        calls_past: of the calls done, those that this process need not execute.
+        activity: what is done with the results after the last call, or "".
+    """
 
     elements_done: int
     elements_total: int | None
@@ -32,53 +39,115 @@ class ProgressTotals:
     workers: int
     phase: int = 0
     phases: int = 1
+    calls_total: int | None = None
+    calls_past: int = 0
+    activity: str = ""
 
     @classmethod
     def of(cls, progress: Progress) -> Self:
-        counts = [count.elements_total for count in progress.passes]
-        known = [total for total in counts if total is not None]
+        passes = progress.passes
         return cls(
-            elements_done=sum(count.elements_done for count in progress.passes),
-            elements_total=sum(known) if counts and len(known) == len(counts) else None,
-            calls_done=sum(count.calls_done for count in progress.passes),
+            elements_done=sum(count.elements_done for count in passes),
+            elements_total=_sum([count.elements_total for count in passes]),
+            calls_done=sum(count.calls_done for count in passes),
             workers=progress.workers_ready,
             phase=progress.phase,
             phases=progress.phases,
+            calls_total=_sum([count.calls_total for count in passes]),
+            calls_past=sum(count.calls_past for count in passes),
+            activity=progress.activity,
         )
+
+
+def _sum(totals: Sequence[int | None]) -> int | None:
+    known = [total for total in totals if total is not None]
+    return sum(known) if totals and len(known) == len(totals) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Rates over the last seconds, and the estimated time until the phase is complete; None if unknown."""
+    """Progress of a phase in time.
 
+    Args:
+        elapsed_s: seconds since its first worker was ready.
+        elements_per_s, calls_per_s: means over this time, without what earlier processes did.
+        left_s: the estimated time until its last call returns; None if unknown.
+    """
+
+    elapsed_s: float
     elements_per_s: float
     calls_per_s: float
     left_s: float | None
 
 
 class Pacer:
-    """Computes rates from successive totals."""
+    """Computes the pace of a phase from successive totals and their times alone.
+
+    Workers are modelled as slots that execute one call after the other, all of the mean duration. When a call is
+    done, it is that of the slot whose call began first; the slot begins the next call at once. The mean duration
+    follows from the calls done since the phase began, so the estimate only decreases between two of them.
+    """
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int, int]] = deque()
         self._phase = -1
+
+    def _begin(self, totals: ProgressTotals, now_s: float) -> None:
+        self._phase = totals.phase
+        self._first = totals
+        self._began_s: float | None = None
+        self._starts: deque[float] = deque()
+        """When the running calls began, the oldest first."""
+        self._executed = totals.calls_done - totals.calls_past
+        self._returned = 0
+        self._busy_s = 0.0
+        """Time that slots spent on the calls returned."""
 
     def pace(self, totals: ProgressTotals, now_s: float) -> Pace:
         if totals.phase != self._phase:
-            self._phase = totals.phase
-            self._seen.clear()
-        self._seen.append((now_s, totals.elements_done, totals.calls_done))
-        while len(self._seen) > 2 and now_s - self._seen[0][0] > _WINDOW_S:
-            self._seen.popleft()
-        then_s, elements, calls = self._seen[0]
-        passed_s = now_s - then_s
-        if passed_s <= 0:
-            return Pace(0.0, 0.0, None)
-        rate = (totals.elements_done - elements) / passed_s
-        left = None
-        if totals.elements_total is not None and rate > 0:
-            left = max(0, totals.elements_total - totals.elements_done) / rate
-        return Pace(rate, (totals.calls_done - calls) / passed_s, left)
+            self._begin(totals, now_s)
+        if self._began_s is None:
+            if not totals.workers:
+                return Pace(0.0, 0.0, 0.0, None)
+            self._began_s = now_s
+        left = None if totals.calls_total is None else max(0, totals.calls_total - totals.calls_done)
+        self._count_returned(totals, now_s)
+        self._fill_slots(totals.workers if left is None else min(totals.workers, left), now_s)
+        elapsed_s = now_s - self._began_s
+        if elapsed_s <= 0:
+            return Pace(0.0, 0.0, 0.0, None)
+        elements = totals.elements_done - self._first.elements_done
+        return Pace(elapsed_s, elements / elapsed_s, self._returned / elapsed_s, self._left_s(left, now_s))
+
+    def _count_returned(self, totals: ProgressTotals, now_s: float) -> None:
+        executed = totals.calls_done - totals.calls_past
+        new, self._executed = executed - self._executed, executed
+        slots = len(self._starts)
+        if new <= 0 or not slots:
+            return
+        self._returned += new
+        for _ in range(min(new, slots)):
+            self._busy_s += now_s - self._starts.popleft()
+        self._starts.extend([now_s] * min(new, slots))
+
+    def _fill_slots(self, slots: int, now_s: float) -> None:
+        """Adjust the slots to the workers that have calls; those that began last are idle."""
+        while len(self._starts) > slots:
+            self._starts.pop()
+        self._starts.extend([now_s] * (slots - len(self._starts)))
+
+    def _left_s(self, left: int | None, now_s: float) -> float | None:
+        """Return when the last of the remaining calls returns, if free slots take the next ones in turn."""
+        if left == 0:
+            return 0.0
+        if left is None or not self._returned or not self._starts:
+            return None
+        call_s = self._busy_s / self._returned
+        # A call that takes longer than the mean is assumed to be about to return.
+        running_s = [max(call_s - (now_s - start_s), call_s / 10) for start_s in self._starts]
+        rounds, rest = divmod(left - len(running_s), len(running_s))
+        return max(
+            [running_s[-1] + rounds * call_s, *([running_s[rest - 1] + (rounds + 1) * call_s] * (rest > 0))]
+        )
 
 
 class Reporter(ABC):
@@ -101,25 +170,27 @@ class Reporter(ABC):
 
 
 class PlainReporter(Reporter):
-    """Periodic lines, for files, pipes and CI."""
+    """A few lines, for files, pipes and CI: at growing intervals, and when a phase or its reduction begins."""
 
     def __init__(self, name: str, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._name = name
         self._clock_s = clock_s
         self._pacer = Pacer()
-        self._next_s = clock_s() + _FIRST_LINE_S
-        self._last = ("", 0.0)
-        """The last line and the time when it was written."""
+        self._began_s = clock_s()
+        self._due_s = _FIRST_LINE_S
+        self._shown = (0, False)
+        """The phase of the last line, and whether its calls were done."""
 
     def update(self, totals: ProgressTotals) -> None:
-        now_s = self._clock_s()
-        pace = self._pacer.pace(totals, now_s)
-        if now_s >= self._next_s:
-            self._next_s = now_s + _LINE_EVERY_S
-            text, (last, written_s) = describe(self._name, totals, pace), self._last
-            if text != last or now_s - written_s >= _SAME_LINE_EVERY_S:
-                self._last = (text, now_s)
-                self.line(text)
+        elapsed_s = self._clock_s() - self._began_s
+        pace = self._pacer.pace(totals, self._clock_s())
+        now = (totals.phase, bool(totals.activity))
+        if elapsed_s < _FIRST_LINE_S or (elapsed_s < self._due_s and now <= self._shown):
+            return
+        while self._due_s <= elapsed_s:
+            self._due_s *= _INTERVAL_GROWTH
+        self._shown = now
+        self.line(describe(self._name, totals, pace))
 
     def line(self, text: str) -> None:
         write_error(text + "\n")
@@ -152,8 +223,8 @@ class LiveReporter(Reporter):
         self._bar.update(
             self._task,
             description=_title(self._name, totals),
-            completed=totals.elements_done,
-            total=totals.elements_total,
+            completed=totals.calls_done,
+            total=totals.calls_total,
             details=", ".join(_details(totals, pace)),
         )
 
@@ -172,11 +243,8 @@ def open_reporter(name: str) -> Reporter:
 
 
 def describe(name: str, totals: ProgressTotals, pace: Pace) -> str:
-    done = f"{totals.elements_done:,} elements"
-    if total := totals.elements_total:
-        percent = 100 * totals.elements_done // total
-        done = f"{percent}%, {totals.elements_done:,} of {total:,} elements"
-    return f"{_title(name, totals)}: {', '.join([done, *_details(totals, pace)])}"
+    percent = [f"{100 * totals.calls_done // totals.calls_total}%"] if totals.calls_total else []
+    return f"{_title(name, totals)}: {', '.join([*percent, *_details(totals, pace)])}"
 
 
 def duration(seconds: float) -> str:
@@ -195,16 +263,33 @@ def _title(name: str, totals: ProgressTotals) -> str:
 
 
 def _details(totals: ProgressTotals, pace: Pace) -> list[str]:
-    workers = totals.workers
-    details = [
-        f"{_rate(pace.elements_per_s)} elements/s",
-        f"{_rate(pace.calls_per_s)} calls/s",
-        f"{workers} worker{'' if workers == 1 else 's'}",
-    ]
-    if pace.left_s is not None:
-        details.append(f"{duration(pace.left_s)} left")
+    details = [_count(totals.calls_done, totals.calls_total, "call")]
+    if totals.elements_done:  # none before the first step is complete
+        details.append(_count(totals.elements_done, totals.elements_total, "element"))
+    rate = _rate(pace.elements_per_s, "elements") or _rate(pace.calls_per_s, "calls")
+    if rate and not totals.activity:  # after the last call, a mean only decreases
+        details.append(rate)
+    details.append(_count(totals.workers, None, "worker"))
+    if pace.elapsed_s:
+        details.append(f"{duration(pace.elapsed_s)} so far")
+    if totals.activity:
+        details.append(totals.activity)
+    elif pace.left_s is not None:
+        phase = " in this phase" if totals.phases > 1 else ""
+        details.append(f"about {duration(pace.left_s)} left{phase}")
     return details
 
 
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+def _count(done: int, total: int | None, what: str) -> str:
+    if total is not None:
+        return f"{done:,} of {total:,} {what}{'' if total == 1 else 's'}"
+    return f"{done:,} {what}{'' if done == 1 else 's'}"
+
+
+def _rate(per_s: float, what: str) -> str:
+    """Return a rate as text, per second, minute or hour: at least 1 if possible; "" for 0."""
+    if not per_s:
+        return ""
+    seconds, unit = (1, "s") if per_s >= 1 else (60, "min") if per_s >= 1 / 60 else (3600, "h")
+    value = per_s * seconds
+    return f"{value:,.0f} {what}/{unit}" if value >= 10 else f"{value:.1f} {what}/{unit}"

@@ -20,11 +20,13 @@ from pipedist.cluster.launchers.server import prepare
 from pipedist.core import gpus as accelerators
 from pipedist.core.gpus import Supply
 from pipedist.core.import_guard import reject_during_import
-from pipedist.core.misuse_hints import AsyncOnly
+from pipedist.core.misuse_hints import AsyncOnly, require_loop, running_loop
 from pipedist.errors import UsageError
 from pipedist.transport.config import SharedMemory
 
 if TYPE_CHECKING:
+    import asyncio
+
     from pipedist.coordinator import Coordinator
     from pipedist.scheduler import SchedulerLimits
     from pipedist.transport.keys import ServerKeys
@@ -51,6 +53,7 @@ class Cluster(AsyncOnly, ABC):
         self._supply = supply
         self._stack = AsyncExitStack()
         self._coordinator: Coordinator | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
         if self._coordinator is not None:
@@ -59,6 +62,7 @@ class Cluster(AsyncOnly, ABC):
         async with AsyncExitStack() as stack:
             await self._prepare(stack)
             self._coordinator = await stack.enter_async_context(self._make(stack))
+            self._loop = running_loop()
             self._stack = stack.pop_all()
         return self
 
@@ -84,11 +88,23 @@ class Cluster(AsyncOnly, ABC):
         """The coordinator of this open cluster.
 
         Raises:
-            UsageError: the cluster is not open.
+            UsageError: the cluster is not open, or is open in another event loop.
         """
         if self._coordinator is None:
             raise UsageError(f"a cluster is used inside `async with {type(self).__name__}(...) as cluster:`")
+        require_loop(self._loop)
         return self._coordinator
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop in which this cluster is open.
+
+        Raises:
+            UsageError: the cluster is not open.
+        """
+        if self._coordinator is None or self._loop is None:
+            raise UsageError(f"a cluster is used inside `async with {type(self).__name__}(...) as cluster:`")
+        return self._loop
 
     @property
     def workers(self) -> int:

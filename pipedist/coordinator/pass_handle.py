@@ -80,6 +80,8 @@ class ReadJob:
 @dataclass(slots=True)
 class PassCounts:
     calls_done: int = 0
+    calls_past: int = 0
+    """Calls that need no execution: earlier processes committed them, or all of their elements are quarantined."""
     elements_offered: int = 0
     elements_visible: int = 0
     steps_visible: int = 0
@@ -364,10 +366,12 @@ class PassHandle:
         if self._on_quarantine is not None:
             self._on_quarantine(command)
         if not command.remains:
+            self.counts.calls_past += command.hi - command.lo
             self._store.put(Chunk(command.lo, command.hi, [{} for _ in range(command.lo, command.hi)], 0))
 
     def _skip_replicas(self, first: int, last: int, skipped: Sequence[int]) -> None:
         """Store empty results for skipped replicas."""
+        self.counts.calls_past += (last - first) * len(skipped)
         for step in range(first, last) if skipped else ():
             for replica in skipped:
                 call = step * self.settings.replicas + replica

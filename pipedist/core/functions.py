@@ -6,7 +6,8 @@ the driver to workers, over the authenticated channel.
 
 A name is dotted identifiers, a colon, dotted identifiers: it is looked up, never evaluated. A spec's
 folders of modules are appended LAST to `sys.path`, so they cannot shadow a library. If a name therefore
-resolves to another module than intended, the error names both.
+resolves to another module than intended, the error names both. A worker keeps these entries (`append_code`);
+the user's own process has them only as long as a plan is open (`code_on_path`).
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import os
 import pickle
 import re
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
@@ -36,6 +39,9 @@ _NAME = re.compile(rf"(?P<module>{_IDENTIFIERS}):(?P<attribute>{_IDENTIFIERS})")
 
 _process_note = ""  # see `set_process_note`
 _appended: list[str] = []  # the code folders that `append_code` put at the end of `sys.path`
+_code_uses: Counter[str] = Counter()  # number of open `code_on_path` contexts, by folder
+_code_seen: set[str] = set()  # all code folders so far, from which modules may be imported
+_path_lock = threading.RLock()  # runs in several threads change `sys.path`
 
 
 class FunctionNotFound(PipedistError):
@@ -68,14 +74,14 @@ def reference(fn: Callable[..., Any] | str) -> FunctionRef:
 def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
     """Return the callable of a reference; one sent by value must come from this worker's own driver.
 
-    The folders of the spec's modules, `code`, become the last entries of `sys.path`.
+    The folders of the spec's modules, `code`, are searched before those of other specs.
 
     Raises:
         FunctionNotFound: the module is missing, fails to import, or is not the spec's own module of
             that name; or the attribute is missing or not callable.
         UsageError: the name has another form than "package.module:name".
     """
-    append_code(code)
+    append_code([folder for folder in code if folder in _appended])
     if ref.pickled:
         return _unpickled(ref)
     module_name, attribute = _split(ref.name)
@@ -203,13 +209,35 @@ def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
 
 def append_code(code: Sequence[str]) -> None:
     """Move the folders of a spec's modules, then those of earlier specs, to the end of `sys.path`."""
-    wanted = [folder for folder in code if folder not in sys.path or folder in _appended]
-    if wanted == _appended[: len(wanted)]:
-        return
-    order = wanted + [folder for folder in _appended if folder not in wanted]
-    sys.path[:] = [entry for entry in sys.path if entry not in _appended] + order
-    _appended[:] = order
+    with _path_lock:
+        _code_seen.update(code)
+        wanted = [folder for folder in code if folder not in sys.path or folder in _appended]
+        if wanted == _appended[: len(wanted)]:
+            return
+        order = wanted + [folder for folder in _appended if folder not in wanted]
+        sys.path[:] = [entry for entry in sys.path if entry not in _appended] + order
+        _appended[:] = order
     importlib.invalidate_caches()
+
+
+@contextlib.contextmanager
+def code_on_path(code: Sequence[str]) -> Iterator[None]:
+    """Have the folders of a spec's modules at the end of `sys.path` while the context is open.
+
+    Several contexts may be open at once, in any threads; a folder is removed with the last one that needs it.
+    """
+    with _path_lock:
+        append_code(code)
+        own = [folder for folder in code if folder in _appended]
+        _code_uses.update(own)
+    try:
+        yield
+    finally:
+        with _path_lock:
+            _code_uses.subtract(own)
+            unused = [folder for folder in own if not _code_uses[folder]]
+            _appended[:] = [folder for folder in _appended if folder not in unused]
+            sys.path[:] = [entry for entry in sys.path if entry not in unused]
 
 
 def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
@@ -255,7 +283,7 @@ def _where(error: BaseException) -> str:
     package = os.path.dirname(os.path.dirname(__file__))
     outside = [f for f in walked if not _is_within(f.filename, package)]
     frames = [f for f in outside if not f.filename.startswith("<frozen importlib")]
-    own = [f for f in frames if any(_is_within(f.filename, folder) for folder in _appended)]
+    own = [f for f in frames if any(_is_within(f.filename, folder) for folder in _code_seen)]
     if not frames:
         return ""
     at = (own or frames)[-1]
@@ -282,8 +310,8 @@ def _reject_stale(name: str, module_name: str, code: Sequence[str]) -> None:
     """Raise if a module of the same name was imported from an earlier spec's folder."""
     top = module_name.partition(".")[0]
     place = _place(sys.modules[top])
-    owner = next((folder for folder in _appended if _is_within(place, folder)), None)
-    if owner is None or any(_is_within(place, folder) for folder in code):
+    is_own = any(_is_within(place, folder) for folder in _code_seen)
+    if not is_own or any(_is_within(place, folder) for folder in code):
         return
     own = next((_found_in(top, folder) for folder in code if _found_in(top, folder)), None)
     raise FunctionNotFound(

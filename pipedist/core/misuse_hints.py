@@ -1,4 +1,4 @@
-"""Hints for common mistakes: a forgotten `async`, a TensorFlow name, a value that cannot be sent or reduced.
+"""Hints for common mistakes: a forgotten `async`, another event loop, a TensorFlow name, a value that cannot be sent.
 
 The mixins are hidden from type checkers, which then find the mistake themselves.
 """
@@ -9,6 +9,9 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, KeysView, Mapping, Set, ValuesView
 from typing import TYPE_CHECKING, ClassVar, NoReturn
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class AsyncOnly:
@@ -54,6 +57,27 @@ class TfNames:
             if equivalent is not None:
                 text += f": in pipedist, {equivalent} (docs/from_tf_distribute.md)"
             raise AttributeError(text, name=name, obj=self)
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that is running in this thread, or None."""
+    import asyncio  # entry points import little before they start a run
+
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def require_loop(loop: asyncio.AbstractEventLoop | None) -> None:
+    """Raise UsageError if another event loop than the cluster's is running in this thread."""
+    if running_loop() not in (None, loop):
+        from pipedist.errors import UsageError
+
+        raise UsageError(
+            "this cluster is open in another event loop, which alone may use it: a wait in this one would never "
+            "end. Use it in its own loop, or call `pipedist.run(spec, cluster=cluster)`, which does that"
+        )
 
 
 def is_masked(value: object) -> bool:

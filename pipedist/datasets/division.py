@@ -62,6 +62,17 @@ class Division(Struct, frozen=True):
         rows = self.rows(step)
         return -(-rows // -(-rows // self.replicas))
 
+    def calls(self, steps: int) -> int:
+        """Return the number of non-empty shards of steps [0, steps)."""
+        if not steps:
+            return 0
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        whole = self.parts(0)
+        return (
+            epochs * (whole * (self.steps_per_epoch - 1) + self.parts(self.steps_per_epoch - 1))
+            + rest * whole
+        )
+
     def bounds(self, step: int, replica: int) -> tuple[int, int, int]:
         """Return (epoch, start, stop), the positions of a shard within its epoch's order; empty: start == stop."""
         if not 0 <= replica < self.replicas:

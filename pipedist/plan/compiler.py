@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipedist.core import gpus as accelerators
-from pipedist.core.functions import FunctionNotFound, load, reference
+from pipedist.core.functions import FunctionNotFound, code_on_path, load, reference
 from pipedist.core.gpus import Supply, spelled
 from pipedist.core.types import FunctionRef
 from pipedist.datasets.sources import Source, SourceError, open_source
@@ -38,6 +38,7 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
     """
     problems: list[Problem] = []
     with ExitStack() as stack:
+        stack.enter_context(code_on_path([str(spec.code)]))
         sources = _open_sources(spec, problems, stack)
         callables = Callables(spec, problems)
         functions = _import_functions(spec, callables)
@@ -57,7 +58,7 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         problems += [*_check_gangs(plan), *_check_communication(plan), *_check_gpus(plan)]
         if problems:
             raise PlanError(problems)
-        stack.pop_all()  # the plan closes its sources
+        plan.opened.push(stack.pop_all())
     return plan
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Final, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from pipedist.core.gpus import Supply
 from pipedist.core.types import FunctionRef, Tree
@@ -89,6 +90,8 @@ class Plan(Struct, frozen=True):
     phases: tuple[tuple[PassPlan, ...], ...]
     supply: Supply
     verify: bool = False
+    opened: ExitStack = field(default_factory=ExitStack)
+    """Closed with the plan: its sources, and its modules' folder on `sys.path`."""
 
     @property
     def passes(self) -> tuple[PassPlan, ...]:
@@ -105,6 +108,13 @@ class Plan(Struct, frozen=True):
     def epochs(self, pass_: PassPlan) -> int:
         """Return how often a pass reads its dataset at most."""
         return self.spec.datasets[pass_.follows or pass_.dataset].epochs
+
+    def calls(self, pass_: PassPlan, steps: int) -> int:
+        """Return the number of calls of a pass in steps [0, steps); 0 if unknown."""
+        division = self.division(pass_.dataset)
+        if division is None:
+            return 0
+        return steps * division.replicas if pass_.gang else division.calls(steps)
 
     def states_read(self, pass_: PassPlan) -> tuple[str, ...]:
         """Return the states that the calls of a pass read while they change."""
@@ -143,5 +153,4 @@ class Plan(Struct, frozen=True):
         return sum(gpus >= pass_.gpus for gpus in self.supply.owned or ())
 
     def close(self) -> None:
-        for source in self.sources.values():
-            source.close()
+        self.opened.close()

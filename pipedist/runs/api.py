@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from pipedist.cluster.launchers.server import Spare, prepare
 from pipedist.core.import_guard import caller_is_waiting, reject_during_import
+from pipedist.core.misuse_hints import running_loop
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from pipedist.cluster.base import Cluster
@@ -96,7 +98,7 @@ def open(
 def run(
     spec: SpecLike,
     *,
-    cluster: str | None = None,
+    cluster: Cluster | str | None = None,
     workers: int | None = None,
     params: Mapping[str, Tree] | None = None,
     output: str | os.PathLike[str] | None = None,
@@ -109,13 +111,15 @@ def run(
 ) -> Result:
     """Run a spec to its end and return the results.
 
-    It can also be called inside a running event loop, which it blocks until the run has ended.
+    It can also be called inside a running event loop, which it blocks until the run has ended. On an open cluster,
+    the run executes in the cluster's event loop, so this must be called in another thread.
 
     Args: as for `open`.
 
-    Raises: as `open` and `Run.results`.
+    Raises: as `open` and `Run.results`; UsageError in the event loop of the open `cluster`.
     """
     reject_during_import("pipedist.run")
+    loop = None if cluster is None or isinstance(cluster, str) else _loop_of(cluster)
 
     async def main() -> Result:
         async with open(
@@ -136,7 +140,25 @@ def run(
     with _head_start(spec) if cluster in (None, "local") else Spare():
         import anyio
 
-        return _in_thread(main) if _in_event_loop() else anyio.run(main)
+        return _in_thread(main, loop) if loop is not None or running_loop() else anyio.run(main)
+
+
+def _loop_of(cluster: Cluster) -> asyncio.AbstractEventLoop:
+    """Return the event loop of an open cluster, if a blocking call in this thread can wait for it."""
+    from pipedist.errors import UsageError
+
+    loop = cluster.loop
+    if not loop.is_running():
+        cause = "needs the event loop in which the cluster is open, which is not running"
+    elif loop is running_loop():
+        cause = "would block the event loop in which the cluster is open, and never return"
+    else:
+        return loop
+    raise UsageError(
+        f"pipedist.run {cause}. Write in a coroutine, or in a notebook's cell:\n"
+        "  async with pipedist.open(spec, cluster=cluster) as run:\n"
+        "      result = await run.results()"
+    )
 
 
 def _head_start(spec: SpecLike) -> Spare:
@@ -146,22 +168,17 @@ def _head_start(spec: SpecLike) -> Spare:
     return prepare()
 
 
-def _in_event_loop() -> bool:
+def _in_thread(
+    main: Callable[[], Awaitable[Result]], loop: asyncio.AbstractEventLoop | None = None
+) -> Result:
+    """Run on an event loop in a new thread, or on one that runs in another thread; block the caller."""
     import asyncio
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
-    """Run on an event loop in a new thread; the caller blocks its own loop."""
-    import asyncio
+    import concurrent.futures
     import contextlib
 
     import anyio
+
+    from pipedist.errors import RunCancelled
 
     outcome: list[Result] = []
     cancels: list[Callable[[], object]] = []
@@ -170,8 +187,8 @@ def _in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
     async def watched() -> None:
         # Cancel a scope, not the task: asyncio's own cancellation would break the shields of clean-up code.
         with anyio.CancelScope() as scope:
-            loop = asyncio.get_running_loop()
-            cancels.append(lambda: loop.call_soon_threadsafe(scope.cancel))
+            running = asyncio.get_running_loop()
+            cancels.append(lambda: running.call_soon_threadsafe(scope.cancel))
             if is_interrupted:
                 scope.cancel()
             outcome.append(await main())
@@ -183,7 +200,20 @@ def _in_thread(main: Callable[[], Awaitable[Result]]) -> Result:
             with contextlib.suppress(RuntimeError):  # if the loop is closed already
                 cancel()
 
-    in_own_thread(lambda: anyio.run(watched), interrupt, "pipedist-run")
+    def work() -> None:
+        if loop is None:
+            anyio.run(watched)
+            return
+        ended = RunCancelled("the event loop of the cluster ended during the run")
+        future = asyncio.run_coroutine_threadsafe(watched(), loop)
+        while not concurrent.futures.wait([future], TURN_S).done:
+            if loop.is_closed():
+                raise ended
+        if future.cancelled():
+            raise ended
+        future.result()
+
+    in_own_thread(work, interrupt, "pipedist-run")
     return outcome[0]
 
 

@@ -153,7 +153,8 @@ class Execution:
         quarantine.restore(durable.part(PASS_STATE)["quarantine"])
         self._quarantines[pass_] = quarantine
         steps, elements = durable.before.steps, durable.before.elements
-        self._counts[pass_] = _Complete(PassCounts(0, elements, elements, steps), steps)
+        past = self._plan.calls(pass_, steps)
+        self._counts[pass_] = _Complete(PassCounts(0, past, elements, elements, steps), steps)
 
     async def _flush(self, executions: Sequence[PassExecution]) -> None:
         """Commit the steps that were taken before the phase failed."""
@@ -306,20 +307,24 @@ class Execution:
             if handle is None:
                 continue
             division = self._plan.division(pass_.dataset)
-            total = None
+            total = calls = None
             if division is not None:
                 whole = division.steps_per_epoch * division.batch
                 per_epoch = whole if division.drop_remainder else division.length
                 total = per_epoch * self._plan.epochs(pass_)
+                calls = None if handle.steps_total is None else self._plan.calls(pass_, handle.steps_total)
+            counts = handle.counts
             passes.append(
                 StageCount(
                     name=pass_.name,
                     dataset=pass_.dataset,
-                    elements_done=handle.counts.elements_visible,
+                    elements_done=counts.elements_visible,
                     elements_total=total,
-                    steps_done=handle.counts.steps_visible,
+                    steps_done=counts.steps_visible,
                     steps_total=handle.steps_total,
-                    calls_done=handle.counts.calls_done,
+                    calls_done=counts.calls_done + counts.calls_past,
+                    calls_total=calls,
+                    calls_past=counts.calls_past,
                 )
             )
         return Progress(
@@ -328,7 +333,17 @@ class Execution:
             len(self._plan.phases),
             self._coordinator.workers_ready,
             time.monotonic() - self._began,
+            self._activity(),
         )
+
+    def _activity(self) -> str:
+        """Return what is done with the results of the phase's passes, if that is all that is left."""
+        executions = [e for p in self._plan.phases[self._phase] if (e := self._executions.get(p)) is not None]
+        left = [execution for execution in executions if not execution.is_complete]
+        if not left and executions and self.committing_s is not None:
+            return "committing the journal"
+        activities = [execution.activity for execution in left]
+        return "; ".join(activities) if all(activities) else ""
 
 
 class _Complete(Struct, frozen=True):

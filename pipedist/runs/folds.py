@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 import anyio
@@ -38,6 +39,9 @@ Per = Literal["run", "epoch", "step"]
 
 THREAD_BYTES = 1 << 20
 """Larger pieces are written in a thread, so that the event loop stays responsive."""
+
+FOLD_THREAD_BYTES = 16 * 2**20
+"""Larger batches of partials are folded in a thread, for the same reason."""
 
 
 class FoldOptions(TypedDict, total=False):
@@ -241,6 +245,15 @@ class ValueFold(Fold):
         return None
 
 
+def _bytes_of(steps: Sequence[Sequence[Partial]]) -> int:
+    """Return about how many bytes some partials have, as if all were like the first one."""
+    first = next((part for parts in steps for part in parts), None)
+    if first is None:
+        return 0
+    each = sum(getattr(leaf, "nbytes", 0) for leaf in trees.flatten(first)[0])
+    return each * sum(map(len, steps))
+
+
 class ReduceFold(Fold):
     """The fold of a built-in op, over partials made by the workers."""
 
@@ -264,13 +277,17 @@ class ReduceFold(Fold):
     async def _take(self, steps: Sequence[Sequence[Partial]]) -> None:
         if not self._fits:
             self._check_first(steps)
-        push_steps(self._reduction, self._steps, self._index, steps)
+        push = partial(push_steps, self._reduction, self._steps, self._index, steps)
+        if _bytes_of(steps) > FOLD_THREAD_BYTES:
+            await anyio.to_thread.run_sync(push)
+        else:
+            push()
         self._index += len(steps)
 
     async def _scope_value(self) -> Tree:
-        partial = self._steps.result()
+        folded = self._steps.result()
         self._begin()
-        return self._reduction.finish(partial)
+        return self._reduction.finish(folded)
 
     def _scope_state(self) -> dict[str, Tree]:
         return {"index": self._index, "nodes": self._steps.state()}

@@ -95,6 +95,8 @@ class PassExecution:
         """No step is partly taken, so a snapshot is consistent."""
         self.is_complete = False
         """Whether all steps are taken and all values complete."""
+        self._ending = ""
+        """What is done after the last step."""
         self._took = anyio.Event()
         """Set if steps were taken since the latest snapshot."""
         self.evaluated_by: list[PassExecution] = []
@@ -139,6 +141,17 @@ class PassExecution:
         by = f" by the stages {stages}" if stages else ""
         return wait.refined("fold", f"{wait.text}{by}")
 
+    @property
+    def activity(self) -> str:
+        """What is done with its results, if all calls have returned; else ""."""
+        total = self.handle.steps_total
+        if self._ending or total is None or self.handle.counts.steps_visible < total:
+            return self._ending
+        return f"{self._reducing()}, {self.steps:,} of {total:,} steps"
+
+    def _reducing(self) -> str:
+        return f"reducing {', '.join(self._pass.folds)}" if self._pass.folds else "taking results"
+
     def _open(self) -> PassHandle:
         streamed = () if self._subscription is None else self._subscription.stages
         quarantine = quarantine_of(self._plan, self._pass)
@@ -168,6 +181,7 @@ class PassExecution:
             self._durable.on_committed = handle.settle
         handle.counts.elements_offered = handle.counts.elements_visible = self.elements
         handle.counts.steps_visible = self.steps
+        handle.counts.calls_past = self._plan.calls(self._pass, self.steps)
         return handle
 
     async def begin(self) -> None:
@@ -206,10 +220,12 @@ class PassExecution:
                 tasks.start_soon(self.handle.run_feed, name=f"feed of {self.name}")
                 await self._read(tasks)
                 self._between = False
+                self._ending = self._reducing()
                 epochs = self._plan.epochs(self._pass) if participant is None else participant.epochs
                 await self._folds.finish(epochs)
                 if participant is not None:
                     await participant.on_finished(self._folds.take_fresh(participant.watched))
+            self._ending = "writing results"
             for spool in (self._spools | self._stored).values():
                 await anyio.to_thread.run_sync(spool.finish)
             await self._folds.write()

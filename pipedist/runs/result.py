@@ -46,7 +46,9 @@ class StageCount:
         dataset: name of the dataset that it reads.
         elements_done, elements_total: elements of completed steps, and in total (None: not known yet).
         steps_done, steps_total: the same in steps.
-        calls_done: calls that have returned.
+        calls_done, calls_total: the same in calls: those that have returned, and those that a resumed run need not
+            execute.
+        calls_past: of the calls done, those that this process need not execute.
     """
 
     name: str
@@ -56,6 +58,8 @@ class StageCount:
     steps_done: int
     steps_total: int | None
     calls_done: int
+    calls_total: int | None = None
+    calls_past: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class Progress:
         phase, phases: the index of the current phase, from 0, and the number of phases.
         workers_ready: workers that have joined and are alive.
         elapsed_s: seconds since the first phase began.
+        activity: after the last call of a pass: what is done with its results; else "".
     """
 
     passes: tuple[StageCount, ...]
@@ -74,6 +79,7 @@ class Progress:
     phases: int
     workers_ready: int
     elapsed_s: float
+    activity: str = ""
 
 
 class NoSuchValue(KeyError):

@@ -22,6 +22,7 @@ import numpy as np
 
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.core.functions import reference
+from pipedist.core.misuse_hints import require_loop, running_loop
 from pipedist.core.types import FunctionRef
 from pipedist.errors import UsageError
 from pipedist.protocol.program import Emit, Program, StageProgram
@@ -246,6 +247,7 @@ class FunctionPasses:
     ) -> None:
         options = communication or CommunicationOptions()
         self.coordinator = coordinator
+        self._loop = running_loop()
         self._replicas = replicas
         self._seed = seed
         self._gang = gang
@@ -258,8 +260,10 @@ class FunctionPasses:
     def using(self, function: FunctionRef) -> Iterator[PassHandle]:
         """Yield the pass of a function; it stays open at least until the `with` block ends.
 
-        A pass that fails as a whole is dropped: the next run of the function opens a new one.
+        A pass that fails as a whole is dropped: the next run of the function opens a new one. Raises UsageError
+        in another event loop than the cluster's.
         """
+        require_loop(self._loop)
         entry = self._open.get(function)
         if entry is None:
             entry = self._open[function] = _OpenPass(self._new(function))

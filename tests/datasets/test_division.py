@@ -69,6 +69,7 @@ def test_two_epochs_are_partitioned_exactly_and_in_order(division: Division) -> 
             shards = [division.ids(step, replica) for replica in range(division.replicas)]
             assert [len(shard) for shard in shards] == chunk_sizes(division.rows(step), division.replicas)
             assert division.parts(step) == sum(1 for shard in shards if len(shard))
+            assert division.calls(step + 1) == division.calls(step) + division.parts(step)
             assert all(len(shard) for shard in shards[: division.parts(step)])
             assert 0 < division.rows(step) <= division.batch
             for replica, shard in enumerate(shards):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os.path
 import pickle
@@ -25,6 +26,7 @@ from pipedist.errors import UsageError
 def _own_import_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(functions, "_appended", [])
+    monkeypatch.setattr(functions, "_code_seen", set())
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -46,6 +48,13 @@ class Holder:
 
 def by_name(name: str) -> FunctionRef:
     return FunctionRef(label=name, name=name)
+
+
+def load_from(name: str, *code: Path) -> Any:
+    """Load a function as a worker does."""
+    folders = [str(folder) for folder in code]
+    functions.append_code(folders)
+    return load(by_name(name), folders)
 
 
 def test_importable_functions_are_sent_by_name() -> None:
@@ -142,16 +151,42 @@ def test_a_pickled_function_that_cannot_be_loaded_is_an_error() -> None:
 def test_code_folders_are_searched_last(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("def dumps(x): return 'shadowed'\n")
     (tmp_path / "my_flights.py").write_text("class A:\n    def b(x): return x * 2\n")
-    assert load(by_name("my_flights:A.b"), [str(tmp_path)])(4) == 8
-    assert load(by_name("json:dumps"), [str(tmp_path)])(1) == "1"
+    assert load_from("my_flights:A.b", tmp_path)(4) == 8
+    assert load_from("json:dumps", tmp_path)(1) == "1"
     assert sys.path[-1] == str(tmp_path)
-    load(by_name("my_flights:A.b"), [str(tmp_path)])
+    load_from("my_flights:A.b", tmp_path)
     assert sys.path.count(str(tmp_path)) == 1
+
+
+def test_code_folders_leave_the_path_with_the_last_context_that_needs_them(tmp_path: Path) -> None:
+    a, b, mine = (str(tmp_path / name) for name in ("a", "b", "mine"))
+    sys.path.insert(0, mine)
+    before = list(sys.path)
+    with contextlib.suppress(ZeroDivisionError), functions.code_on_path([a, mine]):
+        assert sys.path == [*before, a]
+        with functions.code_on_path([b, a]):
+            assert sys.path == [*before, b, a]
+            load(by_name("json:dumps"), [a])  # which has a's modules searched before b's
+            assert sys.path == [*before, a, b]
+        assert sys.path == [*before, a]
+        raise ZeroDivisionError
+    assert sys.path == before
+
+
+def test_a_context_keeps_the_folders_of_one_that_is_still_open(tmp_path: Path) -> None:
+    before = list(sys.path)
+    first, second = functions.code_on_path([str(tmp_path)]), functions.code_on_path([str(tmp_path)])
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.path == [*before, str(tmp_path)]
+    second.__exit__(None, None, None)
+    assert sys.path == before
 
 
 def fault(name: str, *code: Path) -> str:
     with pytest.raises(FunctionNotFound) as caught:
-        load(by_name(name), [str(folder) for folder in code])
+        load_from(name, *code)
     return str(caught.value)
 
 
@@ -203,7 +238,7 @@ def test_an_import_that_fails_names_the_place(tmp_path: Path, text: str, ends: s
     (tmp_path / "top.py").write_text(text)
     (tmp_path / "below.py").write_text("\nraise RuntimeError\n")
     with pytest.raises(FunctionNotFound) as caught:
-        load(by_name("top:f"), [str(tmp_path)])
+        load_from("top:f", tmp_path)
     assert str(caught.value).startswith("top:f: importing top failed: ")
     assert str(caught.value).endswith(ends)
     assert str(caught.value).count("line") == 1
@@ -218,7 +253,7 @@ def test_a_module_of_another_spec_is_never_used_instead_of_the_own_one(tmp_path:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same_name.py").write_text(f"def fn(): return {folder!r}\n")
-    assert load(by_name("same_name:fn"), [str(tmp_path / "a")])() == "a"
+    assert load_from("same_name:fn", tmp_path / "a")() == "a"
     text = fault("same_name:fn", tmp_path / "b")
     assert str(tmp_path / "a" / "same_name.py") in text
     assert str(tmp_path / "b" / "same_name.py") in text
@@ -229,8 +264,8 @@ def test_the_specs_own_folder_is_searched_before_those_of_earlier_specs(tmp_path
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"only_{folder}.py").write_text("def fn(): return 0\n")
         (tmp_path / folder / "shared_name.py").write_text(f"def fn(): return {folder!r}\n")
-    load(by_name("only_a:fn"), [str(tmp_path / "a")])
-    assert load(by_name("shared_name:fn"), [str(tmp_path / "b")])() == "b"
+    load_from("only_a:fn", tmp_path / "a")
+    assert load_from("shared_name:fn", tmp_path / "b")() == "b"
 
 
 def test_the_working_directory_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

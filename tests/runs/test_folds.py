@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
 from pipedist.reduction.tree import FoldTree, Reduction
-from pipedist.runs import gather_fold
+from pipedist.runs import folds, gather_fold
 from pipedist.runs.folds import CombineFold, Per, ReduceFold
 from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.pass_feeds import Spool, SpoolFeed
@@ -324,3 +325,31 @@ def test_a_spool_keeps_numbers_not_objects() -> None:
     gc.collect()
     assert len(gc.get_objects()) - before < 200
     spool.close()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64])
+def test_large_components_are_folded_beside_the_event_loop(
+    dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that progress is shown, and Ctrl-C has an effect, while they are reduced."""
+    threads: list[int] = []
+    real = folds.push_steps
+
+    def push_steps(*args: Any) -> None:
+        threads.append(threading.get_ident())
+        real(*args)
+
+    async def main(size: int) -> Any:
+        reduction = Reduction.of("sum", None)
+        fold = ReduceFold("s", "run", reduction, None)
+        parts = [reduction.partial(np.full(size, replica, dtype)) for replica in range(4)]
+        await fold.add(0, [parts])
+        await fold.finish(1)
+        return fold.result
+
+    monkeypatch.setattr(folds, "push_steps", push_steps)
+    monkeypatch.setattr(folds, "FOLD_THREAD_BYTES", 4 * 1000 * 8)
+    assert anyio.run(main, 100).tolist() == [6] * 100
+    assert threads == [threading.get_ident()]
+    assert anyio.run(main, 2000).tolist() == [6] * 2000
+    assert threads[1] != threading.get_ident()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -302,4 +303,41 @@ async def test_progress_and_ledger_follow_the_run() -> None:
             (count,) = progress.passes
             assert (count.elements_done, count.elements_total) == (24, 24)
             assert (count.steps_done, count.steps_total, count.calls_done) == (6, 6, 12)
+            assert (count.calls_total, count.calls_past) == (12, 0)
         assert cluster.coordinator._passes.handles == {}
+
+
+@pytest.mark.asyncio
+async def test_progress_counts_the_calls_of_a_step_that_is_not_complete(tmp_path: Path) -> None:
+    def waits(x: np.ndarray, ctx: Any) -> np.ndarray:
+        import time
+
+        while ctx.replica_id_in_sync_group == 2 and not (tmp_path / "go").exists():
+            time.sleep(0.005)
+        return x
+
+    def join(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        import time
+
+        while not (tmp_path / "join").exists():
+            time.sleep(0.005)
+        return a + b
+
+    spec = document(y={"run": waits}, t={"reduce": join, "of": "y"})
+    spec |= {"replicas": 4, "dataset": {"range": 5, "batch": 5}}
+    async with asyncio.timeout(60), pipedist.open(spec, workers=2) as run:
+        parts = run.as_completed("y")
+        assert {(await anext(parts)).replica for _ in range(2)} == {0, 1}
+        progress = run.progress()
+        assert progress is not None
+        (count,) = progress.passes
+        assert (count.calls_done, count.calls_total) == (2, 3)  # the last shard is empty
+        assert (count.elements_done, count.elements_total) == (0, 5)
+        assert progress.activity == ""
+        (tmp_path / "go").touch()
+        await anext(parts)
+        while (progress := run.progress()) is None or not progress.activity:  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0.01)
+        assert progress.activity in ("reducing t, 0 of 1 steps", "reducing t")
+        (tmp_path / "join").touch()
+        await run.results()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,7 @@ AT_THE_TOP = {
     "run-in-a-loop": "import asyncio\nasync def main(): pipedist.run(SPEC, workers=1)\nasyncio.run(main())",
     "open": """
 import asyncio
+import json
 async def main():
     async with pipedist.LocalCluster(workers=1) as cluster, pipedist.open(SPEC, cluster=cluster) as run:
         await run.results()
@@ -303,3 +306,35 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert shared_memory() <= shared
     assert len(os.listdir("/proc/self/fd")) <= files
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_in_two_threads_leave_the_import_path_as_it_was(tmp_path: Path) -> None:
+    """The functions' folders are on it during a run, so that functions can import other modules late."""
+
+    def spec(name: str, body: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / f"late_{name}.py").write_text("ROWS = [1, 2, 3, 4]\n")
+        (folder / f"functions_{name}.py").write_text(
+            f"def rows():\n    def read():\n        from late_{name} import ROWS\n        yield from ROWS\n"
+            f"    return read()\ndef f(shard):\n    {body}\n"
+        )
+        document = document_of(f"functions_{name}")
+        (folder / "spec.yaml").write_text(json.dumps(document))
+        return folder / "spec.yaml"
+
+    def document_of(module: str) -> dict[str, Any]:
+        stages = {"y": {"run": f"{module}:f"}, "total": {"reduce": "sum", "of": "y", "axis": 0}}
+        dataset = {"function": {"call": f"{module}:rows"}, "batch": 2}
+        return {"pipedist": 1, "replicas": 1, "dataset": dataset, "stages": stages}
+
+    before = list(sys.path)
+    good, bad = spec("good", "return shard"), spec("bad", "raise ValueError('bad')")
+    with ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(pipedist.run, path, workers=1) for path in (good, bad)]
+    assert runs[0].result()["total"] == 10
+    assert isinstance(runs[1].exception(), pipedist.CallError)
+    assert sys.path == before
+    with pytest.raises(pipedist.PlanError):
+        pipedist.run(document(y={"run": "no_such_module:f"}, rows={"gather": 0, "of": "y"}), workers=1)
+    assert sys.path == before
