@@ -219,7 +219,7 @@ class Dealer:
                 else:
                     self._read_link()
             if has_news and not is_ready:  # its messages came first, maybe after the poll looked at them
-                is_ready = bool(self._socket.getsockopt(zmq.EVENTS) & event)
+                is_ready = bool(self._socket.poll(0, event))
             if is_ready and event == _POLLIN:
                 return True
             if has_news or self._failure is not None:
