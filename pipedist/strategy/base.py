@@ -123,7 +123,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         """
         require_cross_replica("Strategy.reduce")
         given = self._components(value, mirrored=False)
-        whole = values.per_replica([values.select(given, 0)]) if self._identity else given
+        whole = values.per_replica([self._only(given)]) if self._identity else given
         return await _computed(partial(values.reduce, reduce_op, whole, axis, self._replicas), whole)
 
     async def reduce_to(self, reduce_op: ReduceOp | str, value: Tree) -> Tree:
@@ -239,7 +239,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         given = self._components(value, mirrored=True)
         if self._identity:
             await anyio.lowlevel.checkpoint()
-            return values.select(given, 0)
+            return self._only(given)
         return await _computed(partial(values.gather, given, axis, self._replicas), given)
 
     def local_results(self, value: Tree) -> tuple[Tree, ...]:
@@ -261,6 +261,11 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self._replicas} replicas>"
+
+    def _only(self, value: Tree) -> Tree:
+        """Return the value of the only replica; raise ValueError if the value is that of several."""
+        [only] = values.local_results(value, 1)
+        return only
 
     def _joined(self, components: Sequence[Tree]) -> Tree:
         if self._identity:

@@ -59,7 +59,7 @@ def _gather_rule(name: str, concerns: Callable[[Case], bool], explains: Explanat
         name,
         18,
         "gather",
-        lambda case: not values_are_plain(case) and concerns(case),
+        lambda case: not values_are_plain(case) and _is_gathered(case) and concerns(case),
         lambda case: reference.gather_result(case.call),
         explains,
     )
@@ -93,6 +93,12 @@ def _has_plain_leaf(case: Case) -> bool:
     return case.replicas > 1 and (
         value == {"none": True} or any(reference.components(leaf) is None for leaf in leaves)
     )
+
+
+def _is_gathered(case: Case) -> bool:
+    """Whether there is more than a plain value, which comes back as it is."""
+    leaves = reference.leaves(case.call["value"])
+    return case.replicas == 1 or any(reference.components(leaf) is not None for leaf in leaves)
 
 
 def _has_axis(case: Case) -> bool:

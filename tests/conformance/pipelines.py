@@ -28,6 +28,17 @@ MAPS: Mapping[str, Callable[[Any], Any]] = {
     "ones_up_to": lambda t: np.repeat(t, t % 3 + 1),
 }
 
+SOURCES = (
+    "range",
+    "tensor_slices",
+    "tensors",
+    "generator_range",
+    "text_files",
+    "file_names",
+    "list_files",
+    "zip",
+)
+
 FILTERS: Mapping[str, Callable[[Any], Any]] = {
     # What was recorded returned numbers here, which is the point of those cases.
     "even": lambda t: 1 - t % 2,
@@ -67,6 +78,8 @@ def build(stages: Sequence[Json], folder: Path | None = None, context: InputCont
     def paths(names: Sequence[str]) -> list[Path]:
         return [folder / name for name in names]
 
+    if not stages or stages[0][0] not in SOURCES:
+        raise Skip(f"unknown program stage {stages[:1]!r} as a source")
     dataset: Any = Dataset
     for stage in stages:
         match stage:
@@ -134,7 +147,13 @@ def _leaf_json(spec: ArraySpec) -> Json:
 
 
 def elements_json(dataset: Dataset) -> list[Any]:
-    """Return elements as the cases of auto-sharding write them: nested lists, trees as VALUEs."""
+    """Return elements as the cases of auto-sharding write them: nested lists, trees as VALUEs.
+
+    Raises:
+        ValueError: the dataset does not end.
+    """
+    if dataset.cardinality() == Dataset.INFINITE:
+        raise ValueError("the dataset does not end")
     return [
         element.tolist() if isinstance(element, np.ndarray | np.generic) else Value(element)
         for element in dataset

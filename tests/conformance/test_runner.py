@@ -98,6 +98,12 @@ def test_a_deviation_is_counted_and_its_own_expectation_is_checked(
         ("run", {"op": "run", "fn": ["all_reduce", "SUM", ["conjure"]]}, "unknown program conjure"),
         ("run", {"op": "run", "fn": ["merge_call", ["none"], [["conjure"]]]}, "unknown program conjure"),
         ("values_from_function", {"op": "values_from_function", "value_fn": "odd"}, "unknown program odd"),
+        (
+            "variables",
+            {"op": "create_variable", "note": "conjured"},
+            "unknown program create_variable conjured",
+        ),
+        ("dataset", {"op": "distribute_dataset", "dataset": [["batch", 2]], "iterate": "for"}, "as a source"),
         ("variables", {"op": "variable_program", "vars": {}, "steps": [{"do": "conjure"}]}, "step conjure"),
         ("novel", {"op": "anything"}, "unknown family novel"),
         ("reduce", {"op": "reduce", "value": {"ragged": [[1]], "dtype": "int32"}}, "ragged"),

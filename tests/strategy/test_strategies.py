@@ -201,6 +201,16 @@ async def test_central_storage_keeps_one_copy() -> None:
         assert v.synchronization is pipedist.VariableSynchronization.ON_READ
 
 
+async def test_one_replica_takes_no_values_of_several() -> None:
+    both = pipedist.PerReplica([np.ones(2), np.ones(2)])
+    for strategy in (pipedist.OneDeviceStrategy(NoWorkers()), pipedist.get_strategy()):
+        with pytest.raises(ValueError, match="2 components, but there are 1 replicas"):
+            await strategy.reduce("sum", {"loss": both}, axis=None)
+        with pytest.raises(ValueError, match="2 components, but there are 1 replicas"):
+            await strategy.gather(both, axis=0)
+        assert (await strategy.reduce("sum", pipedist.PerReplica([np.ones(2)]), axis=0)) == 2
+
+
 async def test_one_device_has_plain_values() -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.OneDeviceStrategy(cluster)
