@@ -153,6 +153,8 @@ class TaskCluster(Cluster):
         self._shared: SharedValues[Tree] = SharedValues()
         self._called = 0
         """Calls of `everywhere`."""
+        self._turn = anyio.Lock()
+        """Held by the running call of `everywhere`: results are numbered in the order of the calls."""
         self._ended = 0
         """Supervisors that have ended."""
         self._error: BaseException | None = None
@@ -181,7 +183,7 @@ class TaskCluster(Cluster):
     async def everywhere(self, work: Callable[[Cluster], Awaitable[Tree]]) -> Tree:
         """Run work in the scheduling program; return its result in all.
 
-        Every program must call this equally often.
+        Every program must call this equally often. Concurrent calls are executed one after the other, in their order.
 
         Args:
             work: called with this cluster, in the scheduling program only; returns a tree.
@@ -192,9 +194,11 @@ class TaskCluster(Cluster):
             RunCancelled: in the others: the scheduling program is gone, or the result is no longer kept: this program
                 is SHARED_VALUES_MAX calls behind, or has started that late.
         """
-        self._called += 1
-        if not self.is_scheduling:
-            return await self._result_of(self._called)
+        async with self._turn:
+            self._called += 1
+            return await (self._execute(work) if self.is_scheduling else self._result_of(self._called))
+
+    async def _execute(self, work: Callable[[Cluster], Awaitable[Tree]]) -> Tree:
         try:
             made = await work(self)
             made = dict(made) if isinstance(made, Mapping) else made
