@@ -403,7 +403,8 @@ class LoopbackKeys:
         """Remove the file if no other program holds it."""
         if self._file >= 0:
             file, self._file = self._file, -1
-            self._remove(self._path, file)
+            with contextlib.suppress(OSError):  # a file system without locks: the file stays
+                self._remove(self._path, file)
 
     def _make_folder(self) -> None:
         folder = self._folder
@@ -438,6 +439,8 @@ class LoopbackKeys:
             is_there = is_file_at(self._path, file)
         except BlockingIOError:
             is_there = False
+        except OSError:  # a file system without locks: no program removes the file
+            is_there = True
         if is_there:
             self._file = file
         else:

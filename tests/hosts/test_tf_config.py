@@ -341,6 +341,20 @@ def test_key_files_of_killed_programs_are_removed(monkeypatch: pytest.MonkeyPatc
     keys.release()
 
 
+def test_without_locks_on_files_the_key_file_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def refuse(_file: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    for _ in range(2):
+        keys = LoopbackKeys(5555)
+        read_key_file(anyio.run(keys.hold))
+        keys.release()
+    assert key_files(tmp_path) == ["5555.key"]
+
+
 def test_programs_that_come_and_go_have_the_same_keys_while_they_overlap(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
