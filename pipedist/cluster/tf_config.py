@@ -153,6 +153,8 @@ class TaskCluster(Cluster):
         self._shared: SharedValues[Tree] = SharedValues()
         self._called = 0
         """Calls of `everywhere`."""
+        self._turn = anyio.Lock()
+        """Held by the running call of `everywhere`: results are numbered in the order of the calls."""
         self._ended = 0
         """Supervisors that have ended."""
         self._error: BaseException | None = None
@@ -181,7 +183,7 @@ class TaskCluster(Cluster):
     async def everywhere(self, work: Callable[[Cluster], Awaitable[Tree]]) -> Tree:
         """Run work in the scheduling program; return its result in all.
 
-        Every program must call this equally often.
+        Every program must call this equally often. Concurrent calls are executed one after the other, in their order.
 
         Args:
             work: called with this cluster, in the scheduling program only; returns a tree.
@@ -192,9 +194,11 @@ class TaskCluster(Cluster):
             RunCancelled: in the others: the scheduling program is gone, or the result is no longer kept: this program
                 is SHARED_VALUES_MAX calls behind, or has started that late.
         """
-        self._called += 1
-        if not self.is_scheduling:
-            return await self._result_of(self._called)
+        async with self._turn:
+            self._called += 1
+            return await (self._execute(work) if self.is_scheduling else self._result_of(self._called))
+
+    async def _execute(self, work: Callable[[Cluster], Awaitable[Tree]]) -> Tree:
         try:
             made = await work(self)
             made = dict(made) if isinstance(made, Mapping) else made
@@ -399,7 +403,8 @@ class LoopbackKeys:
         """Remove the file if no other program holds it."""
         if self._file >= 0:
             file, self._file = self._file, -1
-            self._remove(self._path, file)
+            with contextlib.suppress(OSError):  # a file system without locks: the file stays
+                self._remove(self._path, file)
 
     def _make_folder(self) -> None:
         folder = self._folder
@@ -434,6 +439,8 @@ class LoopbackKeys:
             is_there = is_file_at(self._path, file)
         except BlockingIOError:
             is_there = False
+        except OSError:  # a file system without locks: no program removes the file
+            is_there = True
         if is_there:
             self._file = file
         else:

@@ -25,6 +25,7 @@ from pipedist.cluster import tf_config as task_cluster
 from pipedist.cluster.tf_config import LoopbackKeys
 from pipedist.coordinator import worker_pool
 from pipedist.errors import PipedistError, RunCancelled, UsageError, WorkersLost
+from pipedist.protocol.codec import decode
 from pipedist.transport.keys import read_key_file
 from tests.ports import free_port
 from tests.state_size import entries
@@ -346,6 +347,20 @@ def test_key_files_of_killed_programs_are_removed(monkeypatch: pytest.MonkeyPatc
     keys.release()
 
 
+def test_without_locks_on_files_the_key_file_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def refuse(_file: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    for _ in range(2):
+        keys = LoopbackKeys(5555)
+        read_key_file(anyio.run(keys.hold))
+        keys.release()
+    assert key_files(tmp_path) == ["5555.key"]
+
+
 def test_programs_that_come_and_go_have_the_same_keys_while_they_overlap(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -412,3 +427,40 @@ async def test_results_for_programs_that_lag_behind_are_bounded(
     assert await cluster.everywhere(anyio.sleep) == 4991  # type: ignore[arg-type]
     cluster._on_shared(5001, [True, 5001], 1000)
     assert [number for number, _ in cluster._shared] == [5001], "the latest is kept, whatever its size"
+
+
+@pytest.mark.asyncio
+async def test_concurrent_calls_are_executed_in_their_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The other programs get results by number, so the order must be that of the calls."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config(monkeypatch, {"worker": [f"127.0.0.1:{free_port()}"]}, index=0)
+
+    async def slow(_cluster: object) -> str:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return "slow"
+
+    async def fast(_cluster: object) -> str:
+        return "fast"
+
+    async with pipedist.open_cluster() as cluster:
+        assert await asyncio.gather(cluster.everywhere(slow), cluster.everywhere(fast)) == ["slow", "fast"]
+        shared = [decode(list(frames))[1] for _, frames in cluster.coordinator._pool._shared]  # type: ignore[arg-type]
+        assert shared == ["slow", "fast"]
+
+
+@pytest.mark.asyncio
+async def test_a_program_that_serves_may_call_concurrently(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    config(monkeypatch, {"worker": ["127.0.0.1:5555", "127.0.0.1:9"]}, index=1)
+    cluster = pipedist.open_cluster()
+    cluster._supervisors.append(None)  # type: ignore[arg-type]
+    calls = [asyncio.ensure_future(cluster.everywhere(anyio.sleep)) for _ in range(2)]  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    for number in (1, 2):
+        cluster._on_shared(number, [True, number], 10)
+    assert await asyncio.wait_for(asyncio.gather(*calls), 60) == [1, 2]

@@ -9,6 +9,7 @@ supervisor knows how long to wait for another scheduler.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from pipedist.cluster import remote as connect_cluster
 from pipedist.coordinator.worker_pool import WorkerPool
@@ -20,8 +21,8 @@ def main() -> None:
     connect_cluster.GATHER_S = PATIENCE_S
     on_hello, on_heartbeat, known = WorkerPool.on_hello, WorkerPool.on_heartbeat, set[bytes]()
 
-    def print_joined(self: WorkerPool, identity: bytes, hello: messages.Hello) -> None:
-        on_hello(self, identity, hello)
+    def print_joined(self: WorkerPool, identity: bytes, hello: messages.Hello, **options: Any) -> None:
+        on_hello(self, identity, hello, **options)
         if self.of_identity(identity) is not None:
             sys.stderr.write(f"{hello.worker} has joined\n")
 

@@ -45,13 +45,14 @@ def _any_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _any_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler accepts reports of other incarnations."""
+    """The scheduler recalls results that another incarnation has cached."""
 
     def blind(self: Membership, worker: str, _incarnation: int) -> Worker | None:
         found = self.workers.get(worker)
         return found if found is not None and found.state.value == "ready" else None
 
     monkeypatch.setattr(Membership, "current", blind)
+    monkeypatch.setattr(Scheduler, "_forget_cached", lambda _self, _worker, _incarnation: None)
 
 
 def _nothing_settled(monkeypatch: pytest.MonkeyPatch) -> None:

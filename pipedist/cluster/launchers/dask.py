@@ -120,7 +120,8 @@ class DaskEngine(Engine):
             present = await self._client.nthreads()
         except OSError:  # the connection is lost: `_watch` finds out whether the scheduler is
             return
-        if self._left.issuperset(present):
+        self._left.intersection_update(present)
+        if len(self._left) == len(present):
             on_failed(f"the workers placed on {len(present)} Dask workers have left; the last one: {reason}")
 
     async def _connect(self) -> str:

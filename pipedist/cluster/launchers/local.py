@@ -197,6 +197,7 @@ class LocalLauncher:
 
     def _on_server_end(self, server: _Connection) -> None:
         """Report the workers of a server that has ended: the kernel kills them, but not what they started."""
+        self._old_servers = [old for old in self._old_servers if old.process.code() is None]
         self._old_servers.append(server)
         self._server = None
         code = server.process.code(within_s=_GONE_S)

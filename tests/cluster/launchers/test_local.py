@@ -177,6 +177,9 @@ async def test_a_killed_fork_server_is_replaced() -> None:
         launcher.start("w0", 1)
         await scheduler.joins(launcher)
         assert launcher.server_pid not in (0, server)
+        os.kill(launcher.server_pid, signal.SIGKILL)
+        await scheduler.exit()
+        assert len(launcher._old_servers) == 1, "the first one was reaped, and is forgotten"
 
 
 @pytest.mark.asyncio
