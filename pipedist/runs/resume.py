@@ -19,7 +19,7 @@ from pipedist._version import __version__
 from pipedist.core import platform_id
 from pipedist.core.platform_id import Platform
 from pipedist.errors import JournalError, UsageError
-from pipedist.journal.history import FORMAT, Header, History, read_history
+from pipedist.journal.history import FORMAT, NAME, Header, History, read_history
 from pipedist.journal.writer import Journal
 from pipedist.plan import PassPlan, Plan
 from pipedist.plan.phases import links_of
@@ -77,7 +77,7 @@ def open_journal(
         outputs: all files that the run may write into its folder, as for `open_folder`.
         reuse: if something has changed, continue with what it does not affect.
         force: continue even if versions or the type of processor have changed.
-        force_code: continue even if modules of functions have changed.
+        force_code: continue even if modules of functions, or files that they read, have changed.
 
     Raises:
         UsageError: the run in the folder can't continue, because something has changed.
@@ -96,11 +96,15 @@ def open_journal(
             + "\n  ".join(history.problems)
             + "\nUse --restart to discard the run"
         )
-    now = header_of(plan, folder.run_id, source, history.header, ended_ns(folder.journal))
-    changed, moved = changes(history.header, now), platform_changes(history.header)
+    there, ended = history.header, ended_ns(folder.journal, finished=history.ended is not None)
+    now = header_of(plan, folder.run_id, source, there, ended)
+    changed, used, moved = changes(there, now), changed_uses(there, now), platform_changes(there)
     if not changed and folder.found == "unfinished":
-        planned = with_passes(plan, history.header)
-        code = [] if force_code else _changed_code(history, now)
+        if used and not there.spares and not any(done.steps for done in history.passes.values()):
+            journal = Journal.create(folder.journal, header_of(plan, folder.run_id, source))
+            return OpenedJournal(journal, RunJournal(journal, None, stamp_of(now)), plan)
+        planned = with_passes(plan, there)
+        code = [] if force_code else [*_changed_code(history, now, Path(plan.spec.code)), *used]
         gone = _gone(planned, folder, history)
         if not gone and not code and (force or not moved):
             journal = Journal.reopen(folder.journal, history, code=now.code)
@@ -110,8 +114,8 @@ def open_journal(
             raise _refusal(folder, history, gone, code, moved)
     elif not reuse:
         raise UsageError(
-            f"the run {history.header.run} in {folder.path} can't be resumed, because something has changed "
-            f"(there {history.header.digest[:12]}, now {now.digest[:12]}):{listed(changed)}\n"
+            f"the run {there.run} in {folder.path} can't be resumed, because something has changed "
+            f"(there {there.digest[:12]}, now {now.digest[:12]}):{listed([*changed, *used])}\n"
             "  To continue with what that does not affect, use --resume=reuse; to discard the run, --restart"
         )
     from pipedist.runs.reuse import reuse_run  # rarely needed
@@ -131,8 +135,8 @@ def _refusal(
     if code:
         return UsageError(
             f"the run {run} in {folder.path} can't be resumed, because functions that made its committed "
-            f"steps have changed:{listed(code)}\n"
-            "  To execute again what they made, use --resume=reuse; to keep it beside results of the new code, "
+            f"steps, or files that they read, have changed:{listed(code)}\n"
+            "  To execute again what they made, use --resume=reuse; to keep it beside new results, "
             "--resume --force-code; to discard the run, --restart"
         )
     return UsageError(
@@ -143,12 +147,21 @@ def _refusal(
 
 
 def changes(there: Header, now: Header) -> list[str]:
-    """Return the differences of two runs that affect results, except code."""
-    places = dict.fromkeys((*there.inputs, *now.inputs))
-    return [*differences(there.spec, now.spec), *changed_files(there.inputs, now.inputs, places)]
+    """Return the differences of two runs that affect results, except code and the files that it reads."""
+    return [*differences(there.spec, now.spec), *_changed_files(there, now, "datasets.")]
 
 
-def _changed_code(history: History, now: Header) -> list[str]:
+def changed_uses(there: Header, now: Header) -> list[str]:
+    """Return the changes of files that stages read."""
+    return list(_changed_files(there, now, "stages."))
+
+
+def _changed_files(there: Header, now: Header, section: str) -> Iterator[str]:
+    places = [place for place in {**there.inputs, **now.inputs} if place.startswith(section)]
+    return changed_files(there.inputs, now.inputs, places)
+
+
+def _changed_code(history: History, now: Header, code: Path) -> list[str]:
     """Return the changed modules of functions whose results are committed, as lines."""
     found = {
         module: None
@@ -157,7 +170,7 @@ def _changed_code(history: History, now: Header) -> list[str]:
         for module in each["modules"]
         if (done.code or history.header.code).get(module) != now.code.get(module)
     }
-    return [changed_module(module) for module in found]
+    return [changed_module(module, code) for module in found]
 
 
 def platform_changes(there: Header) -> list[str]:
@@ -177,12 +190,11 @@ def since(plan: Plan, journal: Path) -> tuple[list[str], list[str]]:
     there = _header_there(journal)
     if there is None:
         return [], []
-    now = header_of(plan, "", before=there, ended=ended_ns(journal))
+    now = header_of(plan, "", before=there, ended=ended_ns(journal, finished=True))
     modules = [name for name in now.code if there.code.get(name) != now.code[name]]
-    places = dict.fromkeys((*there.inputs, *now.inputs))
     return [
-        *changed_files(there.inputs, now.inputs, places),
-        *map(changed_module, modules),
+        *_changed_files(there, now, ""),
+        *(changed_module(name, Path(plan.spec.code)) for name in modules),
     ], [f"the run used {line}" for line in platform_changes(there)]
 
 
@@ -241,10 +253,10 @@ LAST_WRITES_S = 10
 """Longest time that functions of a killed run write after its last commit, in seconds."""
 
 
-def ended_ns(journal: Path) -> int:
+def ended_ns(journal: Path, *, finished: bool = False) -> int:
     """Return until when functions of the run of a journal may have written to files."""
     try:
-        return (journal / "journal").stat().st_mtime_ns + LAST_WRITES_S * 10**9
+        return (journal / NAME).stat().st_mtime_ns + (0 if finished else LAST_WRITES_S * 10**9)
     except OSError:
         return 0
 

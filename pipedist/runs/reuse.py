@@ -136,7 +136,9 @@ def reuse_run(
     Args:
         moved: differences of the platform, which prevent it.
     """
-    header = header_of(plan, run_id, source, history.header, ended_ns(folder.journal))
+    header = header_of(
+        plan, run_id, source, history.header, ended_ns(folder.journal, finished=history.ended is not None)
+    )
     division = _Division(plan, folder, header, list(_sources(plan, history)), moved)
     sources, pieces = division.sources, division.pieces()
     plan = replace(plan, phases=_phases(pieces))
@@ -374,7 +376,9 @@ class _Division:
             why += differences(_at(source.spec, path), _at(now.spec, path), path)
         why += changed_files(source.inputs, now.inputs, wanted)
         modules = dict.fromkeys(m for path in wanted for m in self._modules.get(path, ()))
-        why += [changed_module(m) for m in modules if source.code.get(m) != now.code.get(m)]
+        why += [
+            changed_module(m, Path(self._spec.code)) for m in modules if source.code.get(m) != now.code.get(m)
+        ]
         return why or self._moved
 
     def _unusable(self, pass_: PassPlan, name: str, source: Source) -> list[str]:
