@@ -2,8 +2,8 @@
 
 Two specs with the same digest give the same results, whatever their outputs are, from the same files and
 modules. Files of datasets are compared by size and modification time. Other files are compared by content: the
-`inputs` of a stage, and existing files whose paths are in its `with`. Of a file above DIGEST_BYTES_MAX, and of all
-files after the first DIGESTS_BYTES_MAX, only the size, the modification time and both ends are compared.
+`inputs` of a stage, and existing files whose paths are in its `with`. A file above DIGEST_BYTES_MAX, and all
+files after the first DIGESTS_BYTES_MAX, are compared by size, modification time and both ends only.
 
 The modules of a function are the modules that name and define it, and all modules below the code folder that
 they import, directly or not, as their source shows.

@@ -34,7 +34,7 @@ from pipedist.runs.pass_folds import restore_pass
 from pipedist.runs.pass_journal import PASS_STATE, PassJournal, key_of
 from pipedist.runs.programs import CallKey, pass_of, pass_program, slot_of
 from pipedist.runs.quarantine import QuarantinedElement
-from pipedist.runs.resume import changed_uses, changes, ended_ns, header_of, platform_changes, with_passes
+from pipedist.runs.run_header import changed_uses, changes, ended_ns, header_of, platform_changes, with_passes
 from pipedist.runs.state_history import states_of
 
 
