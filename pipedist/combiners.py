@@ -26,7 +26,8 @@ any other; accessors such as `moments.std(tree)` read it.
 All are associative (`moments` up to rounding; the engine's fixed tree makes its bits reproducible),
 and keys are sorted. In a `.csv`, `.parquet` or `.jsonl` file a value combined by key is a table with one
 row per key: `key`, and `value` or a column for each leaf path of a component (`count`, `mean`,
-...); for `counter` it is `value, count`, for `by_key_counter` `key, value, count`.
+...); for `counter` it is `value, count`, for `by_key_counter` `key, value, count`, for `top_k` a row per
+value: `value` and the columns of its rows.
 
 To combine other components by key, define an instance of `ByKey` in your module:
 `by_key_top_k = ByKey("by_key_top_k", top_k)`, `reduce: "mymodule:by_key_top_k"`.

@@ -131,7 +131,7 @@ def app() -> None:
 @click.option(
     "--force-code",
     is_flag=True,
-    help="With --resume: keep committed steps although the functions that made them have changed.",
+    help="With --resume: keep results although their functions, or files that these read, have changed.",
 )
 def run(resume: bool, reuse: bool, **options: Any) -> None:
     """Execute the spec in the YAML file SPEC, and print its results.

@@ -264,7 +264,7 @@ def open_folder(
                         f"the run {old.run} in {label} is finished, but its results are stale, because something "
                         f"has changed since then:{lines}\n  To execute again what that affects, use "
                         "--resume=reuse; to print the results as they are, --resume --force-code; to execute "
-                        "everything again, leave out --resume"
+                        "everything again, omit --resume"
                     )
                 files = {name: path / name for name in old.files}
                 return FinishedRun(path, old.run, read_results(path, label), files, changed, moved)

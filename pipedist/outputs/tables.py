@@ -57,7 +57,9 @@ def misfit(combine: object, suffix: str, per: str) -> str | None:
     if not isinstance(combine, Counter | Moments | TopK | ByKey):
         return None
     name = (
-        combine._name if isinstance(combine, ByKey) else {Counter: "counter", TopK: "top_k"}.get(type(combine))
+        combine._name
+        if isinstance(combine, ByKey)
+        else {Counter: "counter", TopK: "top_k"}.get(type(combine))
     )
     name = name or "moments"
     if suffix == ".npy":

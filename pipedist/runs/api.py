@@ -62,8 +62,8 @@ def open(
             `text`) that a replica function printed or logged.
         force: accept workers that run other versions or have another type of processor, and resume a run
             that was started with those.
-        force_code: resume a run although modules of its functions have changed: committed steps are kept
-            beside results of the new code. Return a finished run although its inputs or modules have changed.
+        force_code: resume a run although modules of its functions, or files that they read, have changed:
+            committed steps are kept beside new results. Return a finished run although it is stale.
 
     Raises:
         SpecError: the document has mistakes; all of them are listed.

@@ -2,8 +2,8 @@
 
 Two specs with the same digest give the same results, whatever their outputs are, from the same files and
 modules. Files of datasets are compared by size and modification time. Other files are compared by content: the
-`inputs` of a stage, and existing files whose paths are in its `with`. Of a file above DIGEST_BYTES_MAX, and of all
-files after the first DIGESTS_BYTES_MAX, only the size, the modification time and both ends are compared.
+`inputs` of a stage, and existing files whose paths are in its `with`. A file above DIGEST_BYTES_MAX, and all
+files after the first DIGESTS_BYTES_MAX, are compared by size, modification time and both ends only.
 
 The modules of a function are the modules that name and define it, and all modules below the code folder that
 they import, directly or not, as their source shows.
@@ -140,6 +140,7 @@ def stamps(
     written = {os.path.abspath(path) for path in _texts_in(spec_before, folder)} - known.keys()
     found: dict[str, dict[str, Stamp]] = {}
     read: dict[str, Stamp] = {}
+    declared: set[str] = set()
     for name, dataset in spec.datasets.items():
         files = expand(dataset.config["path"], folder) if "path" in dataset.config else ()
         plain: dict[str, Stamp] = {file.path: [file.size_bytes, file.mtime_ns] for file in files}
@@ -147,8 +148,10 @@ def stamps(
         found[f"datasets.{name}"] = plain | {path: [] for path in _paths_in(with_, folder)}
     for name, stage in spec.stages.items():
         paths = list(_paths_in(getattr(stage, "with_", None), folder))
-        declared = () if isinstance(stage, GatherSpec) else stage.inputs
-        paths += [file.path for file in expand(declared, folder)] if declared else []
+        if not isinstance(stage, GatherSpec) and stage.inputs:
+            inputs = [file.path for file in expand(stage.inputs, folder)]
+            declared.update(inputs)
+            paths += inputs
         found[f"stages.{name}"] = {path: [] for path in paths}
         if isinstance(stage, UpdateSpec) and isinstance(stage.init, InitFile):
             file = expand(stage.init.path, folder)[0]
@@ -157,11 +160,16 @@ def stamps(
             found[f"stages.{name}"] |= {path: [] for path in _paths_in(stage.init.with_, folder)}
     for files_there in found.values():
         for path in [path for path, stamp in files_there.items() if not stamp]:
-            if path in written:
+            if path in written - declared:
                 del files_there[path]
                 continue
             if path not in read:
-                read[path] = _stamp(path, sum(s[0] for s in read.values()), known.get(path), ended_ns)
+                read[path] = _stamp(
+                    path,
+                    sum(s[0] for s in read.values()),
+                    known.get(path),
+                    0 if path in declared else ended_ns,
+                )
             files_there[path] = read[path]
     return {place: files for place, files in found.items() if files}
 
@@ -319,9 +327,9 @@ def _imports(module: str, file: str) -> Iterator[str]:
                 yield node.args[0].value
 
 
-def changed_module(module: str) -> str:
-    """Return a line that names a changed module and, if it is imported here, its file."""
-    file = _imported_file(module)
+def changed_module(module: str, folder: Path) -> str:
+    """Return a line that names a changed module and its file."""
+    file = _file_of(module, folder) or _imported_file(module)
     return f"module {module} has changed" + ("" if file is None else f": {file}")
 
 

@@ -34,7 +34,7 @@ from pipedist.runs.pass_folds import restore_pass
 from pipedist.runs.pass_journal import PASS_STATE, PassJournal, key_of
 from pipedist.runs.programs import CallKey, pass_of, pass_program, slot_of
 from pipedist.runs.quarantine import QuarantinedElement
-from pipedist.runs.resume import changes, ended_ns, header_of, platform_changes, with_passes
+from pipedist.runs.run_header import changed_uses, changes, ended_ns, header_of, platform_changes, with_passes
 from pipedist.runs.state_history import states_of
 
 
@@ -86,6 +86,7 @@ def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Ite
             )
         modules = [line.partition(":")[0] for line in differences(header.code, now.code)]
         notes = [f"module {', '.join(modules)} has changed since the run"] if modules else []
+        notes += changed_uses(header, now)
         notes += [f"the run used {line}" for line in platform_changes(header)]
         lookup = _Lookup(with_passes(plan, header), folder, history, key, stack)
         yield anyio.run(lookup.find, tuple(elements), notes)

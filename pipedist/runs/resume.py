@@ -8,36 +8,37 @@ another spec's run that the changes do not affect, see `pipedist.runs.reuse`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from msgspec.structs import asdict, replace
-
-from pipedist._version import __version__
-from pipedist.core import platform_id
-from pipedist.core.platform_id import Platform
 from pipedist.errors import JournalError, UsageError
-from pipedist.journal.history import FORMAT, Header, History, read_history
+from pipedist.journal.history import Header, History, read_history
 from pipedist.journal.writer import Journal
-from pipedist.plan import PassPlan, Plan
-from pipedist.plan.phases import links_of
+from pipedist.plan import Plan
 from pipedist.runs.identity import (
     NO_SOURCE,
     SpecSource,
-    changed_files,
     changed_module,
-    code_of,
     differences,
     digest_of,
     listed,
     meaning,
-    modules_of,
-    stamps,
 )
 from pipedist.runs.pass_folds import can_write
 from pipedist.runs.pass_journal import RunJournal, key_of
+from pipedist.runs.reuse import reuse_run
+from pipedist.runs.run_header import (
+    changed_inputs,
+    changed_uses,
+    changes,
+    ended_ns,
+    header_of,
+    platform_changes,
+    stamp_of,
+    with_passes,
+)
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
@@ -77,7 +78,7 @@ def open_journal(
         outputs: all files that the run may write into its folder, as for `open_folder`.
         reuse: if something has changed, continue with what it does not affect.
         force: continue even if versions or the type of processor have changed.
-        force_code: continue even if modules of functions have changed.
+        force_code: continue even if modules of functions, or files that they read, have changed.
 
     Raises:
         UsageError: the run in the folder can't continue, because something has changed.
@@ -96,11 +97,15 @@ def open_journal(
             + "\n  ".join(history.problems)
             + "\nUse --restart to discard the run"
         )
-    now = header_of(plan, folder.run_id, source, history.header, ended_ns(folder.journal))
-    changed, moved = changes(history.header, now), platform_changes(history.header)
+    there, ended = history.header, ended_ns(folder.journal, finished=history.ended is not None)
+    now = header_of(plan, folder.run_id, source, there, ended)
+    changed, used, moved = changes(there, now), changed_uses(there, now), platform_changes(there)
     if not changed and folder.found == "unfinished":
-        planned = with_passes(plan, history.header)
-        code = [] if force_code else _changed_code(history, now)
+        if used and not there.spares and not any(done.steps for done in history.passes.values()):
+            journal = Journal.create(folder.journal, header_of(plan, folder.run_id, source))
+            return OpenedJournal(journal, RunJournal(journal, None, stamp_of(now)), plan)
+        planned = with_passes(plan, there)
+        code = [] if force_code else [*_changed_code(history, now, Path(plan.spec.code)), *used]
         gone = _gone(planned, folder, history)
         if not gone and not code and (force or not moved):
             journal = Journal.reopen(folder.journal, history, code=now.code)
@@ -110,13 +115,12 @@ def open_journal(
             raise _refusal(folder, history, gone, code, moved)
     elif not reuse:
         raise UsageError(
-            f"the run {history.header.run} in {folder.path} can't be resumed, because something has changed "
-            f"(there {history.header.digest[:12]}, now {now.digest[:12]}):{listed(changed)}\n"
+            f"the run {there.run} in {folder.path} can't be resumed, because something has changed "
+            f"(there {there.digest[:12]}, now {now.digest[:12]}):{listed([*changed, *used])}\n"
             "  To continue with what that does not affect, use --resume=reuse; to discard the run, --restart"
         )
-    from pipedist.runs.reuse import reuse_run  # rarely needed
-
-    return reuse_run(plan, folder, run_id, outputs, history, source, () if force else moved)
+    begun = reuse_run(plan, folder, run_id, outputs, history, source, () if force else moved)
+    return OpenedJournal(*begun)
 
 
 def _refusal(
@@ -131,8 +135,8 @@ def _refusal(
     if code:
         return UsageError(
             f"the run {run} in {folder.path} can't be resumed, because functions that made its committed "
-            f"steps have changed:{listed(code)}\n"
-            "  To execute again what they made, use --resume=reuse; to keep it beside results of the new code, "
+            f"steps, or files that they read, have changed:{listed(code)}\n"
+            "  To execute again what they made, use --resume=reuse; to keep it beside new results, "
             "--resume --force-code; to discard the run, --restart"
         )
     return UsageError(
@@ -142,13 +146,7 @@ def _refusal(
     )
 
 
-def changes(there: Header, now: Header) -> list[str]:
-    """Return the differences of two runs that affect results, except code."""
-    places = dict.fromkeys((*there.inputs, *now.inputs))
-    return [*differences(there.spec, now.spec), *changed_files(there.inputs, now.inputs, places)]
-
-
-def _changed_code(history: History, now: Header) -> list[str]:
+def _changed_code(history: History, now: Header, code: Path) -> list[str]:
     """Return the changed modules of functions whose results are committed, as lines."""
     found = {
         module: None
@@ -157,13 +155,7 @@ def _changed_code(history: History, now: Header) -> list[str]:
         for module in each["modules"]
         if (done.code or history.header.code).get(module) != now.code.get(module)
     }
-    return [changed_module(module) for module in found]
-
-
-def platform_changes(there: Header) -> list[str]:
-    """Return the differences between this platform and that of a run."""
-    began = Platform(**{**there.platform, "traits": tuple(there.platform["traits"])})
-    return platform_id.differences(began, Platform.here(), called="now")
+    return [changed_module(module, code) for module in found]
 
 
 def explain(plan: Plan, journal: Path) -> str:
@@ -177,12 +169,11 @@ def since(plan: Plan, journal: Path) -> tuple[list[str], list[str]]:
     there = _header_there(journal)
     if there is None:
         return [], []
-    now = header_of(plan, "", before=there, ended=ended_ns(journal))
+    now = header_of(plan, "", before=there, ended=ended_ns(journal, finished=True))
     modules = [name for name in now.code if there.code.get(name) != now.code[name]]
-    places = dict.fromkeys((*there.inputs, *now.inputs))
     return [
-        *changed_files(there.inputs, now.inputs, places),
-        *map(changed_module, modules),
+        *changed_inputs(there, now, ""),
+        *(changed_module(name, Path(plan.spec.code)) for name in modules),
     ], [f"the run used {line}" for line in platform_changes(there)]
 
 
@@ -213,11 +204,6 @@ def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
     return notice
 
 
-def stamp_of(now: Header) -> str:
-    """Return a digest that changes with the run, its platform and its code."""
-    return digest_of({"run": now.run, "platform": dict(now.platform), "code": dict(now.code)})
-
-
 def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
     """Return the first missing output of a complete pass that can't be written again."""
     for pass_ in plan.passes:
@@ -232,122 +218,3 @@ def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
                 ):
                     return folder.staged(output)
     return None
-
-
-# -- the header of a run -----------------------------------------------------------------------------
-
-
-LAST_WRITES_S = 10
-"""Longest time that functions of a killed run write after its last commit, in seconds."""
-
-
-def ended_ns(journal: Path) -> int:
-    """Return until when functions of the run of a journal may have written to files."""
-    try:
-        return (journal / "journal").stat().st_mtime_ns + LAST_WRITES_S * 10**9
-    except OSError:
-        return 0
-
-
-def header_of(
-    plan: Plan, run_id: str, source: SpecSource = NO_SOURCE, before: Header | None = None, ended: int = 0
-) -> Header:
-    """Return the header of a new journal.
-
-    `before` is that of an earlier run in the folder, and `ended` when it ended, ns since 1970.
-    """
-    meant, modules = meaning(plan.spec), modules_of(plan)
-    inputs = stamps(plan) if before is None else stamps(plan, before.inputs, before.spec, ended)
-    return Header(
-        format=FORMAT,
-        pipedist=__version__,
-        run=run_id,
-        name=plan.spec.name,
-        spec=meant,
-        digest=digest_of(meant),
-        inputs=inputs,
-        code=code_of(modules),
-        replicas=plan.spec.replicas,
-        platform=asdict(Platform.here()),
-        passes={key_of(pass_): described(plan, pass_, modules) for pass_ in plan.passes},
-        source=source.source,
-        sets=source.sets,
-        params=source.params,
-    )
-
-
-def described(plan: Plan, pass_: PassPlan, modules: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-    """Return the journal's description of a pass.
-
-    `needs` are the paths in the spec that affect its values, by stage."""
-    turns = [p for p in plan.passes if p.updates or p.follows]
-    names = [*pass_.runs, *pass_.folds, *pass_.updates]
-    if pass_ in turns:  # passes of a training complete together
-        together = [name for p in turns for name in (p.root, *p.runs, *p.folds, *p.updates)]
-        shared = list(_needs(plan, pass_, together))
-        needs = dict.fromkeys(names, shared)
-    else:
-        needs = {name: list(_needs(plan, pass_, [name])) for name in names}
-    paths = {path for each in needs.values() for path in each}
-    return {
-        "name": pass_.name,
-        "dataset": pass_.dataset,
-        "phase": pass_.phase,
-        "shape": [
-            pass_.root,
-            *(list(getattr(pass_, field)) for field in ("runs", "folds", "kept", "updates")),
-            pass_.follows,
-            pass_.gang,
-        ],
-        "needs": needs,
-        "modules": sorted({module for path in paths for module in modules.get(path, ())}),
-    }
-
-
-def _needs(plan: Plan, pass_: PassPlan, names: list[str]) -> Iterator[str]:
-    """Yield the paths in the spec that affect the values of stages of a pass."""
-    spec, links, training = plan.spec, links_of(plan.spec), plan.training
-    yield from ("replicas", "seed", "threads_per_replica")
-    waiting = [*names, pass_.dataset]
-    # updates decide the number of epochs: of the passes of a training, and of later reads of its dataset
-    counted = {name for p in plan.passes if p.updates or p.follows for name in (*p.runs, *p.folds)}
-    if training is not None and pass_.dataset == training.dataset and pass_.phase > training.phase:
-        waiting += training.updates
-    seen: set[str] = set()
-    while waiting:
-        name = waiting.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        if name in spec.datasets:
-            yield f"datasets.{name}"
-            continue
-        yield f"stages.{name}"
-        waiting += [other for other in (links[name].of, *links[name].waits, *links[name].reads) if other]
-        if training is not None and name in counted:
-            waiting += training.updates
-
-
-def with_passes(plan: Plan, header: Header) -> Plan:
-    """Return a plan with the passes that a journal describes, which may have been divided for a reuse."""
-    passes = [pass_of(plan, key, each) for key, each in header.passes.items()]
-    count = max((p.phase for p in passes), default=-1) + 1
-    return replace(plan, phases=tuple(tuple(p for p in passes if p.phase == n) for n in range(count)))
-
-
-def pass_of(plan: Plan, key: str, described: Mapping[str, Any]) -> PassPlan:
-    """Return a pass as a journal describes it."""
-    root, runs, folds, kept, updates, follows, gang = described["shape"]
-    return PassPlan(
-        described["phase"],
-        described["dataset"],
-        root,
-        tuple(runs),
-        tuple(folds),
-        tuple(kept),
-        updates=tuple(updates),
-        follows=follows,
-        gang=gang,
-        gpus=max((getattr(plan.spec.stages.get(name), "gpus", 0.0) for name in runs), default=0.0),
-        key=key,
-    )

@@ -35,7 +35,7 @@ from pipedist.plan import PassPlan, Plan
 from pipedist.runs.identity import SpecSource, changed_files, changed_module, differences, listed, modules_of
 from pipedist.runs.pass_folds import can_write, grows, keeps
 from pipedist.runs.pass_journal import RunJournal
-from pipedist.runs.resume import OpenedJournal, described, ended_ns, header_of, pass_of, stamp_of
+from pipedist.runs.run_header import described, ended_ns, header_of, pass_of, stamp_of
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
@@ -45,12 +45,12 @@ SPARES_MAX = 16
 
 
 @dataclass(frozen=True)
-class Source:
+class EarlierPass:
     """A pass of an earlier run that has committed steps.
 
     Args:
         described: its description in the header.
-        spec, inputs, code: those of its run, as in the header; of a spare, the parts that the pass depends on.
+        spec, inputs, code: those of its run, as in the header; a spare has only those that it depends on.
         is_spare: no pass of the latest run.
     """
 
@@ -85,17 +85,17 @@ class Source:
         }
 
 
-def _sources(plan: Plan, history: History) -> Iterator[Source]:
+def _sources(plan: Plan, history: History) -> Iterator[EarlierPass]:
     header = history.header
     for key, each in header.passes.items():
         found = history.passes.get(key)
         if found is not None and found.steps + found.complete:
             code = found.code or header.code
-            yield Source(pass_of(plan, key, each), each, header.spec, header.inputs, code, found)
+            yield EarlierPass(pass_of(plan, key, each), each, header.spec, header.inputs, code, found)
     for key, spare in header.spares.items() if history.ended is None else ():
         each = spare["pass"]
         found = PassHistory.of(spare["history"])
-        yield Source(
+        yield EarlierPass(
             pass_of(plan, key, each),
             each,
             spare["spec"],
@@ -117,7 +117,7 @@ class Piece:
     """
 
     pass_: PassPlan
-    source: Source | None = None
+    source: EarlierPass | None = None
     late: bool = False
     why: list[str] = field(default_factory=list)
 
@@ -130,13 +130,18 @@ def reuse_run(
     history: History,
     source: SpecSource,
     moved: Sequence[str],
-) -> OpenedJournal:
+) -> tuple[Journal, RunJournal, Plan, str]:
     """Begin a run with the unchanged steps of earlier ones.
 
     Args:
         moved: differences of the platform, which prevent it.
+
+    Returns:
+        The journal, the same by pass, the plan with the passes of the new run, and a message for the user.
     """
-    header = header_of(plan, run_id, source, history.header, ended_ns(folder.journal))
+    header = header_of(
+        plan, run_id, source, history.header, ended_ns(folder.journal, finished=history.ended is not None)
+    )
     division = _Division(plan, folder, header, list(_sources(plan, history)), moved)
     sources, pieces = division.sources, division.pieces()
     plan = replace(plan, phases=_phases(pieces))
@@ -158,7 +163,7 @@ def reuse_run(
     spared = (PassHistory.of(spare["history"]) for spare in header.spares.values())
     journal.keep(name for found in (*taken.values(), *spared) for name in found.files())
     run = RunJournal(journal, again, stamp_of(header))
-    return OpenedJournal(journal, run, plan, "\n".join(map(_line, pieces)))
+    return (journal, run, plan, "\n".join(map(_line, pieces)))
 
 
 def _line(piece: Piece) -> str:
@@ -184,7 +189,7 @@ class _Division:
     """Divides the passes of a plan into pieces that continue, and pieces that begin."""
 
     def __init__(
-        self, plan: Plan, folder: RunFolder, now: Header, sources: Sequence[Source], moved: Sequence[str]
+        self, plan: Plan, folder: RunFolder, now: Header, sources: Sequence[EarlierPass], moved: Sequence[str]
     ) -> None:
         self._plan = plan
         self._spec = plan.spec
@@ -209,7 +214,7 @@ class _Division:
                 piece.source, piece.why = None, piece.why or [training]
         return found
 
-    def _missing_file(self, source: Source) -> str:
+    def _missing_file(self, source: EarlierPass) -> str:
         journal = self._folder.journal
         return next((name for name in sorted(source.history.files()) if not (journal / name).is_file()), "")
 
@@ -294,9 +299,9 @@ class _Division:
             pieces.append(Piece(self._fresh(part), None, root != pass_.root, list(dict.fromkeys(why))))
         return pieces + continued
 
-    def _base(self, pass_: PassPlan) -> Source | None:
+    def _base(self, pass_: PassPlan) -> EarlierPass | None:
         """Return the earlier pass with the same input that is of most use."""
-        found: list[tuple[tuple[int, int, bool], Source]] = []
+        found: list[tuple[tuple[int, int, bool], EarlierPass]] = []
         for source in self.sources:
             there = source.pass_
             if (there.dataset, there.root) != (pass_.dataset, pass_.root) or not self._is_usable(source):
@@ -307,14 +312,14 @@ class _Division:
                 found.append(((len(folds) + len(stored), source.history.steps, not source.is_spare), source))
         return max(found, key=lambda each: each[0])[1] if found else None
 
-    def _is_usable(self, source: Source) -> bool:
+    def _is_usable(self, source: EarlierPass) -> bool:
         there = source.pass_
         stages = source.spec["stages"]
         quarantines = any(stages[name].get("on_error") == "quarantine" for name in there.runs)
         indivisible = there.updates or there.follows or there.gang or quarantines
         return not indivisible and (source.is_spare or source.key not in self._used)
 
-    def _later(self, pass_: PassPlan, name: str, stored: Sequence[str]) -> Source | None:
+    def _later(self, pass_: PassPlan, name: str, stored: Sequence[str]) -> EarlierPass | None:
         """Return the earlier pass over stored values that has a fold."""
         for source in self.sources:
             root = source.pass_.root
@@ -347,7 +352,7 @@ class _Division:
         gpus = max((getattr(self._spec.stages[name], "gpus", 0.0) for name in runs), default=0.0)
         return replace(pass_, root=root, runs=runs, folds=tuple(folds), kept=tuple(kept), gpus=gpus, key=key)
 
-    def _key_for(self, pass_: PassPlan, source: Source) -> str:
+    def _key_for(self, pass_: PassPlan, source: EarlierPass) -> str:
         """Return the key of a pass that continues an earlier one; a spare stays as it is."""
         if source.is_spare:
             return self._fresh(replace(pass_, root=source.pass_.root)).key
@@ -365,7 +370,7 @@ class _Division:
 
     # -- what has changed ------------------------------------------------------------------------------
 
-    def _changes(self, pass_: PassPlan, name: str, source: Source) -> list[str]:
+    def _changes(self, pass_: PassPlan, name: str, source: EarlierPass) -> list[str]:
         """Return the changes that affect the values of a stage."""
         now = self._now
         wanted = now.passes[pass_.key]["needs"][name]
@@ -374,10 +379,12 @@ class _Division:
             why += differences(_at(source.spec, path), _at(now.spec, path), path)
         why += changed_files(source.inputs, now.inputs, wanted)
         modules = dict.fromkeys(m for path in wanted for m in self._modules.get(path, ()))
-        why += [changed_module(m) for m in modules if source.code.get(m) != now.code.get(m)]
+        why += [
+            changed_module(m, Path(self._spec.code)) for m in modules if source.code.get(m) != now.code.get(m)
+        ]
         return why or self._moved
 
-    def _unusable(self, pass_: PassPlan, name: str, source: Source) -> list[str]:
+    def _unusable(self, pass_: PassPlan, name: str, source: EarlierPass) -> list[str]:
         """Return why the committed steps of a fold can't be reused."""
         if name not in source.pass_.folds:
             return [f"the earlier run had no {name} in {source.pass_.name}"]
@@ -414,7 +421,7 @@ def _at(document: Mapping[str, Any], path: str) -> Any:
 # -- files --------------------------------------------------------------------------------------------
 
 
-def _taken(journal: Path, plan: Plan, pass_: PassPlan, source: Source) -> PassHistory:
+def _taken(journal: Path, plan: Plan, pass_: PassPlan, source: EarlierPass) -> PassHistory:
     """Return the durable state with which a pass continues; that of a spare is copied."""
     found = source.history
     if not (pass_.updates or pass_.follows or pass_.gang):
@@ -427,7 +434,7 @@ def _taken(journal: Path, plan: Plan, pass_: PassPlan, source: Source) -> PassHi
 
 
 def _spares(
-    journal: Path, sources: Sequence[Source], pieces: Sequence[Piece]
+    journal: Path, sources: Sequence[EarlierPass], pieces: Sequence[Piece]
 ) -> dict[str, Mapping[str, Any]]:
     """Return the passes that no piece continues, or not with all stages."""
     spares: dict[str, Mapping[str, Any]] = {}

@@ -1,6 +1,6 @@
 """Runs the command line, and kills this process, like `kill -9`, before or after the first call of a function.
 
-    python -m tests.journal.killed_in MODULE:NAME before|after run SPEC ...
+python -m tests.journal.killed_in MODULE:NAME before|after run SPEC ...
 """
 
 from __future__ import annotations

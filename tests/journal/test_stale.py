@@ -177,7 +177,9 @@ def test_another_name_or_format_of_an_output_recomputes_nothing(tmp_path: Path, 
         assert job.run(kill_at=5) == -signal.SIGKILL, job.stderr
     calls = (tmp_path / "calls").read_text()
     committed = job.history().passes["0/dataset"].steps
-    new = spec.replace("t.json", "u.npy").replace("each.csv", "each.jsonl").replace("rows.npy", "sub/rows.csv")
+    new = (
+        spec.replace("t.json", "u.npy").replace("each.csv", "each.jsonl").replace("rows.npy", "sub/rows.csv")
+    )
     (tmp_path / "spec.yaml").write_text(new)
     assert job.run("--resume") == 0, job.stderr
     if end == "finished":

@@ -88,13 +88,14 @@ def test_overwriting_an_unfinished_run_requires_restart(tmp_path: Path) -> None:
 def test_a_resumed_run_keeps_its_id_and_files(tmp_path: Path, failed: bool) -> None:
     out = tmp_path / "x"
     complete(out, "old")
-    with start(out, run="r2", outputs=["b.json", "sub/c.json"]) as folder:
+    names = {"b": "b.json", "c": "sub/c.json"}
+    with start(out, run="r2", outputs=["b.json", "sub/c.json"], stages=names) as folder:
         folder.staged("b.json").write_text("new")
         (folder.staged("sub/c.json").parent / ".c.json.12ab.partial").write_text("half")
         (folder.journal / "journal").write_text("its records")
         if failed:
             folder.fail(resumable=True)
-    with start(out, run="r3", outputs=["b.json", "sub/c.json"], resume=True) as folder:
+    with start(out, run="r3", outputs=["b.json", "sub/c.json"], stages=names, resume=True) as folder:
         assert (folder.run_id, folder.found, folder.notice) == ("r2", "unfinished", "")
         assert folder.staged("b.json").read_text() == "new"
         assert not list((out / ".pipedist" / "new").rglob("*.partial"))
@@ -105,7 +106,7 @@ def test_a_resumed_run_keeps_its_id_and_files(tmp_path: Path, failed: bool) -> N
 
 def test_take_over_keeps_files_of_another_spec(tmp_path: Path) -> None:
     out = tmp_path / "x"
-    with start(out, outputs=["a.json", "b.json"]) as folder:
+    with start(out, outputs=["a.json", "b.json"], stages={"a": "a.json", "b": "b.json"}) as folder:
         for name in ("a.json", "b.json"):
             folder.staged(name).write_text(name)
         (folder.journal / "journal").write_text("its records")
@@ -114,9 +115,10 @@ def test_take_over_keeps_files_of_another_spec(tmp_path: Path) -> None:
     assert isinstance(found, RunFolder)
     with found as folder:
         assert (folder.run_id, folder.found) == ("r1", "other")
-        assert folder.has("b.json")
-        assert not folder.has("c.json")
-        folder.take_over("r2", "s2", ["b.json", "c.json"], ["b.json"])
+        assert folder.has("b", "b.json")
+        assert not folder.has("a", "b.json")
+        assert not folder.has("c", "c.json")
+        folder.take_over("r2", "s2", ["b.json", "c.json"], {"b": "b.json", "c": "c.json"}, ["b", "c"])
         assert visible(out) == ["a.json", "b.json"]  # until the new run is complete
         folder.staged("c.json").write_text("c")
         folder.finish({})

@@ -196,7 +196,9 @@ def test_a_misfit_can_be_resumed(tmp_path: Path, per: str) -> None:
     spec["outputs"] = {"s0": "own.json", "s1": "rows.csv"}
     result = pipedist.run(spec, workers=1, output=out, resume=True)
     total = {"n": 24, "total": sum(range(24))}
-    assert read(result.files["s0"]) == (total if per == "run" else [{"n": 12, "total": 66}, {"n": 12, "total": 210}])
+    assert read(result.files["s0"]) == (
+        total if per == "run" else [{"n": 12, "total": 66}, {"n": 12, "total": 210}]
+    )
     assert [int(row["value"]) for row in read(result.files["s1"])] == [*range(24)]
     if per == "run":
         assert calls.read_text().split() == before

@@ -407,7 +407,7 @@ def test_versions_continue_in_a_resumed_run(
     with pytest.raises(CallError):
         pipedist.run(written(tmp_path, spec), workers=2, output=out)
     limit.write_text("100")
-    result = pipedist.run(written(tmp_path, spec), workers=1, output=out, resume=True)
+    result = pipedist.run(written(tmp_path, spec), workers=1, output=out, resume=True, force_code=True)
     assert result["w"]["updates"] == 12
     assert audit(out / PRIVATE / "journal").problems == ()
     first = 0 if part_bytes_max > 200 else 10
