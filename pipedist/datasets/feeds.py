@@ -6,7 +6,7 @@ is read here if the worker can read the source itself. A sequential source is re
 and held until its steps are visible.
 
 Everything that may block is read in a thread (`pull`, `request`), and one thread at a time uses a source.
-A read that is cancelled is left to its thread: what it has read is kept for the next `pull`.
+A read that is cancelled is left to its thread; the next `pull` returns the steps that it has read.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class PassExecution:
         if self._training is not None:
             self._state_history = StateHistory(self._durable)
         for name, spool in self._spools.items():
-            spool.restore(self._durable.places(name))
+            await spool.restore(self._durable.places(name))
         if self.steps:
             self.quarantine.restore(self._durable.part(PASS_STATE)["quarantine"])
             await self._feed.begin_at(self.steps)

@@ -113,9 +113,14 @@ class Spool:
             values.insert(hole, None)
         self._index(self._log.append([list(ids), values], [len(ids), elements, epoch, *skipped]))
 
-    def restore(self, entries: Iterable[LogEntry]) -> None:
-        for entry in entries:
-            self._index(entry)
+    async def restore(self, entries: Iterable[LogEntry]) -> None:
+        """Restore the steps of a log, in a thread, because all of it is read and checked."""
+
+        def index() -> None:
+            for entry in entries:
+                self._index(entry)
+
+        await anyio.to_thread.run_sync(index)
 
     def _index(self, entry: LogEntry) -> None:
         parts, elements, epoch, *skipped = entry.meta

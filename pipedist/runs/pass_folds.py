@@ -297,5 +297,5 @@ async def restore_pass(
             values[name] = final(plan.spec.outputs[name])
     for name in pass_.kept:
         spools[name] = spool = Spool(name, durable.log(name))
-        spool.restore(durable.places(name))
+        await spool.restore(durable.places(name))
     values.update((name, value[0]) for name, value in durable.parts(STATE).items())

@@ -381,7 +381,7 @@ def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, lis
 
 @functools.cache
 def csv_of_long_fields(bytes_max: int) -> Any:
-    """Return a csv module of our own whose fields may have so many bytes.
+    """Return a csv module of our own, with a limit for the bytes of a field.
 
     The limit of Python's module (131,072) belongs to the whole process: user code may rely on it, or set it. It is
     kept for each instance of the C module, so another instance has a limit of its own.
