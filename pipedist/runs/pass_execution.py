@@ -170,8 +170,7 @@ class PassExecution:
         try:
             await self._run()
         finally:
-            with anyio.CancelScope(shield=True):
-                await self._feed.aclose()
+            await self._feed.aclose()
         self._folds.deliver(self._values)
         self._between = self.is_complete = True
 
