@@ -395,7 +395,8 @@ class GatedFeed(Feed):
         )
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        return self._feed.shards(lo, hi, local=local)
+        found = self.request(lo, hi, local=local)
+        return found() if callable(found) else found
 
     def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
         found = self._feed.request(lo, hi, local=local, elements=elements)
@@ -408,7 +409,8 @@ class GatedFeed(Feed):
         return self._feed.separable(call)
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        return self._feed.some(call, elements, local=local)
+        found = self.request(call, call + 1, local=local, elements=elements)
+        return found() if callable(found) else found
 
     def release(self, before: int) -> None:
         self._feed.release(before)
