@@ -113,92 +113,101 @@ class CommandExecutor:
                 raise LocalProtocolError(f"the coordinator knows no command {command!r}")
 
     def _send_recall(self, command: cmd.SendRecall) -> None:
-        worker = command.worker
-        recall = msg.Recall(command.lease, command.pass_id, command.lo, command.hi)
-        outgoing = self._leases.add([(worker, command.lease)], lambda _: self._pool.send(worker, recall))
+        worker, lease = command.worker, command.lease
+        recall = msg.Recall(lease, command.pass_id, command.lo, command.hi)
+        outgoing = self._leases.add([(worker, lease)], lambda _: self._pool.send(worker, recall))
         self._leases.ready(outgoing, [])
 
     def _send_calls(self, handle: PassHandle, command: cmd.SendAssign) -> None:
         worker, lease, lo, hi = command.worker, command.lease, command.lo, command.hi
-        sent = sum(end - start for start, end in command.elements)
-        head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent)
-        outgoing = self._leases.add(
-            [(worker, lease)], lambda payloads: self._pool.send(worker, head, payloads[0])
-        )
-        self._fill(handle, outgoing, [cmd.GangAssignment(worker, lease, lo, hi)], command.elements)
+
+        def send(payloads: list[list[Frame]]) -> None:
+            sent = sum(end - start for start, end in command.elements)
+            head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent)
+            self._pool.send(worker, head, payloads[0])
+
+        self._assign(handle, [cmd.GangAssignment(worker, lease, lo, hi)], send, command.elements)
 
     def _send_gang(self, handle: PassHandle, command: cmd.SendGang) -> None:
         """Send each member its calls; if those of one can't be sent, send none."""
         segment = self._gangs.begin(command)
-        pass_id, attempt, serial, members = (
-            command.pass_id,
-            command.attempt,
-            command.serial,
-            len(command.parts),
-        )
+        pass_id, attempt, serial, parts = command.pass_id, command.attempt, command.serial, command.parts
 
         def send(payloads: list[list[Frame]]) -> None:
-            for member, (worker, lease, lo, hi) in enumerate(command.parts):
-                head = msg.AssignGang(lease, pass_id, lo, hi, attempt, serial, member, members, segment)
+            for member, (worker, lease, lo, hi) in enumerate(parts):
+                head = msg.AssignGang(lease, pass_id, lo, hi, attempt, serial, member, len(parts), segment)
                 self._pool.send(worker, head, payloads[member])
 
-        outgoing = self._leases.add([(part.worker, part.lease) for part in command.parts], send)
-        self._fill(handle, outgoing, command.parts)
+        self._assign(handle, parts, send)
 
-    def _fill(
+    def _assign(
         self,
         handle: PassHandle,
-        outgoing: Outgoing,
         parts: Sequence[cmd.GangAssignment],
+        send: Callable[[list[list[Frame]]], None],
         elements: ElementRanges = (),
     ) -> None:
-        """Get the data of leases, in a thread if that may block, and let the leases be sent."""
+        """Get the data of leases, in a thread if that may block, and send them in their order."""
         requests: list[Shards | ShardRead] = []
-        for worker, lease, lo, hi in parts:
-            local = self._pool.reads(worker, handle.id)
+        for part in parts:
+            local = self._pool.reads(part.worker, handle.id)
             try:
-                requests.append(handle.request(lo, hi, local=local, elements=elements))
+                requests.append(handle.request(part.lo, part.hi, local=local, elements=elements))
             except Exception as error:  # reading the user's data may raise anything
-                self._not_sent(handle, outgoing, lo, hi, lease, error)
+                self._not_sent(handle, part, error)
                 return
+        shards = [each for each in requests if isinstance(each, Shards)]
+        if len(shards) == len(requests) and self._leases.is_empty:  # the common case, cheaper
+            payloads = self._payloads(handle, parts, shards)
+            if payloads is not None:
+                send(payloads)
+            return
+        outgoing = self._leases.add([(part.worker, part.lease) for part in parts], send)
 
         def read() -> list[Shards]:
             return [request() if callable(request) else request for request in requests]
 
-        def on_read(shards: list[Shards] | Exception) -> None:
+        def on_read(read: list[Shards] | Exception) -> None:
             if outgoing.is_dropped:
                 return
-            if isinstance(shards, Exception):
-                _, lease, lo, hi = parts[0]
-                self._not_sent(handle, outgoing, lo, hi, lease, shards)
-                return
-            payloads: list[list[Frame]] = []
-            for (worker, lease, lo, hi), part in zip(parts, shards, strict=True):
-                try:
-                    payloads.append(encode([part.ids, part.locations, part.values, part.states]))
-                    if part.states:
-                        self._states.send(worker, part.states)
-                except Exception as error:  # a value can't be serialized
-                    self._not_sent(handle, outgoing, lo, hi, lease, error)
-                    return
-            self._leases.ready(outgoing, payloads)
+            payloads = None
+            if isinstance(read, Exception):
+                self._not_sent(handle, parts[0], read)
+            else:
+                payloads = self._payloads(handle, parts, read)
+            if payloads is None:
+                self._leases.drop(outgoing)
+            else:
+                self._leases.ready(outgoing, payloads)
 
-        if any(callable(request) for request in requests):
-            handle.read(ReadJob(read, lambda: not outgoing.is_dropped, on_read))
+        if len(shards) == len(requests):
+            on_read(shards)
         else:
-            on_read(read())
+            handle.read(ReadJob(read, lambda: not outgoing.is_dropped, on_read))
 
-    def _not_sent(
-        self, handle: PassHandle, outgoing: Outgoing, lo: int, hi: int, lease: int, error: Exception
-    ) -> None:
+    def _payloads(
+        self, handle: PassHandle, parts: Sequence[cmd.GangAssignment], shards: Sequence[Shards]
+    ) -> list[list[Frame]] | None:
+        """Send the states that leases read, and return their payloads; None if one can't be sent."""
+        payloads: list[list[Frame]] = []
+        for part, data in zip(parts, shards, strict=True):
+            try:
+                payloads.append(encode([data.ids, data.locations, data.values, data.states]))
+                if data.states:
+                    self._states.send(part.worker, data.states)
+            except Exception as error:  # a value can't be serialized
+                self._not_sent(handle, part, error)
+                return None
+        return payloads
+
+    def _not_sent(self, handle: PassHandle, part: cmd.GangAssignment, error: Exception) -> None:
         """Fail the pass if it has a feed, otherwise the steps of the calls."""
-        self._leases.drop(outgoing)
         if handle.has_feed:
             handle.fail(error)
             self._post(ev.PassClosed(handle.id))
         else:
-            handle.not_sent(lo, hi, lease, error)
-            self._post(ev.LeaseNotSent(lease))
+            handle.not_sent(part.lo, part.hi, part.lease, error)
+            self._post(ev.LeaseNotSent(part.lease))
 
 
 @dataclass(slots=True, eq=False)
@@ -227,6 +236,10 @@ class LeaseOrder:
         self._pool = pool
         self._queues: dict[bytes, deque[Outgoing]] = {}
         """By connection; the scheduler limits the leases of a worker."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._queues
 
     def add(self, leases: Sequence[tuple[str, int]], send: Callable[[list[list[Frame]]], None]) -> Outgoing:
         for identity in [each for each in self._queues if self._pool.of_identity(each) is None]:

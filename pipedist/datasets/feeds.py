@@ -6,7 +6,7 @@ is read here if the worker can read the source itself. A sequential source is re
 and held until its steps are visible.
 
 Everything that may block is read in a thread (`pull`, `request`), and one thread at a time uses a source.
-A read that is cancelled is left to its thread: what it has read is kept for the next `pull`.
+A read that is cancelled is left to its thread; the next `pull` returns the steps that it has read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ READ_S = 0.01
 READ_BYTES = 2**20  # with READ_S, the limit of one uninterrupted read of a sequential source
 
 
-CLOSE_S = 1.0  # how long `aclose` waits for a read that cannot be interrupted
+CLOSE_S = 1.0  # how long `aclose` waits for user code and reads, which cannot be interrupted
 
 ElementRanges = Sequence[tuple[int, int]]  # positions in a shard, as ranges [lo, hi)
 
@@ -102,7 +102,7 @@ class Feed(Protocol):
         """Return the element ids of each non-empty shard of a step."""
 
     async def aclose(self) -> None:
-        """Wait up to CLOSE_S for reads that were cancelled, so that the source can be closed."""
+        """End reads that were cancelled, so that the source can be closed; waits at most CLOSE_S for them."""
         return
 
 
@@ -218,7 +218,8 @@ class IndexedFeed(Feed):
 
     async def aclose(self) -> None:
         if self._reading.locked():
-            await anyio.to_thread.run_sync(self._wait_for_read)
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._wait_for_read)
 
     def _wait_for_read(self) -> None:
         if self._reading.acquire(timeout=CLOSE_S):
@@ -358,7 +359,8 @@ class SequentialFeed(Feed):
     async def aclose(self) -> None:
         """Close the user's iterator, or have the thread close it that is reading it."""
         self._closed = True
-        await anyio.to_thread.run_sync(self._close)
+        with anyio.move_on_after(CLOSE_S, shield=True):
+            await anyio.to_thread.run_sync(self._close, abandon_on_cancel=True)
 
     def _close(self) -> None:
         if self._reading.acquire(blocking=False):

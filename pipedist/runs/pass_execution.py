@@ -191,7 +191,7 @@ class PassExecution:
         if self._training is not None:
             self._state_history = StateHistory(self._durable)
         for name, spool in (self._spools | self._stored).items():
-            spool.restore(self._durable.places(name))
+            await spool.restore(self._durable.places(name))
         if self.steps:
             self.quarantine.restore(self._durable.part(PASS_STATE)["quarantine"])
             await self._feed.begin_at(self.steps)
@@ -203,8 +203,7 @@ class PassExecution:
         try:
             await self._run()
         finally:
-            with anyio.CancelScope(shield=True):
-                await self._feed.aclose()
+            await self._feed.aclose()
         self._folds.deliver(self._values)
         self._between = self.is_complete = True
 

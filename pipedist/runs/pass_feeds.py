@@ -113,9 +113,14 @@ class Spool:
             values.insert(hole, None)
         self._index(self._log.append([list(ids), values], [len(ids), elements, epoch, *skipped]))
 
-    def restore(self, entries: Iterable[LogEntry]) -> None:
-        for entry in entries:
-            self._index(entry)
+    async def restore(self, entries: Iterable[LogEntry]) -> None:
+        """Restore the steps of a log, in a thread, because all of it is read and checked."""
+
+        def index() -> None:
+            for entry in entries:
+                self._index(entry)
+
+        await anyio.to_thread.run_sync(index)
 
     def _index(self, entry: LogEntry) -> None:
         parts, elements, epoch, *skipped = entry.meta
@@ -390,7 +395,8 @@ class GatedFeed(Feed):
         )
 
     def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        return self._feed.shards(lo, hi, local=local)
+        found = self.request(lo, hi, local=local)
+        return found() if callable(found) else found
 
     def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
         found = self._feed.request(lo, hi, local=local, elements=elements)
@@ -403,7 +409,8 @@ class GatedFeed(Feed):
         return self._feed.separable(call)
 
     def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        return self._feed.some(call, elements, local=local)
+        found = self.request(call, call + 1, local=local, elements=elements)
+        return found() if callable(found) else found
 
     def release(self, before: int) -> None:
         self._feed.release(before)

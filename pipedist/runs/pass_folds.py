@@ -325,7 +325,7 @@ async def restore_pass(
             values[name] = final(output)
     for name in pass_.kept:
         spools[name] = spool = Spool(name, durable.log(name))
-        spool.restore(durable.places(name))
+        await spool.restore(durable.places(name))
 
 
 async def _restored_fold(

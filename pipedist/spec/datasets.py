@@ -22,6 +22,7 @@ from pipedist.spec.fields import (
 
 BATCH_ELEMENTS_MAX = 2**40
 EPOCHS_MAX = 2**31 - 1
+UNPACKED_BYTES_MAX = 2**40
 
 _COLUMNS_EXPECTED = "a mapping of column names to types"
 
@@ -44,6 +45,20 @@ def _path() -> Any:
     )
 
 
+def _unpacked() -> Any:
+    return Field(
+        default=None,
+        description="How many bytes one compressed file may have when it is unpacked; more is an error of `plan`. "
+        "Default: 100 times its compressed size, but at least 1 GiB.",
+        examples=[20_000_000_000],
+    )
+
+
+_UnpackedBytes = Annotated[
+    int, Field(ge=1, le=UNPACKED_BYTES_MAX), Expected("a positive whole number of bytes")
+]
+
+
 class RangeSource(Section):
     """The integers from `start` up to, but not including, `stop`. A shard of n elements is int64[n]."""
 
@@ -64,6 +79,7 @@ class NpzSource(Section):
     """`.npz` files of arrays of one length. A shard of n elements is a dict of array[n, ...]."""
 
     path: Paths = _path()
+    unpacked_bytes_max: _UnpackedBytes | None = _unpacked()
 
 
 class CsvSource(Section):
@@ -79,6 +95,7 @@ class CsvSource(Section):
     columns: Annotated[dict[str, ColumnType], ExpectedShape(_COLUMNS_EXPECTED, filled_mapping)] = _columns(
         min_length=1
     )
+    unpacked_bytes_max: _UnpackedBytes | None = _unpacked()
 
 
 class ParquetSource(Section):
@@ -110,12 +127,14 @@ class JsonlSource(Section):
     columns: Annotated[dict[str, ColumnType], ExpectedShape(_COLUMNS_EXPECTED, mapping)] | None = _columns(
         default=None
     )
+    unpacked_bytes_max: _UnpackedBytes | None = _unpacked()
 
 
 class TextSource(Section):
     """Text files; each line is an element. A shard of n elements is a list of n texts."""
 
     path: Paths = _path()
+    unpacked_bytes_max: _UnpackedBytes | None = _unpacked()
 
 
 class FilesSource(Section):

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -200,3 +202,31 @@ def test_plan_reports_where_gpus_are_missing(pipedist: Command, spec: Path) -> N
     assert done.stderr.startswith("squares.yaml:7:")
     assert "needs 1 GPU per call, but there is none here (there is no nvidia-smi on the PATH" in done.stderr
     assert "resources: {gpus: 1}" in done.stderr
+
+
+def test_plan_stops_unpacking_files_that_expand_without_end(pipedist: Command, tmp_path: Path) -> None:
+    packer = zlib.compressobj(9, wbits=-15)
+    mebibyte = packer.compress(bytes(2**20)) + packer.flush(zlib.Z_FULL_FLUSH)  # may be repeated
+    zeros = mebibyte * 10_000  # 10 GB in 10 MB
+    (tmp_path / "a.txt.gz").write_bytes(b"\x1f\x8b\x08" + bytes(7) + zeros)
+    size, name = 2**32 - 2, b"b.txt"  # as the archive announces it
+    fields = (20, 0, 8, 0, 33, 0, len(zeros), size, len(name), 0)
+    head = struct.pack("<4s5H3I2H", b"PK\3\4", *fields) + name
+    entry = struct.pack("<4s6H3I5H2I", b"PK\1\2", 20, *fields, 0, 0, 0, 0, 0) + name
+    place = (0, 0, 1, 1, len(entry), len(head) + len(zeros), 0)
+    (tmp_path / "b.zip").write_bytes(head + zeros + entry + struct.pack("<4s4H2IH", b"PK\5\6", *place))
+    (tmp_path / "bomb.yaml").write_text(
+        "pipedist: 1\n"
+        "datasets:\n"
+        "  a: {text: {path: a.txt.gz, unpacked_bytes_max: 3000000}, batch: 4}\n"
+        "  b: {text: {path: b.zip}, batch: 4}\n"
+        "stages:\n"
+        "  x: {gather: 0, of: a}\n"
+        "  y: {gather: 0, of: b}\n"
+    )
+    done = pipedist("plan", "bomb.yaml")
+    assert done.returncode == 2, done.stderr
+    assert f"a.txt.gz: its {len(zeros) + 10:,} bytes unpack to more than 3,000,000 bytes" in done.stderr
+    packed = (tmp_path / "b.zip").stat().st_size
+    assert f"b.zip: its {packed:,} bytes unpack to {size:,} bytes, 1,0" in done.stderr
+    assert done.stderr.count("set `unpacked_bytes_max`") == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,8 @@ from msgspec.structs import replace
 import pipedist
 from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.coordinator.inbound import Inbound, LogSinks
+from pipedist.coordinator.outbound import LeaseOrder, Outgoing
+from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.functions import reference
 from pipedist.errors import LocalProtocolError
 from pipedist.protocol import messages as msg
@@ -314,3 +316,46 @@ async def test_a_log_sink_that_raises_is_removed_and_the_others_get_the_line() -
     assert sorted(handled) == ["seen 0", "seen 1", "seen 2", "seen 3"]
     assert len(reported) == 1
     assert isinstance(reported[0]["exception"], RuntimeError)
+
+
+class Members:
+    """Workers that have joined, by connection."""
+
+    def __init__(self, *workers: str) -> None:
+        self.peers = {worker: Peer(worker.encode(), worker, 0, True) for worker in workers}
+
+    def of(self, worker: str) -> Peer | None:
+        return self.peers.get(worker)
+
+    def of_identity(self, identity: bytes) -> Peer | None:
+        return next((peer for peer in self.peers.values() if peer.identity == identity), None)
+
+
+def test_leases_are_sent_to_each_worker_in_their_order_whichever_is_read_first() -> None:
+    members, sent = Members("a", "b", "c"), list[str]()
+    order = LeaseOrder(cast(Any, members))
+
+    def add(name: str, *leases: tuple[str, int]) -> Outgoing:
+        return order.add(leases, lambda _: sent.append(name))
+
+    slow, gang = add("slow", ("a", 1)), add("gang", ("a", 2), ("b", 3))
+    after, alone = add("after", ("b", 4)), add("alone", ("c", 5))
+    for ready in (gang, after, alone):
+        order.ready(ready, [])
+    assert sent == ["alone"]
+    order.ready(slow, [])
+    assert sent == ["alone", "slow", "gang", "after"]
+    assert order.is_empty
+
+    lost, gang = add("lost", ("a", 6)), add("gang", ("a", 7), ("b", 8))
+    after, behind = add("after", ("b", 9)), add("behind", ("a", 10))
+    order.ready(after, [])
+    order.withdraw("b", 8)
+    assert gang.is_dropped
+    assert sent[4:] == ["after"]
+    members.peers["a"] = Peer(b"a.1", "a", 1, True)  # the next incarnation has joined
+    new = add("new", ("a", 11))
+    for ready in (lost, behind, new):
+        order.ready(ready, [])
+    assert sent[5:] == ["new"]
+    assert order.is_empty

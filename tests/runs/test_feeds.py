@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from pipedist.datasets.feeds import IndexedFeed, SequentialFeed, StepBatch
 from pipedist.datasets.sources import SourceError, open_source
 from pipedist.datasets.sources.base import ReaderSource
 from pipedist.datasets.sources.memory import RangeReader
+from pipedist.journal.log_format import EMPTY, LogEntry, RecordLog, read_log
 from pipedist.protocol import messages as msg
 from pipedist.protocol.program import Emit, Program, StageProgram
 from pipedist.runs.pass_feeds import Spool
@@ -392,6 +394,26 @@ async def test_spools_are_read_and_written_in_a_thread(monkeypatch: pytest.Monke
         result = await run.results()
     assert result["t"] == 56
     assert blocked.reads >= 4
+
+
+@pytest.mark.asyncio
+async def test_the_log_of_a_spool_is_read_in_a_thread_when_a_run_resumes(tmp_path: Path) -> None:
+    blocked = ServedLoop()
+    before = Spool("y", RecordLog(os.open(tmp_path / "log", os.O_RDWR | os.O_CREAT), EMPTY, RuntimeError))
+    for step in range(3):
+        before.append([np.arange(2)], [range(2)], elements=2, epoch=step)
+    end = before._log.end()
+
+    def places() -> Iterator[LogEntry]:
+        for entry, _ in read_log(tmp_path / "log", end):
+            blocked()
+            yield entry
+
+    after = Spool("y", before._log)
+    await after.restore(places())
+    assert blocked.reads == len(after) == 3
+    assert list(after.epochs) == [0, 1, 2]
+    before.close_log()
 
 
 # -- reads that are cancelled ----------------------------------------------------------------

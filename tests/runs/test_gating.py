@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import ClassVar
 
 import anyio
@@ -12,7 +13,7 @@ import pytest
 from pipedist.core.types import Tree
 from pipedist.datasets.division import Division
 from pipedist.datasets.feeds import Feed, IndexedFeed, SequentialFeed, StepBatch
-from pipedist.datasets.sources import Source
+from pipedist.datasets.sources import Source, open_source
 from pipedist.runs.pass_feeds import GatedFeed
 
 
@@ -85,6 +86,19 @@ async def test_what_calls_read_is_sent_with_their_shards() -> None:
     feed = GatedFeed(sequential(), "step", lambda: {"w": [1, 7]})
     await feed.pull(1)
     assert feed.shards(0, 2, local=True).states == {"w": [1, 7]}
+
+
+@pytest.mark.asyncio
+async def test_states_are_those_of_the_assignment_however_late_the_data_is_read() -> None:
+    versions = {"w": [1, 7]}
+    source = open_source("range", {"stop": 12}, folder=Path())
+    data = IndexedFeed(source, "d", Division(12, 4, 2, False), epochs=1, shuffle_seed=None)
+    feed = GatedFeed(data, "step", lambda: dict(versions))
+    await feed.pull(1)
+    read = feed.request(0, 2, local=False)
+    versions["w"] = [1, 8]
+    assert callable(read)
+    assert read().states == {"w": [1, 7]}
 
 
 @FEEDS

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import logging
 import os
 import tempfile
+import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,21 +104,60 @@ def _is_text(head: bytes) -> bool:
     return bool(text) and all(each >= " " or each in _TEXT_CONTROLS for each in text)
 
 
-UNPACKED_BYTES_MAX = 1 << 40  # limit of one source, for decompression bombs
+UNPACKED_RATIO_MAX = 100
+UNPACKED_BYTES_MIN = (
+    1 << 30
+)  # default limit of one compressed file: this, or its size times UNPACKED_RATIO_MAX
+STORE_BYTES_MAX = 1 << 40  # limit of one source
 _COPY_BYTES = 1 << 20
 _ALIGN_BYTES = 64
 
+NOTICE_AFTER_S = 5.0
+_LOGGER = "pipedist.datasets"
 
-class UnpackStore:
-    """The temporary file with all unpacked files of one source."""
+
+class OpeningNotice:
+    """Logs one line if opening a source takes longer than NOTICE_AFTER_S."""
 
     def __init__(self) -> None:
+        self._due: float | None = time.monotonic() + NOTICE_AFTER_S
+
+    def check(self, doing: str) -> None:
+        """Log what is being done, if it is time."""
+        if self._due is not None and time.monotonic() >= self._due:
+            self._due = None
+            logging.getLogger(_LOGGER).warning("pipedist: planning takes long: %s", doing)
+
+
+class UnpackStore:
+    """The temporary file with all unpacked files of one source.
+
+    `bytes_max` limits what one compressed file unpacks to; None: by default, see UNPACKED_BYTES_MIN.
+    """
+
+    def __init__(self, bytes_max: int | None = None) -> None:
+        self.notice = OpeningNotice()
+        self._bytes_max = bytes_max
         self._file: IO[bytes] | None = None
         self._path = ""
         self._size_bytes = 0
 
-    def add(self, label: str, stream: IO[bytes] | gzip.GzipFile) -> DataFile:
-        """Append all of `stream`, and return the file that it makes up; `label` names the data in errors."""
+    def add(
+        self, label: str, stream: IO[bytes] | gzip.GzipFile, *, packed_bytes: int, announced_bytes: int = 0
+    ) -> DataFile:
+        """Append all of `stream`, and return the file that it makes up.
+
+        Args:
+            label: names the data in errors.
+            packed_bytes: its size before it is unpacked.
+            announced_bytes: its size afterwards, as its archive has it; 0: unknown.
+
+        Raises:
+            SourceError: it unpacks to more than is allowed, or does not fit on the disk.
+        """
+        limit = self._bytes_max or max(UNPACKED_BYTES_MIN, UNPACKED_RATIO_MAX * packed_bytes)
+        if announced_bytes > limit:
+            raise _too_large(label, packed_bytes, f"{announced_bytes:,} bytes", limit)
         file = self._open()
         offset = -(-self._size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
         end = offset
@@ -124,8 +165,13 @@ class UnpackStore:
             file.seek(offset)
             while piece := stream.read(_COPY_BYTES):
                 end += len(piece)
-                if end > UNPACKED_BYTES_MAX:
-                    raise SourceError(f"{label}: unpacks to more than {UNPACKED_BYTES_MAX} bytes", key="path")
+                if end - offset > limit:
+                    raise _too_large(label, packed_bytes, f"more than {limit:,} bytes", limit)
+                if end > STORE_BYTES_MAX:
+                    raise SourceError(
+                        f"{label}: all files unpack to more than {STORE_BYTES_MAX:,} bytes", key="path"
+                    )
+                self.notice.check(f"{label} is being unpacked, {end - offset:,} bytes so far")
                 rest = memoryview(piece)
                 while rest:
                     rest = rest[file.write(rest) :]
@@ -157,6 +203,14 @@ class UnpackStore:
         return self._file
 
 
+def _too_large(label: str, packed_bytes: int, size: str, limit: int) -> SourceError:
+    return SourceError(
+        f"{label}: its {packed_bytes:,} bytes unpack to {size}, {limit:,} are allowed",
+        key="path",
+        expected="a file that is not made to fill the disk; if this one is right, set `unpacked_bytes_max`",
+    )
+
+
 def unpack_all(files: Sequence[DataFile], store: UnpackStore) -> list[DataFile]:
     """Return `files` with each `.gz` and one-member `.zip` replaced by its contents in the store."""
     return [_unpack(file, store) for file in files]
@@ -168,14 +222,15 @@ def _unpack(file: DataFile, store: UnpackStore) -> DataFile:
     try:
         if ending == ".gz":
             with os.fdopen(file.open(), "rb") as packed, gzip.open(packed) as stream:
-                return store.add(file.label, stream)
+                return store.add(file.label, stream, packed_bytes=file.size_bytes)
         if ending == ".zip":
             with (
                 os.fdopen(file.open(), "rb") as packed,
                 zipfile.ZipFile(packed) as archive,
-                archive.open(_only_member(file, archive)) as stream,
+                archive.open(member := _only_member(file, archive)) as stream,
             ):
-                return store.add(file.label, stream)
+                size, announced = file.size_bytes, member.file_size
+                return store.add(file.label, stream, packed_bytes=size, announced_bytes=announced)
     except SourceError:
         raise
     except Exception as error:  # damaged archives raise anything: IndexError, LZMAError, ...

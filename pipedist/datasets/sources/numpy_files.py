@@ -168,7 +168,7 @@ def open_npy(config: Config, folder: Path) -> ReaderSource:
 def open_npz(config: Config, folder: Path) -> ReaderSource:
     """Open `.npz` files, whose arrays have one leading dimension."""
     files = expand(config.get("path", ()), folder)
-    store = UnpackStore()
+    store = UnpackStore(config.get("unpacked_bytes_max"))
     try:
         members = [_members(file, store) for file in files]
         names = list(members[0])
@@ -241,7 +241,9 @@ def _members(file: DataFile, store: UnpackStore) -> dict[str, Stored]:
                     found[name] = _stored(stream, file, what)
                 else:
                     with archive.open(info) as packed:
-                        plain = store.add(what, packed)
+                        plain = store.add(
+                            what, packed, packed_bytes=info.compress_size, announced_bytes=info.file_size
+                        )
                     with _open(plain) as unpacked:
                         unpacked.seek(plain.offset)
                         found[name] = _stored(unpacked, plain, what)

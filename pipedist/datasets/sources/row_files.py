@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import Config, Ids, Reader, ReaderSource, RowLayout, SourceError, rows_of
-from pipedist.datasets.sources.file_kinds import UnpackStore, refuse_binary, unpack_all
+from pipedist.datasets.sources.file_kinds import OpeningNotice, UnpackStore, refuse_binary, unpack_all
 from pipedist.datasets.sources.paths import DataFile, OpenFiles, expand
 
 T = TypeVar("T")
@@ -52,8 +52,11 @@ class RowChunk:
 class RowFiles:
     """Reads rows of text files."""
 
-    def __init__(self, files: Sequence[DataFile], rules: RowRules) -> None:
+    def __init__(
+        self, files: Sequence[DataFile], rules: RowRules, notice: OpeningNotice | None = None
+    ) -> None:
         self.files = tuple(files)
+        self._notice = notice
         self.rules = rules
         self._open = OpenFiles(files)
 
@@ -74,6 +77,8 @@ class RowFiles:
             stop = min(start + BLOCK_BYTES, data_file.size_bytes)
             block = data_file.read(descriptor, start, stop)
             start = stop
+            if self._notice is not None:
+                self._notice.check(f"{data_file.label} is being indexed, {start:,} bytes so far")
             cut = block.rfind(b"\n") + 1
             if cut:
                 yield rest + block[:cut]
@@ -206,10 +211,10 @@ def open_rows(
 
     `scan` returns the index of each file, and further settings of the reader.
     """
-    store = UnpackStore()
+    store = UnpackStore(config.get("unpacked_bytes_max"))
     try:
         files = unpack_all(expand(config.get("path", ()), folder), store)
-        with closing(RowFiles(files, reader.rules)) as rows:
+        with closing(RowFiles(files, reader.rules, store.notice)) as rows:
             starts, settings = scan(rows)
         settings = {"kind": kind, "files": [file.to_config() for file in files], **settings}
         return RowSource(starts, settings, reader(settings), store.close)
@@ -376,7 +381,7 @@ def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, lis
 
 @functools.cache
 def csv_of_long_fields(bytes_max: int) -> Any:
-    """Return a csv module of our own whose fields may have so many bytes.
+    """Return a csv module of our own, with a limit for the bytes of a field.
 
     The limit of Python's module (131,072) belongs to the whole process: user code may rely on it, or set it. It is
     kept for each instance of the C module, so another instance has a limit of its own.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import re
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipedist.datasets.sources import SourceError, file_kinds, open_source, paths
@@ -165,10 +167,49 @@ def test_a_zip_must_have_one_member(tmp_path: Path, members: list[str]) -> None:
 
 
 def test_a_bomb_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_kinds, "UNPACKED_BYTES_MAX", 1000)
+    monkeypatch.setattr(file_kinds, "UNPACKED_BYTES_MIN", 1000)
     (tmp_path / "a.gz").write_bytes(gzip.compress(b"x" * 100_000, mtime=0))
-    with pytest.raises(SourceError, match="more than 1000 bytes"):
+    with pytest.raises(
+        SourceError, match=r"a\.gz: its [0-9]+ bytes unpack to more than [0-9,]+ bytes"
+    ) as raised:
         open_source("text", {"path": "a.gz"}, folder=tmp_path)
+    assert "`unpacked_bytes_max`" in raised.value.expected
+    source = open_source("text", {"path": "a.gz", "unpacked_bytes_max": 100_000}, folder=tmp_path)
+    assert source.length == 1
+    source.close()
+    with pytest.raises(SourceError, match="unpack to more than 99,999 bytes"):
+        open_source("text", {"path": "a.gz", "unpacked_bytes_max": 99_999}, folder=tmp_path)
+
+
+def test_an_archive_that_announces_too_much_is_not_unpacked() -> None:
+    with pytest.raises(
+        SourceError, match=r"a: its 10,000,000 bytes unpack to 10,000,000,000 bytes, 1,073,741,824"
+    ):
+        UnpackStore().add("a", io.BytesIO(), packed_bytes=10_000_000, announced_bytes=10_000_000_000)
+
+
+def test_members_of_an_npz_have_the_same_limit(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros(100_000, np.uint8))
+    with pytest.raises(SourceError, match=r"array 'x': its [0-9]+ bytes unpack to 100,128 bytes, 5,000 are"):
+        open_source("npz", {"path": "a.npz", "unpacked_bytes_max": 5000}, folder=tmp_path)
+
+
+def test_opening_that_takes_long_is_logged_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(file_kinds, "NOTICE_AFTER_S", 0.0)
+    for name in "ab":
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(b"x" * 100_000, mtime=0))
+    open_source("text", {"path": "*.gz"}, folder=tmp_path).close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "pipedist: planning takes long: a.gz is being unpacked, 100,000 bytes so far"
+    ]
+    caplog.clear()
+    (tmp_path / "c.txt").write_bytes(b"x\n" * 10)
+    open_source("text", {"path": "c.txt"}, folder=tmp_path).close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "pipedist: planning takes long: c.txt is being indexed, 20 bytes so far"
+    ]
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
