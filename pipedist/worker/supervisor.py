@@ -13,6 +13,9 @@ alive, and a crash is known at once.
 | Stop | kills the worker process, and ends the supervisor |
 | Share | is handed over to the program of a `TaskCluster` |
 
+The worker process has a process group of its own, which is killed at its end, however it ends. A worker process
+that has replaced its program (exec) is killed: a pipe ends then.
+
 When the scheduler is gone, the worker process finishes its call, leaves its finished results in memory that
 the supervisor holds, and ends. The next incarnation loads the code as it is then, takes the results over and
 dials in again, for `Welcome.rejoin_s`: a run that is resumed listens at the same endpoint.
