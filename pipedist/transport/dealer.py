@@ -206,7 +206,7 @@ class Dealer:
 
     def _wait(self, event: int, timeout_s: float) -> bool:
         """Wait until the socket has an event; messages that arrived come before ConnectionLost."""
-        left_s, deadline = timeout_s, time.monotonic() + timeout_s
+        left_s, deadline = timeout_s if self._failure is None else 0.0, time.monotonic() + timeout_s
         while True:
             wait_ms = math.ceil(min(left_s, _POLL_S_MAX) * 1000) if left_s > 0 else 0
             is_ready = has_news = False
@@ -223,7 +223,13 @@ class Dealer:
             if is_ready and event == _POLLIN:
                 return True
             if has_news or self._failure is not None:
-                self._look_at_monitor()
+                try:
+                    self._look_at_monitor()
+                except ConnectionLost:
+                    # A message may have arrived just before, after `zmq_poll` had looked for one.
+                    if event == _POLLIN and int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
+                        return True
+                    raise
             if is_ready:
                 return True
             if left_s <= 0:

@@ -13,6 +13,9 @@ alive, and a crash is known at once.
 | Stop | kills the worker process, and ends the supervisor |
 | Share | is handed over to the program of a `TaskCluster` |
 
+The worker process has a process group of its own, which is killed at its end, however it ends. A worker process
+that has replaced its program (exec) is killed: a pipe ends then.
+
 When the scheduler is gone, the worker process finishes its call, leaves its finished results in memory that
 the supervisor holds, and ends. The next incarnation loads the code as it is then, takes the results over and
 dials in again, for `Welcome.rejoin_s`: a run that is resumed listens at the same endpoint.
@@ -60,6 +63,7 @@ LEAVE_S = 10.0  # how long the worker process may take, after SIGTERM, to finish
 STOPPED_S_MAX = 3.0  # how long the worker process may be stopped (SIGSTOP) before it is killed
 
 _END_S = 2.0  # how long the worker process may take to end after SIGKILL, or after its Goodbye
+_STOP_S = 0.5  # how long a Stop may take to arrive after the worker process has lost its connection
 _PARENT_POLL_S = 0.5  # how soon the end of a parent process is noticed that has not closed standard input
 _STANDARD_INPUT = 0
 
@@ -351,7 +355,7 @@ class Supervisor:
         code = process.end()
         ending = ExitCode(code) if self._progress.is_over and code in _ENDS else None
         self._died_in_call = False
-        if ending is ExitCode.CONNECTION_LOST and (order := self._drain(POLL_S)) is not None:
+        if ending is ExitCode.CONNECTION_LOST and (order := self._drain(_STOP_S)) is not None:
             self._log(f"stopped by the scheduler: {order.reason}")
             return ExitCode.STOPPED
         if self.is_leaving() and ending is not ExitCode.STOPPED:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -80,6 +81,30 @@ def test_where_a_class_is_made_too(
         main()
     assert ended.value.code == 130  # nobody has looked for another signal yet
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_in_a_callback_that_cannot_raise_ends_the_process(name: str, code: int) -> None:
+    """Such as the callbacks of weak references that an import has."""
+    script = f"""
+import signal, weakref
+from pipedist import cli
+from pipedist.cli import app, signals
+
+class Lock: pass
+
+def command():
+    with signals.Interruption(print):
+        lock = Lock()
+        reference = weakref.ref(lock, lambda _: signal.raise_signal(signal.{name}))
+        del lock
+    raise SystemExit(0)
+
+app.main = command
+cli.main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
 def test_before_the_run_a_signal_ends_the_process() -> None:

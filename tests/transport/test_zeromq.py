@@ -256,6 +256,30 @@ async def test_a_dealer_reads_earlier_messages_before_it_reports_the_end() -> No
 
 
 @pytest.mark.asyncio
+async def test_a_message_that_arrives_while_the_loss_is_noticed_is_received(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ZeroMQ looks at the socket first, then at the monitor: a Stop may come between the two, and the loss after it."""
+    async with router() as (opened, inbox):
+        worker = dealer(opened)
+        worker.send(log())
+        who, _, _ = await inbox.get()
+        opened.send(who, Stop("over"))
+        assert await blocking(worker.poll, WAIT_S)
+    zmq_poll = zmq.zmq_poll
+
+    def poll(sources: list[tuple[object, int]], wait_ms: int) -> list[tuple[object, int]]:
+        return [found for found in zmq_poll(sources[1:], wait_ms) if found[0] is not worker._socket]
+
+    with worker:
+        await blocking(worker._monitor.poll, WAIT_S * 1000)
+        monkeypatch.setattr(zmq, "zmq_poll", poll)
+        assert worker.recv()[0] == Stop("over")
+        with pytest.raises(ConnectionLost, match="was lost"):
+            worker.recv()
+
+
+@pytest.mark.asyncio
 async def test_polling_without_a_message_is_false_in_time() -> None:
     async with router() as (opened, _):
         with dealer(opened) as worker:

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -256,3 +257,20 @@ def hold_the_interpreter(x: int) -> bool:
     """Never gives the GIL away, for longer than any test takes."""
     print("holding")
     return re.match(r"(a+)+$", "a" * 40 + "b") is None
+
+
+def leave_processes(path: str) -> str:
+    """Leave a copy of the worker and a subprocess, which hang, and store their process ids."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+        os._exit(0)
+    pids = f"{child} {subprocess.Popen(['sleep', '600']).pid}"
+    Path(path + ".part").write_text(pids)
+    os.rename(path + ".part", path)
+    return path
+
+
+def leave_processes_and_exec(path: str) -> None:
+    leave_processes(path)
+    os.execv("/bin/sleep", ["sleep", "600"])

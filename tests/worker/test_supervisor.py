@@ -36,7 +36,7 @@ from pipedist.worker.process import ExitCode
 from pipedist.worker.process_setup import WorkerSettings
 from pipedist.worker.progress import CallProgress
 from pipedist.worker.supervisor import Supervisor, WorkerProcess, run_worker
-from tests.cluster.launchers.processes import wait_gone, wait_state
+from tests.cluster.launchers.processes import children_of, ids_in, wait_gone, wait_state
 from tests.worker.fake_scheduler import FakeScheduler, program
 
 FUNCTIONS = "tests.worker.replica_functions"
@@ -199,6 +199,60 @@ async def test_a_process_that_stays_stopped_is_killed(tmp_path: Path) -> None:
         _, second = await it.take(Hello)
         assert isinstance(second, Hello)
         assert second.incarnation == 1
+
+
+async def test_a_process_that_replaces_its_program_is_killed_with_its_copies(tmp_path: Path) -> None:
+    async with supervised(tmp_path) as it:
+        identity, first = await it.take(Hello)
+        assert isinstance(first, Hello)
+        it.scheduler.send(identity, Welcome("c", 0.1, (os.fsencode(ROOT),)))
+        pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:leave_processes_and_exec"))
+        lease = it.scheduler.assign(identity, pass_id, [str(tmp_path / "ids")], lo=5)
+        _, goodbye = await it.take(Goodbye)
+        reason = "replaced by another program (exec), then killed with signal 9 (SIGKILL)"
+        assert goodbye == Goodbye(first.worker, 0, reason, True, lease, 5, 1, proof=first.proof)
+        _, second = await it.take(Hello)
+        assert isinstance(second, Hello)
+        assert second.incarnation == 1
+        assert wait_gone([first.pid, *ids_in(tmp_path / "ids")]) == []
+
+
+@pytest.mark.parametrize("ends", ["stopped", "killed", "scheduler gone", "leaves"])
+async def test_what_user_code_has_started_ends_with_its_worker(tmp_path: Path, ends: str) -> None:
+    async with supervised(tmp_path) as it:
+        identity, hello = await it.take(Hello)
+        assert isinstance(hello, Hello)
+        it.scheduler.send(identity, Welcome("c", 0.1, (os.fsencode(ROOT),)))
+        pass_id = it.scheduler.bind(identity, program(f"{FUNCTIONS}:leave_processes"))
+        it.scheduler.assign(identity, pass_id, [str(tmp_path / "ids")])
+        await it.take(Results)
+        left = ids_in(tmp_path / "ids")
+        if ends == "stopped":
+            it.scheduler.stop(identity)
+        elif ends == "killed":
+            os.kill(hello.pid, signal.SIGKILL)
+        elif ends == "leaves":
+            it.process.terminate()
+        else:
+            await it.scheduler._router.__aexit__()
+        assert await asyncio.to_thread(wait_gone, [hello.pid, *left]) == []
+
+
+async def test_an_interrupt_while_a_worker_starts_is_ignored(tmp_path: Path) -> None:
+    """Imports that are interrupted print a traceback."""
+    async with supervised(tmp_path) as it:
+        interrupted: set[int] = set()
+        while it.scheduler.inbox.empty():
+            for pid in children_of(it.process.pid):
+                os.kill(pid, signal.SIGINT)
+                interrupted.add(pid)
+            await asyncio.sleep(0)
+        _, hello = await it.take(Hello)
+        assert isinstance(hello, Hello)
+        assert interrupted == {hello.pid}
+        it.process.terminate()
+        code, stderr = await it.ended()
+        assert (code, "Traceback" in stderr) == (0, False), stderr
 
 
 async def test_a_process_that_goes_on_was_not_stopped_for_too_long(

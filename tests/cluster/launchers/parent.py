@@ -7,9 +7,13 @@ import json
 import os
 import sys
 import threading
+from pathlib import Path
 
 from pipedist.cluster.launchers.local import LocalLauncher
+from pipedist.cluster.launchers.server import ServerProcess
 from pipedist.protocol.messages import LogLine
+from pipedist.transport.endpoints import ipc_endpoint, private_directory
+from tests.cluster.launchers.processes import ids_in
 from tests.worker.fake_scheduler import FakeScheduler, program
 
 
@@ -34,6 +38,12 @@ async def serve() -> None:
                 )
                 scheduler.assign(identity, pass_id, [1])
                 await scheduler.take(LogLine)
+            if "left" in sys.argv:
+                identity, _ = joined[0]
+                pass_id = scheduler.bind(identity, program("tests.worker.replica_functions:leave_processes"))
+                path = Path(os.environ["TMPDIR"], "ids")
+                scheduler.assign(identity, pass_id, [str(path)])
+                workers += await asyncio.to_thread(ids_in, path)
             if "fork" in sys.argv and os.fork() == 0:
                 threading.Event().wait(60)  # holds the launcher's end of the control socket
                 os._exit(0)
@@ -41,8 +51,30 @@ async def serve() -> None:
             await asyncio.Event().wait()
 
 
+def make_directory() -> None:
+    """Be between the start of a fork server and the launcher's first message."""
+    server = ServerProcess(1)
+    with private_directory():
+        print(json.dumps({"workers": [], "server": server.pid}), flush=True)
+        threading.Event().wait()
+
+
+async def close() -> None:
+    """Be between the end of the launcher and that of its directory."""
+    with private_directory() as directory:
+        launcher = LocalLauncher(ipc_endpoint(directory))
+        async with launcher:
+            server = launcher.server_pid
+        print(json.dumps({"workers": [], "server": server}), flush=True)
+        await asyncio.Event().wait()
+
+
 if __name__ == "__main__":
-    if "thread" in sys.argv:
+    if "directory" in sys.argv:
+        make_directory()
+    elif "closed" in sys.argv:
+        asyncio.run(close())
+    elif "thread" in sys.argv:
         thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
         thread.join()

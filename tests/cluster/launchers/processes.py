@@ -51,6 +51,16 @@ def wait_state(pid: int, letter: str, within_s: float = ORPHAN_S) -> None:
         os.sched_yield()
 
 
+def ids_in(file: Path, within_s: float = ORPHAN_S) -> list[int]:
+    """Wait for a file of process ids, and return them."""
+    end = time.monotonic() + within_s
+    while not file.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(str(file))
+        time.sleep(0.01)
+    return [int(word) for word in file.read_text().split()]
+
+
 def children_of(pid: int) -> dict[int, str]:
     """The processes that this one started and that still run: name by pid."""
     found = {}

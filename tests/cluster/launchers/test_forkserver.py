@@ -90,6 +90,33 @@ assert sent[-1][6] == "replaced by another program (exec), then killed with sign
 """)
 
 
+def test_a_launcher_that_reads_nothing_blocks_no_kill() -> None:
+    runs("""
+forkserver.worker_process.run_process = lambda *_: signal.pause()
+server._control.setblocking(False)
+server._selector.register(control, forkserver.selectors.EVENT_READ, server._on_control)
+server._fork("w0", 0, settings)
+(child,) = server._children.values()
+for number in range(200):
+    server._send("text", number, "x" * 10_000)
+launcher.sendall(forkserver.msgpack.packb(["kill", "w0", 0]))
+assert server._selector.select(0) == [], "it reads requests, whose replies have no room"
+server._kill("w0", 0)
+os.waitpid(child.pid, 0)
+server._children.clear()
+read = forkserver.msgpack.Unpacker()
+frames = []
+while len(frames) < 201:
+    for key, _ in server._selector.select(0):
+        key.data()
+    read.feed(launcher.recv(65_536))
+    frames += read
+assert frames[0][0] == "started"
+assert [number for _, number, _ in frames[1:]] == list(range(200))
+assert not server._unsent
+""")
+
+
 def test_a_worker_that_ends_by_itself_is_not_called_replaced() -> None:
     runs("""
 forkserver.worker_process.run_process = lambda *_: 3

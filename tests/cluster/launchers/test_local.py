@@ -22,7 +22,7 @@ from pipedist.coordinator.launcher import WorkerExit
 from pipedist.errors import LocalProtocolError, UsageError
 from pipedist.protocol.messages import Stop
 from pipedist.worker.boot import describe_exit
-from tests.cluster.launchers.processes import name_of, wait_gone
+from tests.cluster.launchers.processes import ids_in, name_of, wait_gone
 from tests.worker.fake_scheduler import PATIENCE_S, FakeScheduler, program
 
 FUNCTIONS = "tests.worker.replica_functions"
@@ -202,6 +202,39 @@ async def test_ctrl_c_leaves_the_fork_server_alone() -> None:
         launcher.start("w1", 0)
         _, hello = await scheduler.joins(launcher)
         assert hello.worker == "w1"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ends", ["normally", "worker killed", "server killed", "exec"])
+async def test_what_user_code_has_started_ends_with_its_worker(tmp_path: Path, ends: str) -> None:
+    async with launched("w0", "w1") as (scheduler, launcher, ids):
+        worker, server = launcher.pids["w0"], launcher.server_pid
+        function = "leave_processes_and_exec" if ends == "exec" else "leave_processes"
+        pass_id = scheduler.bind(ids["w0"], program(f"{FUNCTIONS}:{function}"))
+        scheduler.assign(ids["w0"], pass_id, [str(tmp_path / "ids")])
+        left = await asyncio.to_thread(ids_in, tmp_path / "ids")
+        if ends == "worker killed":
+            os.kill(worker, signal.SIGKILL)
+        elif ends == "server killed":
+            os.kill(server, signal.SIGKILL)
+        elif ends == "normally":
+            scheduler.stop(ids["w0"])
+        exit_ = await scheduler.exit()
+        assert wait_gone([worker, *left]) == []
+        if ends == "exec":
+            assert exit_.text == "replaced by another program (exec), then killed with signal 9 (SIGKILL)"
+        else:
+            assert exit_.code == (0 if ends == "normally" else None)
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_what_user_code_has_started(tmp_path: Path) -> None:
+    async with launched("w0") as (scheduler, launcher, ids):
+        pass_id = scheduler.bind(ids["w0"], program(f"{FUNCTIONS}:leave_processes"))
+        scheduler.assign(ids["w0"], pass_id, [str(tmp_path / "ids")])
+        left = await asyncio.to_thread(ids_in, tmp_path / "ids")
+        await launcher.close(grace_s=0.0)
+    assert wait_gone(left) == []
 
 
 def test_it_works_in_a_thread_beside_a_running_loop() -> None:

@@ -62,7 +62,7 @@ def test_leftovers_of_processes_killed_at_once_are_removed_by_the_next_launcher(
         with parent(folder=folder) as (process, workers, server):
             for pid in (process.pid, server, *workers):
                 os.kill(pid, signal.SIGSTOP)  # none of them sees another one's end
-            for pid in (process.pid, server, *workers):
+            for pid in (server, *workers, process.pid):  # the end of the parent would continue the server
                 os.kill(pid, signal.SIGKILL)
             assert wait_gone([*workers, server]) == []
         (left,) = folder.iterdir()
@@ -77,6 +77,30 @@ def test_a_killed_server_leaves_its_parents_sockets_alone() -> None:
         assert wait_gone([*workers, server]) == []
         (left,) = Path(made).iterdir()
         assert list(left.iterdir())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
+def test_a_stopped_server_and_what_workers_have_started_go_with_their_parent(number: int) -> None:
+    with TemporaryDirectory(dir="/tmp") as made:
+        folder = Path(made)
+        with parent("left", folder=folder) as (process, workers, server):
+            for pid in (workers[1], server):
+                os.kill(pid, signal.SIGSTOP)
+                wait_state(pid, "T")
+            os.kill(process.pid, number)
+            assert wait_gone([*workers, server]) == []
+            assert [path.name for path in folder.iterdir()] == ["ids"]
+
+
+@pytest.mark.parametrize("when", ["directory", "closed"])
+def test_a_directory_without_workers_goes_with_a_killed_parent(when: str) -> None:
+    """The fork server does not know it yet, or has ended already."""
+    with TemporaryDirectory(dir="/tmp") as made:
+        folder = Path(made)
+        with parent(when, folder=folder) as (process, _, server):
+            os.kill(process.pid, signal.SIGKILL)
+            assert wait_gone([process.pid, server]) == []
+            assert list(folder.iterdir()) == []
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o700])
