@@ -223,13 +223,7 @@ class Dealer:
             if is_ready and event == _POLLIN:
                 return True
             if has_news or self._failure is not None:
-                try:
-                    self._look_at_monitor()
-                except ConnectionLost:
-                    # A message may have arrived just before, after `zmq_poll` had looked for one.
-                    if event == _POLLIN and int(self._socket.getsockopt(zmq.EVENTS)) & _POLLIN:
-                        return True
-                    raise
+                self._look_at_monitor()
             if is_ready:
                 return True
             if left_s <= 0:

@@ -389,24 +389,6 @@ async def test_closing_sends_queued_messages() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_message_that_arrives_with_the_end_of_its_connection_is_received(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with router() as (opened, inbox):
-        worker = dealer(opened)
-        worker.send(log())
-        who, _, _ = await inbox.get()
-        assert not worker.poll(0)  # reads the monitor's event of the handshake
-        assert opened.send(who, Bind(7))
-    looks = [[(worker._monitor, zmq.POLLIN)]]  # the first look came before the message, and before the end
-    look = zmq.zmq_poll
-    monkeypatch.setattr(zmq, "zmq_poll", lambda *args: looks.pop() if looks else look(*args))
-    await blocking(worker._monitor.poll, WAIT_S * 1000)
-    assert worker.recv()[0] == Bind(7)
-    worker.close()
-
-
-@pytest.mark.asyncio
 async def test_closing_that_is_cancelled_leaves_no_descriptor() -> None:
     """asyncio's own cancellation, as of `asyncio.timeout`, knows nothing of anyio's shields."""
     settings = SocketSettings(queue_messages_max=4)
