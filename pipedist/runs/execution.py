@@ -14,7 +14,7 @@ from msgspec import Struct
 from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.coordinator.pass_handle import PassCounts
 from pipedist.core.types import Tree
-from pipedist.errors import JournalError, LocalProtocolError, OutputError, RunDrained
+from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunDrained
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.pass_execution import PassExecution
 from pipedist.runs.pass_feeds import Spool
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from pipedist.coordinator.diagnostics import Stall, Waiting
     from pipedist.outputs import RunFolder
     from pipedist.runs.pass_journal import PassJournal, RunJournal
+
+ORDER_S_MAX = 5.0
+"""Longest time, in seconds, that the other passes of a phase get to reach the step in which one has failed."""
 
 FLUSH_S_MAX = 5.0
 """Longest time, in seconds, that a failed run spends on its last commit."""
@@ -83,16 +86,30 @@ class Execution:
                 self._subscription.end()
 
     async def _run_phase(self, phase: tuple[PassPlan, ...], stack: ExitStack) -> None:
-        failed: list[Exception] = []
+        failed: list[tuple[tuple[float, int], Exception]] = []
 
-        async def guarded(execution: PassExecution) -> None:
+        def stop_later_passes() -> None:
+            """Cancel the passes that can't fail before the first failure any more."""
+            first = min((place for place, _ in failed), default=(math.inf, 0))
+            for place, execution in enumerate(executions):
+                if (execution.steps, place) > first:
+                    scopes[place].cancel()
+
+        async def guarded(place: int, execution: PassExecution) -> None:
             try:
-                await execution.run()
-            except Exception as error:
-                failed.append(_unwrapped(error))
-                # a drained pass leaves the others to finish their running calls
-                if not isinstance(failed[-1], RunDrained):
-                    tasks.cancel_scope.cancel()
+                with scopes[place]:
+                    await execution.run()
+            except Exception as group:
+                error = _unwrapped(group)
+                step: float = -1  # of an error that does not depend on the order of calls
+                if isinstance(error, RunDrained):  # the others finish their running calls
+                    step = math.inf
+                elif isinstance(error, CallError) and training is None:
+                    step = error.step
+                failed.append(((step, place), error))
+                if step < math.inf:
+                    tasks.cancel_scope.deadline = anyio.current_time() + ORDER_S_MAX
+                stop_later_passes()
             finally:
                 if execution.is_complete and self._journal is not None:
                     execution.leave_training()  # workers keep its results until the phase is durable
@@ -116,17 +133,19 @@ class Execution:
             if training is not None:
                 held_out = [r for p, r in zip(phase, executions, strict=True) if p.follows]
                 self._executions[next(p for p in phase if p.updates)].evaluated_by = held_out
+            scopes = [anyio.CancelScope() for _ in executions]
             for execution in executions:
                 await execution.begin()
             try:
                 async with anyio.create_task_group() as tasks:
-                    for execution in executions:
-                        tasks.start_soon(guarded, execution, name=f"pass {execution.name}")
+                    for place, execution in enumerate(executions):
+                        execution.on_taken = stop_later_passes
+                        tasks.start_soon(guarded, place, execution, name=f"pass {execution.name}")
             finally:
                 if not all(execution.is_complete for execution in executions):
                     await self._flush(executions)
             if failed:
-                raise min(failed, key=lambda error: isinstance(error, RunDrained))
+                raise min(failed, key=lambda one: one[0])[1]
             if training is not None:
                 self._values.update(await training.deliver(self.unwritten))
             if journal is not None:

@@ -7,7 +7,7 @@ Snapshots are taken between two steps; so are the updates of a training.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -99,6 +99,8 @@ class PassExecution:
         """What is done after the last step."""
         self._took = anyio.Event()
         """Set if steps were taken since the latest snapshot."""
+        self.on_taken: Callable[[], None] = lambda: None
+        """Called after steps were taken."""
         self.evaluated_by: list[PassExecution] = []
         """Passes over held-out data: their steps are committed before later steps of this pass."""
         self._participant: TrainingParticipant | None = None
@@ -248,6 +250,7 @@ class PassExecution:
                     await self._take(first, epoch, steps, batch.bytes // len(batch.steps))
                 self._between = True
             self._took.set()
+            self.on_taken()
         committing.cancel()
 
     async def _next_snapshot(self, durable: PassJournal) -> PendingSnapshot:

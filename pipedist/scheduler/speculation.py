@@ -46,7 +46,12 @@ class Speculation:
         """Start one second attempt; return False if no call takes too long."""
         for pass_, running, idle in self._watched():
             limit_s = self._limit_s(running)
-            while limit_s is not None and (lease := running.first) is not None:
+            if limit_s is None:
+                blocking = self._blocking(running)
+                if blocking is not None and self._blocks_until(blocking) <= now:
+                    return self._take_back_behind(blocking)
+                continue
+            while (lease := running.first) is not None:
                 if lease.since + limit_s > now:
                     break
                 if self._take_back_behind(lease):
@@ -56,6 +61,15 @@ class Speculation:
                     running.over(self._assigner.assign_second_attempt(pass_, lease, idle))
                     return True
         return False
+
+    def _blocking(self, running: Stragglers) -> Lease | None:
+        """Return the longest silent lease of a pass behind which others wait."""
+        workers = self._members.workers
+        return next((x for x in running.leases if len(workers[x.worker].leases) > 1), None)
+
+    def _blocks_until(self, lease: Lease) -> float:
+        """Return when others stop waiting behind a lease of a pass with too few reports: it may hang."""
+        return lease.since + self._limits.speculation_s_min
 
     def _take_back_behind(self, lease: Lease) -> bool:
         """Requeue the leases that wait behind a lease; return whether there were any."""
@@ -75,7 +89,10 @@ class Speculation:
         due = []
         for _, running, _ in self._watched():
             limit_s, first = self._limit_s(running), running.first
-            if limit_s is not None and first is not None:
+            if limit_s is None:
+                if (blocking := self._blocking(running)) is not None:
+                    due.append(self._blocks_until(blocking))
+            elif first is not None:
                 due.append(first.since + limit_s)
         return min(due, default=None)
 

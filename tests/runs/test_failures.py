@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import pipedist
+from pipedist.runs import execution
 
 F = "tests.runs.functions"
 
@@ -46,6 +47,49 @@ def test_the_failure_of_the_lowest_step_is_raised_in_any_order_of_arrival(worker
         pipedist.run(document("fails_slowly_on_low_steps"), workers=workers)
     assert (caught.value.step, caught.value.replica) == (0, 0)
     assert str(caught.value.__cause__) == "step 0 replica 0"
+
+
+@pytest.mark.parametrize(
+    ("slow", "quick", "batch", "fails"), [("a", "b", 20, "x"), ("b", "a", 20, "y"), ("b", "a", 4, "x")]
+)
+def test_of_two_datasets_the_lowest_step_fails_then_the_first_in_the_plan(
+    slow: str, quick: str, batch: int, fails: str
+) -> None:
+    spec = {
+        "pipedist": 1,
+        "replicas": 2,
+        "datasets": {slow: {"range": 40, "batch": 4}, quick: {"range": 20, "batch": batch}},
+        "stages": {
+            "x": {"run": f"{F}:fails_slowly_on_low_steps", "of": slow},
+            "y": {"run": f"{F}:fails_on_13", "of": quick},
+            "xs": {"gather": 0, "of": "x"},
+            "ys": {"gather": 0, "of": "y"},
+        },
+    }
+    with pytest.raises(pipedist.CallError) as caught:
+        pipedist.run(spec, workers=2)
+    assert (caught.value.stage, caught.value.step) == (fails, 0)
+
+
+def test_an_error_waits_a_limited_time_for_a_dataset_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "ORDER_S_MAX", 0.1)
+    hangs = {"run": f"{F}:waits_in_step", "of": "a", "with": {"folder": str(tmp_path), "step": 0}}
+    spec = {
+        "pipedist": 1,
+        "replicas": 1,
+        "datasets": {"a": {"range": 4, "batch": 4}, "b": {"range": 20, "batch": 20}},
+        "stages": {
+            "x": hangs,
+            "y": {"run": f"{F}:fails_on_13", "of": "b"},
+            "xs": {"gather": 0, "of": "x"},
+            "ys": {"gather": 0, "of": "y"},
+        },
+        "cluster": {"grace_s": 0.1},
+    }
+    with pytest.raises(pipedist.CallError, match="stage y, step 0"):
+        pipedist.run(spec, workers=2)
 
 
 def counted(retries: int, folder: Path) -> dict[str, Any]:

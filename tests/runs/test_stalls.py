@@ -89,6 +89,21 @@ async def test_a_call_that_does_not_return(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_another_dataset_goes_on_while_a_call_of_one_hangs(tmp_path: Path) -> None:
+    spec = stalled(tmp_path)
+    spec["datasets"] = {"hangs": spec.pop("dataset"), "goes_on": {"range": 400, "batch": 4}}
+    spec["stages"]["y"]["of"] = "hangs"
+    spec["stages"] |= {"z": {"run": f"{F}:double", "of": "goes_on"}, "all": {"gather": 0, "of": "z"}}
+    async with pipedist.open(spec | {"replicas": 1}, workers=2) as run, anyio.create_task_group() as tasks:
+        tasks.start_soon(run.results)
+        waits = await until(run, lambda waits: bool(waits) and {w["stages"] for w in waits} == {"y"})
+        done = {pass_["stages"]: pass_["steps_done"] for pass_ in run.why()["passes"]}
+        assert done == {"y": 1, "z": 100}
+        assert [(w["step"], w["stage"]) for w in of("running", waits)][:1] == [(1, "y")]
+        (tmp_path / "go").touch()
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("sight", ["seen", "unseen"])
 async def test_of_a_call_of_several_stages_the_one_that_runs_is_named(
     tmp_path: Path, sight: str, monkeypatch: pytest.MonkeyPatch

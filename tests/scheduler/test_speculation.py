@@ -262,6 +262,25 @@ def test_calls_queued_behind_a_slow_call_are_reassigned() -> None:
     assert not assigns(scenario.setup(ev.Tick()))
 
 
+def test_calls_of_another_pass_are_reassigned_from_behind_an_early_hang() -> None:
+    """A call hangs before its pass has enough reports for second attempts; the other pass goes on elsewhere."""
+    limits = SchedulerLimits(
+        speculation_s_min=1.0, speculation_reports_min=3, bundle_s=0.001, prefetch_below_s=10.0
+    )
+    scenario = Scenario(limits).with_workers("w0").with_pass(TWICE).with_pass(TWICE, 2)
+    scenario.setup(ev.StepsAvailable(1, 0, 1, 1), ev.CallsDone("w0", 0, 1, 0, 1, 10**6))
+    scenario.setup(ev.StepsAvailable(2, 0, 1, 1), ev.CallsDone("w0", 0, 2, 0, 1, 10**6))
+    hung, behind = assigns(scenario.setup(ev.StepsAvailable(1, 1, 2, 1), ev.StepsAvailable(2, 1, 2, 1)))
+    assert [(x.worker, x.pass_id) for x in (hung, behind)] == [("w0", 1), ("w0", 2)]
+    scenario.with_workers("w1")
+    assert scenario.scheduler.deadline() == 1.0
+    came = scenario.at(1.0).setup(ev.Tick())
+    assert cmd.SendCancel("w0", behind.lease) in came
+    assert [(x.worker, x.pass_id, x.lo, x.twin) for x in assigns(came)] == [("w1", 2, 1, 0)]
+    assert scenario.scheduler.deadline() is None, "the hung call gets no second attempt yet"
+    assert assigns(scenario.setup(ev.StepsAvailable(2, 2, 3, 1)))[0].worker == "w1", "nothing behind the hang"
+
+
 def test_a_draining_pass_is_drained_when_its_last_lease_is_reassigned() -> None:
     """It was queued behind a slow call of another pass; no later event would report that the pass is drained."""
     limits = SchedulerLimits(

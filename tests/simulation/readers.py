@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
 
 READER_S_MAX = (0.05, 0.05, 1.0)
-"""The longest time until requested steps are offered, and until visible steps are consumed; one is drawn."""
+"""Longest times until requested steps are offered, and until visible steps are consumed; one is drawn."""
 
 
 class Readers:
@@ -27,7 +27,8 @@ class Readers:
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
-        self._within_s = simulation.random.choice(READER_S_MAX)
+        self.within_s = simulation.random.choice(READER_S_MAX)
+        """The longest time until steps are offered or consumed."""
         self.open = 0
         """Number of passes that are not closed."""
         self._offering: set[int] = set()
@@ -73,7 +74,7 @@ class Readers:
 
     def _soon(self, action: Callable[..., None], *args: object) -> None:
         time = self._simulation.time
-        time.at(time.now + self._within_s * self._simulation.random.random(), action, *args)
+        time.at(time.now + self.within_s * self._simulation.random.random(), action, *args)
 
     def _offer_soon(self, pass_id: int) -> None:
         if pass_id not in self._offering:

@@ -36,7 +36,7 @@ from tests.simulation.worker_process import WorkerProcess
 from tests.simulation.workloads import SMALL_CALLS, draw_workloads
 
 RECOVERY_S = 300.0
-"""How long the passes may take after the faults stop, in addition to the time of all calls."""
+"""How long the passes may take after the faults stop, in addition to the time of all calls and readers."""
 
 STORY_EVENTS_MAX = 40
 
@@ -138,7 +138,8 @@ class Simulation:
         work_s = sum(w.call_s * w.steps * w.settings.replicas for w in works)
         self._faults_s = random.choice((3.0, 10.0) if few else (0.0, 0.3, 1.0)) * (1.0 + 2 * work_s / workers)
         hangs = sum(fate.hangs for w in works for fate in w.fates.values())
-        self._recovery_s = RECOVERY_S + 40 * work_s + HANG_S * hangs
+        reading_s = sum(2 * self.readers.within_s * w.steps for w in works)
+        self._recovery_s = RECOVERY_S + 40 * work_s + HANG_S * hangs + reading_s
 
     @property
     def counts(self) -> Counter[str]:
