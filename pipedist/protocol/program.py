@@ -24,6 +24,7 @@ from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import PipedistError, RemoteProtocolError
 from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
 from pipedist.protocol.layout import ClassNotFound
+from pipedist.protocol.limits import RESULT_OBJECTS_MAX
 
 OWN_STATE = ""  # the name of the changed state among an update's arguments; no other argument has it
 
@@ -65,6 +66,8 @@ class Emit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     # (`pipedist.reduction.tree.Reduction(op, axis).partial(value)`), so that rows do not travel
     op: str = ""
     axis: tuple[int, ...] | None = None  # the reduction's axis: None, or a tuple of ints
+    # Limit of the value's leaves and containers; ELEMENTS_MAX if only functions read it
+    objects_max: int = RESULT_OBJECTS_MAX
 
 
 class ReaderConfig(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -12,7 +12,16 @@ import numpy as np
 from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
-from pipedist.runs.folds import Fold, FoldOptions, Per, append_to, array_bytes
+from pipedist.runs.folds import (
+    THREAD_OBJECTS,
+    Fold,
+    FoldOptions,
+    Per,
+    append_to,
+    array_bytes,
+    in_thread_if,
+    is_large,
+)
 from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
@@ -50,6 +59,8 @@ class GatherFold(Fold):
         self._fitting: set[object] = set()
         """Kinds of components that match it."""
         self._steps = 0
+        self._is_large = False
+        """Whether the parts of a message have had more than THREAD_OBJECTS leaves."""
 
     async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
         await super().add(epoch, steps)
@@ -65,10 +76,13 @@ class GatherFold(Fold):
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
         first, self._steps = self._steps, self._steps + len(steps)
         made = [part for parts in steps for part in parts]
+        unlike = list({_look(part): part for part in made}.values())  # most are alike, and this is cheap
+        objects = max((trees.structure(part).num_nodes for part in unlike), default=0) * len(made)
+        self._is_large = self._is_large or objects > THREAD_OBJECTS
         if self._per != "step" or not first:
-            self._check(first, steps, made)
+            await in_thread_if(self._is_large, self._check, first, steps, made, unlike)
         if self._streams and self._sink is not None:
-            for place, block in self._blocks(made):
+            for place, block in await in_thread_if(self._is_large, lambda: [*self._blocks(made)]):
                 try:
                     await append_to(self._sink, block)
                 except OutputError as error:
@@ -77,12 +91,13 @@ class GatherFold(Fold):
         if self.kept or not self._streams:
             self._parts += made
             if len(self._parts) - self._whole >= TINY_PARTS:
-                self._compact()
+                await in_thread_if(self._is_large, self._compact)
 
-    def _check(self, first: int, steps: Sequence[Sequence[Tree]], made: Sequence[Tree]) -> None:
-        """Check that components fit; the error names step and replica."""
-        unlike = {_look(part): part for part in made}  # most are alike, and this check is cheap
-        kinds = {_fit(part, self._axis) for part in unlike.values()}
+    def _check(
+        self, first: int, steps: Sequence[Sequence[Tree]], made: Sequence[Tree], unlike: Sequence[Tree]
+    ) -> None:
+        """Check that components fit, of which `unlike` are all kinds; the error names step and replica."""
+        kinds = {_fit(part, self._axis) for part in unlike}
         if None not in kinds and kinds <= self._fitting:
             return
         try:
@@ -139,7 +154,7 @@ class GatherFold(Fold):
     async def _scope_value(self) -> Tree:
         parts, self._parts, self._whole = self._parts, [], 0
         self._head, self._fitting = [], set()
-        return self._together(parts)
+        return await in_thread_if(self._is_large or is_large(parts), self._together, parts)
 
     async def _deliver(self, value: Tree) -> None:
         if not self._streams:

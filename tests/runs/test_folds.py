@@ -18,7 +18,7 @@ from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
 from pipedist.reduction.tree import FoldTree, Reduction
 from pipedist.runs import gather_fold
-from pipedist.runs.folds import CombineFold, Per, ReduceFold
+from pipedist.runs.folds import THREAD_OBJECTS, CombineFold, Per, ReduceFold
 from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.pass_feeds import Spool, SpoolFeed
 
@@ -34,6 +34,26 @@ def tree(groups: Sequence[Sequence[Any]]) -> Any:
         if node is not None:
             outer.push(index, node)
     return outer.result()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["reduce", "gather"])
+async def test_the_event_loop_runs_while_large_components_are_folded(verb: str) -> None:
+    component = [np.zeros(1)] * (THREAD_OBJECTS + 1)
+    reduction = Reduction.of("sum", None)
+    fold = ReduceFold("a", "run", reduction, None) if verb == "reduce" else GatherFold("a", "run", 0, None)
+    part = reduction.partial(component) if verb == "reduce" else component
+    for act in (lambda: fold.add(0, [[part]]), lambda: fold.finish(1)):
+        async with anyio.create_task_group() as tasks:
+            other = anyio.Event()
+
+            async def set_other(event: anyio.Event = other) -> None:
+                event.set()
+
+            tasks.start_soon(set_other)
+            await act()
+            assert other.is_set()
+    assert len(fold.result) == len(component)
 
 
 class Worker:
