@@ -22,7 +22,7 @@ from pipedist.runs.folds import (
     in_thread_if,
     is_large,
 )
-from pipedist.values import PerReplica, gather
+from pipedist.values import PerReplica, concatenate, gather
 
 if TYPE_CHECKING:
     from pipedist.outputs.sink import Sink
@@ -56,6 +56,8 @@ class GatherFold(Fold):
         """Number of parts at the front that need no concatenation."""
         self._head: list[Tree] = []
         """An outline (shape and dtype) of the scope's first component, which the others must match."""
+        self._head_place = ""
+        """Step and replica of that component."""
         self._fitting: set[object] = set()
         """Kinds of components that match it."""
         self._steps = 0
@@ -105,7 +107,11 @@ class GatherFold(Fold):
         except (TypeError, ValueError) as error:
             raise type(error)(self._located(first, steps, error)) from error
         if not self._head:
-            self._head = [trees.tree_map(_outline, part) for part in made if part is not None][:1]
+            place = next((place for place, part in enumerate(made) if part is not None), None)
+            if place is not None:
+                self._head = [trees.tree_map(_outline, made[place])]
+                step, replica = _place_of(steps, place)
+                self._head_place = f"step {first + step}, replica {replica}"
         self._fitting |= kinds - {None}
 
     def _blocks(self, parts: Sequence[Tree]) -> Iterator[tuple[int, Tree]]:
@@ -123,17 +129,18 @@ class GatherFold(Fold):
 
     def _located(self, first: int, steps: Sequence[Sequence[Tree]], error: Exception) -> str:
         """Return the text of an error with step and replica of the misfit."""
-        seen = list(self._head)
+        seen, names = list(self._head), [self._head_place] * len(self._head)
         for step, parts in enumerate(steps, first):
             for replica, part in enumerate(parts):
-                seen = [*seen[:1], part]
-                for tried in ([part], seen):
+                for tried in ([part], [*seen, part]):
                     try:
-                        self._together(tried)
+                        concatenate(tried, self._axis, [*names, "this one"][-len(tried) :])
                     except (TypeError, ValueError) as fault:
                         is_list = isinstance(part, list | tuple)
                         hint = "; a list is a tree of values: to return one array, use np.array(...)"
                         return f"step {step}, replica {replica}: {fault}{hint if is_list else ''}"
+                if not seen and part is not None:
+                    seen, names = [part], [f"step {step}, replica {replica}"]
         return str(error)
 
     def _compact(self) -> None:
