@@ -7,12 +7,12 @@ from collections import defaultdict, deque
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pytest
 
 from pipedist.protocol.codec import UnsendableError, decode, encode
 
+pd = pytest.importorskip("pandas")
 FRAME = pd.DataFrame(
     {
         "text": ["a", "b"],
