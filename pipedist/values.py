@@ -202,13 +202,13 @@ def gather(tree: Tree, axis: int, replicas: int) -> Tree:
     number = axis_of(axis)
     if isinstance(tree, PerReplica):
         _check_length(tree, replicas)
-        return _concatenate(tree.components, number)
+        return concatenate(tree.components, number)
     leaves, treedef = trees.flatten(tree)
     results = []
     for index, leaf in enumerate(leaves):
         with _place(treedef, index):
             _check_length(leaf, replicas)
-            results.append(_concatenate(leaf.components, number) if isinstance(leaf, PerReplica) else leaf)
+            results.append(concatenate(leaf.components, number) if isinstance(leaf, PerReplica) else leaf)
     return trees.unflatten(treedef, results)
 
 
@@ -260,15 +260,24 @@ def _reduce_plain(reduction: Reduction, leaf: Any) -> Any:
     )
 
 
-def _concatenate(components: Sequence[Tree], axis: int) -> Tree:
-    present = [component for component in components if component is not None]
+def concatenate(components: Sequence[Tree], axis: int, names: Sequence[str] = ()) -> Tree:
+    """Concatenate trees of arrays leaf by leaf; see `gather`.
+
+    Args:
+        components: trees of one structure; one that is None contributes nothing.
+        axis: the axis of concatenation.
+        names: what to call the components in errors; default: "replica 0", "replica 1", ...
+    """
+    numbered = [number for number, component in enumerate(components) if component is not None]
+    present = [components[number] for number in numbered]
     if not present:
         return None
-    columns, treedef = trees.same_structure(present)
+    names = [names[number] if names else f"replica {number}" for number in numbered]
+    columns, treedef = trees.same_structure(present, names)
     gathered = []
     for index, parts in enumerate(zip(*columns, strict=True)):
         try:
-            gathered.append(_concatenate_leaf([_plain_array(part) for part in parts], axis))
+            gathered.append(_concatenate_leaf([_plain_array(part) for part in parts], axis, names))
         except (TypeError, ValueError) as error:
             path = trees.treedef_paths(treedef)[index]
             place = f"leaf {path!r}" if path else "the value"
@@ -282,24 +291,24 @@ def _plain_array(part: Any) -> np.ndarray[Any, Any]:
     return np.asarray(part)
 
 
-def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axis: int) -> Any:
+def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axis: int, names: Sequence[str]) -> Any:
     first = parts[0]
-    for replica, part in enumerate(parts):
+    for name, part in zip(names, parts, strict=True):
         if part.ndim == 0:
             raise ValueError(
-                f"replica {replica} has a scalar, which has no axis to gather along; return an array of "
+                f"{name} has a scalar, which has no axis to gather along; return an array of "
                 "shape (1,), or reduce"
             )
         same_kind = part.dtype.kind == first.dtype.kind and part.dtype.kind in "US"
         if part.dtype != first.dtype and not same_kind:
-            raise TypeError(f"replica 0 has dtype {first.dtype}, replica {replica} {part.dtype}")
+            raise TypeError(f"{names[0]} has dtype {first.dtype}, {name} {part.dtype}")
         (along,) = resolve_axes((axis,), part.ndim)
         differs = (
             part.shape[:along] != first.shape[:along] or part.shape[along + 1 :] != first.shape[along + 1 :]
         )
         if differs or part.ndim != first.ndim:
             raise ValueError(
-                f"replica 0 has shape {first.shape}, replica {replica} {part.shape}; only the size along "
+                f"{names[0]} has shape {first.shape}, {name} {part.shape}; only the size along "
                 f"axis {axis} may differ"
             )
     return np.concatenate(parts, axis=axis)

@@ -1,15 +1,18 @@
 """Render the results of a run for people: a table, the ledger, the timings.
 
-Small values are shown exactly, large ones by dtype and shape.
+Small values are shown exactly, large ones by dtype and shape. The work for a value is bounded, except for one pass
+over the keys, and one over the types of the values, of a large container.
 """
 
 from __future__ import annotations
 
+import heapq
 import io
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -17,7 +20,6 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from pipedist.cli.progress import duration
-from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.outputs import encoding
 
@@ -32,9 +34,14 @@ PLAIN_VALUE_WIDTH = 60  # of the column of values
 INLINE_SIZE_MAX = 16  # elements of an array that is shown in full
 INLINE_CHARACTERS_MAX = 120  # of the text of a tree that is shown in full
 LEAVES_MAX = 12  # leaves of a large tree that are listed
+ENTRIES_MAX = INLINE_SIZE_MAX + 1  # entries of one container that are visited; more than are shown
+COUNTED_MAX = 1_000  # nodes that are visited to count the leaves that are not listed
 CELL_DIGITS = 7  # significant digits of a float in a table of records
 SCANNED_BYTES_MAX = 4 * 2**20  # size of a text file whose rows are counted
 RECORDS_MAX = 20  # rows of a table of records that are shown
+FIELDS_MAX = 32  # columns of a table of records
+
+_SCALARS = frozenset({int, float, complex, bool, str, bytes, type(None), np.ndarray})
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +143,57 @@ def summarize(value: Tree) -> str:
         text = encoding.dumps(value, sort_keys=False)
         if len(text) <= INLINE_CHARACTERS_MAX:
             return text
-    leaves, structure = trees.flatten(value)
-    names = trees.treedef_paths(structure)
-    named = list(zip(names, leaves, strict=True))
-    return _lines([f"{name}: {summarize(leaf)}" for name, leaf in named[:LEAVES_MAX]], len(leaves))
+    lines = [f"{name}: {summarize(leaf)}" for name, leaf in islice(_leaves(value), LEAVES_MAX)]
+    return _lines(lines, _count(value, [COUNTED_MAX]))
 
 
-def _lines(lines: list[str], count: int) -> str:
-    """Return the first of `count` lines as one text."""
+def _leaves(value: Tree, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Tree]]:
+    """Yield path and value of the first leaves, in order of their keys; None and empty containers count."""
+    found = list(_entries(value))
+    if not found:
+        yield "/".join(path), value
+    for name, child in found:
+        yield from _leaves(child, (*path, str(name)))
+
+
+def _entries(value: Tree) -> Iterable[tuple[Any, Tree]]:
+    """Return the first `ENTRIES_MAX` children of a container by key, in one pass over its keys at most."""
+    if not isinstance(value, Mapping):
+        inner = encoding.node(value)
+        if inner is None:
+            return ()
+        return islice(inner[1] if inner[0] == "object" else enumerate(inner[1]), ENTRIES_MAX)
+    try:
+        keys = heapq.nsmallest(ENTRIES_MAX, value)
+    except TypeError:  # integers and text
+        keys = heapq.nsmallest(ENTRIES_MAX, value, key=lambda key: (isinstance(key, str), key))
+    return [(key, value[key]) for key in keys]
+
+
+def _count(value: Tree, room: list[int]) -> int | None:
+    """Return the number of leaves; None if that takes more than `room[0]` visits, which are subtracted."""
+    room[0] -= 1
+    if isinstance(value, Mapping):
+        children: Collection[Tree] = value.values()
+    elif (inner := encoding.node(value)) is None:
+        return 1
+    else:
+        children = [child for _, child in inner[1]] if inner[0] == "object" else inner[1]
+    if _SCALARS.issuperset(map(type, children)):
+        return max(1, len(children))
+    total = 0
+    for child in children:
+        count = _count(child, room) if room[0] > 0 else None
+        if count is None:
+            return None
+        total += count
+    return total
+
+
+def _lines(lines: list[str], count: int | None) -> str:
+    """Return the first of `count` lines as one text; None: too many to count."""
+    if count is None:
+        return "\n".join([*lines, "... more"])
     more = [f"... {count - LEAVES_MAX:,} more"] if count > LEAVES_MAX else []
     return "\n".join(lines + more)
 
@@ -213,16 +263,19 @@ class Records:
 def records(value: Tree) -> Records | None:
     """Return a dict or list of at least two records; None for other values.
 
-    A record is an object of single values; all have the same names. Floats are rounded to
-    `CELL_DIGITS` digits: the exact values are in the file, or in `--json`.
+    A record is an object of at most `FIELDS_MAX` single values; all that are shown have the same names. Floats are
+    rounded to `CELL_DIGITS` digits: the exact values are in the file, or in `--json`.
     """
-    outer = encoding.node(value)
+    outer = ("object", value.items()) if isinstance(value, Mapping) else encoding.node(value)
     if outer is None or len(outer[1]) < 2:
         return None
-    pairs = outer[1] if outer[0] == "object" else list(enumerate(outer[1]))
+    count = len(outer[1])
+    pairs = outer[1] if outer[0] == "object" else enumerate(outer[1])
     names: list[str] | None = None
     rows: list[list[str]] = []
-    for key, record in pairs:
+    for key, record in islice(pairs, RECORDS_MAX):
+        if isinstance(record, Mapping) and len(record) > FIELDS_MAX:
+            return None
         inner = encoding.node(record)
         if inner is None or inner[0] != "object":
             return None
@@ -230,13 +283,12 @@ def records(value: Tree) -> Records | None:
         names = names or list(cells)
         if set(cells) != set(names) or any(np.ndim(c) or encoding.node(c) for c in cells.values()):
             return None
-        if len(rows) < RECORDS_MAX:
-            rows.append([str(key), *(_cell(cells[name]) for name in names)])
+        rows.append([str(key), *(_cell(cells[name]) for name in names)])
     if not names:
         return None
-    if len(pairs) > RECORDS_MAX:
-        rows.append([f"... {len(pairs) - RECORDS_MAX:,} more", *([""] * len(names))])
-    return Records(len(pairs), names, rows)
+    if count > RECORDS_MAX:
+        rows.append([f"... {count - RECORDS_MAX:,} more", *([""] * len(names))])
+    return Records(count, names, rows)
 
 
 def _cell(value: Tree) -> str:
@@ -269,5 +321,5 @@ def _scalar(value: encoding.Json) -> str:
 
 
 def _small(value: Tree) -> bool:
-    leaves = trees.flatten(value)[0]
+    leaves = [leaf for _, leaf in islice(_leaves(value), INLINE_SIZE_MAX + 1)]
     return len(leaves) <= INLINE_SIZE_MAX and all(np.size(leaf) <= INLINE_SIZE_MAX for leaf in leaves)

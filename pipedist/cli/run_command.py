@@ -152,7 +152,7 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
                     tasks.start_soon(_watch, run, reporter, stalls, name="progress")
                     cluster = run.spec.cluster
                     with interruption.watching(run, cluster.grace_s), stalls.watching(run, cluster.stall_s):
-                        outcome = await _outcome(run)
+                        outcome = await _outcome(run, as_json=options.as_json)
                     tasks.cancel_scope.cancel()
             finally:
                 reporter.close()
@@ -177,7 +177,9 @@ def _keyed(options: RunOptions, key_file: str) -> Spec:
     return replace(spec, cluster=spec.cluster.model_copy(update={"key_file": os.path.abspath(key_file)}))
 
 
-async def _outcome(run: Run) -> RunOutcome:
+async def _outcome(run: Run, *, as_json: bool) -> RunOutcome:
+    import anyio.to_thread
+
     began = time.monotonic()
     try:
         finished = await run.results()
@@ -200,7 +202,8 @@ async def _outcome(run: Run) -> RunOutcome:
             error=error,
         )
         return RunOutcome(run.spec, result, error, document, run.notice, run.resumable)
-    return RunOutcome(run.spec, finished, None, finished.document, run.notice)
+    document = await anyio.to_thread.run_sync(lambda: finished.document) if as_json else None
+    return RunOutcome(run.spec, finished, None, document, run.notice)
 
 
 async def _watch(run: Run, reporter: Reporter, stalls: StallReporter) -> None:

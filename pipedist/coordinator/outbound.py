@@ -96,7 +96,11 @@ class CommandExecutor:
             case cmd.SizeCall(pass_id, call):
                 self._post(ev.CallSized(pass_id, call, self._handles[pass_id].separable(call)))
             case cmd.CallsQuarantined(pass_id):
-                self._handles[pass_id].on_quarantined(command)
+                if elements := self._handles[pass_id].on_quarantined(command):
+                    self._post(ev.ElementsQuarantined(pass_id, elements))
+            case cmd.QuarantineFull(pass_id):
+                self._handles[pass_id].on_quarantine_full(command)
+                self._post(ev.PassClosed(pass_id))
             case cmd.PassComplete(pass_id):
                 self._handles[pass_id].completed()
             case cmd.PassDrained(pass_id):

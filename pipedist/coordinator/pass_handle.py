@@ -21,13 +21,13 @@ from pipedist.coordinator.results import Chunk, ResultStore, Slots, key_of
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import ElementRanges, Feed, ShardRead
-from pipedist.errors import LocalProtocolError, RunCancelled, RunDrained
+from pipedist.errors import LocalProtocolError, PipedistError, RunCancelled, RunDrained
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame
 from pipedist.protocol.program import Program, Shards, to_frames
 from pipedist.scheduler import Event, PassSettings
 from pipedist.scheduler import events as ev
-from pipedist.scheduler.commands import CallsQuarantined, Failure
+from pipedist.scheduler.commands import CallsQuarantined, Failure, QuarantineFull
 from pipedist.worker.progress import Running
 
 BATCH_STEPS_MAX = 256
@@ -41,7 +41,8 @@ States = Mapping[str, Sequence[int]]
 
 Arrival = Callable[[Chunk], None]
 
-OnQuarantine = Callable[[CallsQuarantined], None]
+OnQuarantine = Callable[[CallsQuarantined], int]
+"""Records quarantined elements, and returns their number."""
 
 OnStepDone = Callable[[list[Slots], BaseException | None], None]
 """Called with the results of a step's calls, in replica order, or with the error that ended it."""
@@ -361,13 +362,29 @@ class PassHandle:
         """Return the number of a call's elements that can be sent separately."""
         return 0 if self._feed is None else self._feed.separable(call)
 
-    def on_quarantined(self, command: CallsQuarantined) -> None:
-        """Record that elements are quarantined, before their step is visible."""
-        if self._on_quarantine is not None:
-            self._on_quarantine(command)
+    def on_quarantined(self, command: CallsQuarantined) -> int:
+        """Record quarantined elements, before their step is visible; return how many the scheduler can't count."""
+        elements = 0 if self._on_quarantine is None else self._on_quarantine(command)
         if not command.remains:
             self.counts.calls_past += command.hi - command.lo
             self._store.put(Chunk(command.lo, command.hi, [{} for _ in range(command.lo, command.hi)], 0))
+        return 0 if command.whole is None else elements
+
+    def on_quarantine_full(self, command: QuarantineFull) -> None:
+        """Fail the pass, because more elements failed than may be quarantined."""
+        lines = []
+        for call, cause in command.first:
+            step, replica = divmod(call, self.settings.replicas)
+            lines.append(
+                f"\n    stage {cause.stage or self.name}, step {step}, replica {replica}: {cause.text}"
+            )
+        self.fail(
+            PipedistError(
+                f"{self.name}: {command.elements:,} elements failed, and at most {self.settings.quarantine_max:,} "
+                "may be quarantined (`quarantine_max` in the spec), so the run ends. The first failures:"
+                f"{''.join(lines)}\n  Fix the function or the data, or raise `quarantine_max`, then rerun with --resume"
+            )
+        )
 
     def _skip_replicas(self, first: int, last: int, skipped: Sequence[int]) -> None:
         """Store empty results for skipped replicas."""

@@ -89,9 +89,9 @@ def is_masked(value: object) -> bool:
 def conversion_hint(value: object) -> str:
     """Return how to convert a value to one that can be sent and reduced, or ""."""
     if is_masked(value):
-        return "x.filled(...) has its values with something in place of the masked ones"
+        return "x.filled(0) has its values, and zeros in place of the masked ones"
     if hasattr(value, "__array__"):
-        return "np.asarray(...) makes a plain array of it"
+        return _array_hint(value)
     if isinstance(value, dict):
         return "dict(...) makes a plain one of it"
     if isinstance(value, Set | KeysView):
@@ -99,5 +99,19 @@ def conversion_hint(value: object) -> str:
     if isinstance(value, AsyncIterator):
         return "[x async for x in ...] makes a list of it"
     if isinstance(value, Iterator | ValuesView | deque | range):
-        return "np.array(list(...)) makes an array of it"
+        return "np.array(list(...)) makes an array of it, list(...) a list"
     return ""
+
+
+def _array_hint(value: object) -> str:
+    """Return how to convert an object that NumPy can read: its text would become an array of objects."""
+    if hasattr(value, "columns"):
+        names = "column_names" if hasattr(value, "column_names") else "columns"
+        index = ", without its index (df.reset_index() keeps that)" if hasattr(value, "reset_index") else ""
+        return (
+            "for a data frame df, {str(k): a.astype(str) if (a := np.asarray(df[k])).dtype == object else a "
+            f"for k in df.{names}}} makes a dict of arrays of it{index}"
+        )
+    if getattr(getattr(value, "dtype", None), "kind", "f") not in "biufcmMSU":
+        return "np.asarray(...).astype(str) makes a plain array of text of it"
+    return "np.asarray(...) makes a plain array of it"

@@ -30,6 +30,9 @@ Treedef = optree.PyTreeSpec
 
 T = TypeVar("T")
 
+EXCERPT_CHARS_MAX = 500
+"""Longest excerpt of a structure in an error."""
+
 _NAMESPACE = "pipedist"
 _registering = threading.Lock()
 _registered: set[type] = set()
@@ -102,17 +105,27 @@ def describe(treedef: Treedef) -> str:
     return text.removesuffix(f", namespace={_NAMESPACE!r}")
 
 
-def same_structure(trees: Sequence[Tree]) -> tuple[list[list[Leaf]], Treedef]:
-    """Split at least one tree of ONE structure (else ValueError) into each one's leaves and the structure."""
+def excerpt(treedef: Treedef) -> str:
+    """Return the beginning of a structure as text."""
+    text = describe(treedef)
+    return text if len(text) <= EXCERPT_CHARS_MAX else text[:EXCERPT_CHARS_MAX] + "..."
+
+
+def same_structure(trees: Sequence[Tree], names: Sequence[str] = ()) -> tuple[list[list[Leaf]], Treedef]:
+    """Split at least one tree of ONE structure (else ValueError) into each one's leaves and the structure.
+
+    `names` are those of the trees in the error; default: "replica 0", "replica 1", ...
+    """
     if not trees:
         raise ValueError("no components: at least one replica is needed")
     flattened = list(map(flatten, trees))
     first = flattened[0][1]
     for index, (_, treedef) in enumerate(flattened):
         if treedef != first:
+            one, other = (names[0], names[index]) if names else ("replica 0", f"replica {index}")
             raise ValueError(
-                f"the components have different structures: replica 0 has {describe(first)}, "
-                f"replica {index} has {describe(treedef)}; a replica function must return the same "
+                f"the components have different structures: {one} has {excerpt(first)}, "
+                f"{other} has {excerpt(treedef)}; a replica function must return the same "
                 "structure on every replica"
             )
     return [leaves for leaves, _ in flattened], first

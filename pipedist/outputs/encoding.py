@@ -13,8 +13,9 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +26,8 @@ from pipedist.errors import OutputError
 
 Json = Any
 """A value for `json.dumps`: dict with str keys, list, str, int, finite float, bool, None."""
+
+_PLAIN = frozenset({str, int, bool, type(None)})
 
 
 def to_json(tree: Tree, path: tuple[str, ...] = ()) -> Json:
@@ -48,12 +51,25 @@ def to_json(tree: Tree, path: tuple[str, ...] = ()) -> Json:
         return _base64(bytes(tree))
     if isinstance(tree, complex):
         return [_float(tree.real), _float(tree.imag)]
+    if type(tree) is dict and _is_plain(tree.values()):
+        if (kinds := set(map(type, tree))) == {str}:
+            return dict(tree)
+        if kinds == {int}:
+            return dict(zip(map(str, tree), tree.values(), strict=True))
+    if type(tree) is list and _is_plain(tree):
+        return list(tree)
     inner = node(tree)
     if inner is None:
         raise OutputError(f"{_at(path)}: a value of type {type(tree).__qualname__} has no JSON form")
     if inner[0] == "object":
         return {name: to_json(value, (*path, name)) for name, value in key_texts(inner[1], path)}
     return [to_json(value, (*path, str(index))) for index, value in enumerate(inner[1])]
+
+
+def _is_plain(values: Collection[Tree]) -> bool:
+    """Return whether all values are JSON already, without a loop: there may be millions."""
+    kinds = set(map(type, values))
+    return kinds <= _PLAIN or (kinds == {float} and all(map(math.isfinite, values)))
 
 
 def dumps(tree: Tree, *, sort_keys: bool = True) -> str:

@@ -12,7 +12,7 @@ from pipedist.core.gpus import Supply
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
-from pipedist.spec import CollectivesSpec, RunSpec, Spec, StateRef, references
+from pipedist.spec import QUARANTINE_DEFAULT, CollectivesSpec, RunSpec, Spec, StateRef, references
 
 Granularity = Literal["step", "epoch", "run"]
 """How often a state changes, or how much of a pass may start at a time."""
@@ -104,6 +104,14 @@ class Plan(Struct, frozen=True):
             return None
         d = self.spec.datasets[dataset]
         return Division(length, d.batch, self.spec.replicas, d.drop_remainder)
+
+    def quarantine_max(self, dataset: str) -> int:
+        """Return how many elements a pass over a dataset may quarantine."""
+        limit = self.spec.quarantine_max
+        if limit != "auto":
+            return limit
+        length = self.sources[dataset].length or 0
+        return max(QUARANTINE_DEFAULT, length * self.spec.datasets[dataset].epochs // 100)
 
     def epochs(self, pass_: PassPlan) -> int:
         """Return how often a pass reads its dataset at most."""

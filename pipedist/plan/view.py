@@ -108,6 +108,10 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
         lines.append(f"  {_gang(plan, pass_)}")
     if pass_.gpus:
         lines.append(f"  {_gpus(plan, pass_)}")
+    if any(getattr(plan.spec.stages[name], "on_error", "") == "quarantine" for name in pass_.runs):
+        lines.append(
+            f"  ends if more than {plural(plan.quarantine_max(pass_.dataset), 'element')} fail (quarantine_max)"
+        )
     for name in pass_.runs:
         lines.append(f"  run     {name}: {_call(plan, name)}{_waits(plan, name)}")
     for name in pass_.folds:

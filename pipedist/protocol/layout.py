@@ -202,6 +202,8 @@ def _dtype_text(dtype: np.dtype[Any]) -> tuple[bytes, np.dtype[Any] | None]:
         raise UnsupportedArray(f"dtype {dtype}; convert it to a fixed width: numpy.array(texts.tolist())")
     little = dtype.newbyteorder("<")
     text = little.str
+    if dtype.kind == "O":
+        raise UnsupportedArray("dtype object; convert it: x.astype(str), or x.astype(float)")
     if dtype.kind not in "biufcUSmM" or not _DTYPE_TEXT.fullmatch(text):
         raise UnsupportedArray(f"dtype {dtype}")
     native = sys.byteorder == "little"

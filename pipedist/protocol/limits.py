@@ -13,6 +13,11 @@ DEPTH_MAX = 128
 
 ELEMENTS_MAX = 1 << 25  # elements of a tree, counting those of its lists but not those of its arrays
 
+RESULT_OBJECTS_MAX = 1_000_000
+"""Numbers, strings and containers in one call's value, if the driver processes them one by one: to gather, reduce
+or stream them takes about a microsecond each. Values that it only passes to a `combine` or `update` function are
+limited by ELEMENTS_MAX alone: a dict by key may have millions of keys."""
+
 INT_BYTES_MAX = 4096  # bytes of one Python int: longer ones take quadratic time to print
 
 STRING_BYTES_MAX = 1 * MIB

@@ -24,6 +24,7 @@ from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import PipedistError, RemoteProtocolError
 from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
 from pipedist.protocol.layout import ClassNotFound
+from pipedist.protocol.limits import RESULT_OBJECTS_MAX
 
 OWN_STATE = ""  # the name of the changed state among an update's arguments; no other argument has it
 
@@ -67,6 +68,8 @@ class Emit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     axis: tuple[int, ...] | None = None  # the reduction's axis: None, or a tuple of ints
     # The value is sent as a list of it, or as an empty list if the call would take less time than to store it
     stored: bool = False
+    # Limit of the value's leaves and containers; ELEMENTS_MAX if only functions read it
+    objects_max: int = RESULT_OBJECTS_MAX
 
 
 class ReaderConfig(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -83,7 +83,7 @@ class Reduction:
     def _combine(self, a: Partial, b: Partial) -> Partial:
         skeleton = a[0]
         if skeleton != b[0] and trees.structure(skeleton) != trees.structure(b[0]):
-            one, other = (trees.describe(trees.structure(each)) for each in (skeleton, b[0]))
+            one, other = (trees.excerpt(trees.structure(each)) for each in (skeleton, b[0]))
             hint = ""
             if type(skeleton) is dict and type(b[0]) is dict:
                 hint = '; where keys differ, reduce them key by key: "pipedist.combiners:by_key", or counter'

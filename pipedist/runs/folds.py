@@ -17,8 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.abc
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from pipedist.journal.log_format import RecordLog
     from pipedist.outputs.sink import Sink
 
+T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 Per = Literal["run", "epoch", "step"]
 
 THREAD_BYTES = 1 << 20
@@ -42,6 +43,9 @@ THREAD_BYTES = 1 << 20
 
 FOLD_THREAD_BYTES = 16 * 2**20
 """Larger batches of partials are folded in a thread, for the same reason."""
+
+THREAD_OBJECTS = 10_000
+"""Values with more leaves are folded and written in a thread."""
 
 
 class FoldOptions(TypedDict, total=False):
@@ -221,10 +225,24 @@ class Fold(ABC):
 
 async def append_to(target: Sink | RecordLog, value: Tree, *meta: Tree) -> None:
     """Append to a sink or log; in a thread if the value is large."""
-    if array_bytes(value) > THREAD_BYTES:
-        await anyio.to_thread.run_sync(target.append, value, *meta)
-    else:
-        target.append(value, *meta)
+    await in_thread_if(is_large(value), target.append, value, *meta)
+
+
+async def in_thread_if(condition: bool, fn: Callable[[Unpack[Arguments]], T], *arguments: *Arguments) -> T:
+    """Call a function, in a thread if the condition holds; a cancel waits for its end."""
+    if condition:
+        return await anyio.to_thread.run_sync(fn, *arguments)
+    return fn(*arguments)
+
+
+def is_large(value: Tree) -> bool:
+    """Return whether work on a value may block the event loop for long."""
+    if type(value) not in (dict, list, tuple):
+        return array_bytes(value) > THREAD_BYTES
+    if type(value) is list and set(map(type, value)) == {np.ndarray}:
+        return len(value) > THREAD_OBJECTS or array_bytes(value) > THREAD_BYTES
+    leaves = trees.flatten(value)[0]
+    return len(leaves) > THREAD_OBJECTS or array_bytes(leaves) > THREAD_BYTES
 
 
 def array_bytes(value: Tree) -> int:
@@ -277,17 +295,17 @@ class ReduceFold(Fold):
     async def _take(self, steps: Sequence[Sequence[Partial]]) -> None:
         if not self._fits:
             self._check_first(steps)
-        push = partial(push_steps, self._reduction, self._steps, self._index, steps)
-        if _bytes_of(steps) > FOLD_THREAD_BYTES:
-            await anyio.to_thread.run_sync(push)
-        else:
-            push()
+        leaves = sum(len(part[1]) for parts in steps for part in parts)
+        is_large = leaves > THREAD_OBJECTS or _bytes_of(steps) > FOLD_THREAD_BYTES
+        await in_thread_if(is_large, push_steps, self._reduction, self._steps, self._index, steps)
         self._index += len(steps)
 
     async def _scope_value(self) -> Tree:
-        folded = self._steps.result()
+        last = self._steps.state()[-1:]
+        is_large = any(len(partial[1]) > THREAD_OBJECTS for _, partial in last)
+        value = await in_thread_if(is_large, lambda: self._reduction.finish(self._steps.result()))
         self._begin()
-        return self._reduction.finish(folded)
+        return value
 
     def _scope_state(self) -> dict[str, Tree]:
         return {"index": self._index, "nodes": self._steps.state()}

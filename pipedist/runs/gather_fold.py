@@ -12,8 +12,17 @@ import numpy as np
 from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
-from pipedist.runs.folds import Fold, FoldOptions, Per, append_to, array_bytes
-from pipedist.values import PerReplica, gather
+from pipedist.runs.folds import (
+    THREAD_OBJECTS,
+    Fold,
+    FoldOptions,
+    Per,
+    append_to,
+    array_bytes,
+    in_thread_if,
+    is_large,
+)
+from pipedist.values import PerReplica, concatenate, gather
 
 if TYPE_CHECKING:
     from pipedist.outputs.sink import Sink
@@ -47,9 +56,13 @@ class GatherFold(Fold):
         """Number of parts at the front that need no concatenation."""
         self._head: list[Tree] = []
         """An outline (shape and dtype) of the scope's first component, which the others must match."""
+        self._head_place = ""
+        """Step and replica of that component."""
         self._fitting: set[object] = set()
         """Kinds of components that match it."""
         self._steps = 0
+        self._is_large = False
+        """Whether the parts of a message have had more than THREAD_OBJECTS leaves."""
 
     async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
         await super().add(epoch, steps)
@@ -65,10 +78,13 @@ class GatherFold(Fold):
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
         first, self._steps = self._steps, self._steps + len(steps)
         made = [part for parts in steps for part in parts]
+        unlike = list({_look(part): part for part in made}.values())  # most are alike, and this is cheap
+        objects = max((trees.structure(part).num_nodes for part in unlike), default=0) * len(made)
+        self._is_large = self._is_large or objects > THREAD_OBJECTS
         if self._per != "step" or not first:
-            self._check(first, steps, made)
+            await in_thread_if(self._is_large, self._check, first, steps, made, unlike)
         if self._streams and self._sink is not None:
-            for place, block in self._blocks(made):
+            for place, block in await in_thread_if(self._is_large, lambda: [*self._blocks(made)]):
                 try:
                     await append_to(self._sink, block)
                 except OutputError as error:
@@ -77,12 +93,13 @@ class GatherFold(Fold):
         if self.kept or not self._streams:
             self._parts += made
             if len(self._parts) - self._whole >= TINY_PARTS:
-                self._compact()
+                await in_thread_if(self._is_large, self._compact)
 
-    def _check(self, first: int, steps: Sequence[Sequence[Tree]], made: Sequence[Tree]) -> None:
-        """Check that components fit; the error names step and replica."""
-        unlike = {_look(part): part for part in made}  # most are alike, and this check is cheap
-        kinds = {_fit(part, self._axis) for part in unlike.values()}
+    def _check(
+        self, first: int, steps: Sequence[Sequence[Tree]], made: Sequence[Tree], unlike: Sequence[Tree]
+    ) -> None:
+        """Check that components fit, of which `unlike` are all kinds; the error names step and replica."""
+        kinds = {_fit(part, self._axis) for part in unlike}
         if None not in kinds and kinds <= self._fitting:
             return
         try:
@@ -90,7 +107,11 @@ class GatherFold(Fold):
         except (TypeError, ValueError) as error:
             raise type(error)(self._located(first, steps, error)) from error
         if not self._head:
-            self._head = [trees.tree_map(_outline, part) for part in made if part is not None][:1]
+            place = next((place for place, part in enumerate(made) if part is not None), None)
+            if place is not None:
+                self._head = [trees.tree_map(_outline, made[place])]
+                step, replica = _place_of(steps, place)
+                self._head_place = f"step {first + step}, replica {replica}"
         self._fitting |= kinds - {None}
 
     def _blocks(self, parts: Sequence[Tree]) -> Iterator[tuple[int, Tree]]:
@@ -108,17 +129,18 @@ class GatherFold(Fold):
 
     def _located(self, first: int, steps: Sequence[Sequence[Tree]], error: Exception) -> str:
         """Return the text of an error with step and replica of the misfit."""
-        seen = list(self._head)
+        seen, names = list(self._head), [self._head_place] * len(self._head)
         for step, parts in enumerate(steps, first):
             for replica, part in enumerate(parts):
-                seen = [*seen[:1], part]
-                for tried in ([part], seen):
+                for tried in ([part], [*seen, part]):
                     try:
-                        self._together(tried)
+                        concatenate(tried, self._axis, [*names, "this one"][-len(tried) :])
                     except (TypeError, ValueError) as fault:
                         is_list = isinstance(part, list | tuple)
                         hint = "; a list is a tree of values: to return one array, use np.array(...)"
                         return f"step {step}, replica {replica}: {fault}{hint if is_list else ''}"
+                if not seen and part is not None:
+                    seen, names = [part], [f"step {step}, replica {replica}"]
         return str(error)
 
     def _compact(self) -> None:
@@ -139,7 +161,7 @@ class GatherFold(Fold):
     async def _scope_value(self) -> Tree:
         parts, self._parts, self._whole = self._parts, [], 0
         self._head, self._fitting = [], set()
-        return self._together(parts)
+        return await in_thread_if(self._is_large or is_large(parts), self._together, parts)
 
     async def _deliver(self, value: Tree) -> None:
         if not self._streams:

@@ -157,6 +157,7 @@ class PassExecution:
     def _open(self) -> PassHandle:
         streamed = () if self._subscription is None else self._subscription.stages
         quarantine = quarantine_of(self._plan, self._pass)
+        found = self._durable.part(PASS_STATE) if self._durable is not None and self.steps else None
         speculation = self._plan.spec.cluster.speculation
         # workers keep no results in a training, because a resumed run may have other states
         keep = not self._pass.gang and self._participant is None
@@ -170,6 +171,8 @@ class PassExecution:
                 first_step=self.steps,
                 speculation=0.0 if self._pass.gang or isinstance(speculation, str) else float(speculation),
                 quarantine=bool(quarantine) and quarantine.issuperset(self._pass.runs),
+                quarantine_max=self._plan.quarantine_max(self._pass.dataset),
+                quarantined=0 if found is None else len(found["quarantine"]),
                 gpus=self._pass.gpus,
             ),
             retries=retries_of(self._plan, self._pass),

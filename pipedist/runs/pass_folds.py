@@ -16,7 +16,17 @@ from pipedist.errors import CallError, FoldError, OutputError
 from pipedist.journal.writer import file_name
 from pipedist.plan import PassPlan, Plan
 from pipedist.reduction.batched import step_partial
-from pipedist.runs.folds import CombineFold, Fold, FoldCall, Per, ReduceFold, ValueFold
+from pipedist.runs.folds import (
+    THREAD_OBJECTS,
+    CombineFold,
+    Fold,
+    FoldCall,
+    Per,
+    ReduceFold,
+    ValueFold,
+    in_thread_if,
+    is_large,
+)
 from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.pass_feeds import Spool
 from pipedist.runs.pass_journal import PASS_STATE, STATE
@@ -157,13 +167,16 @@ class PassFolds:
             made = [each.get(self._slots[name]) for each in slots]
             return PerReplica([*made, *[None] * (self._plan.spec.replicas - len(made))])
         if isinstance(stage, GatherSpec):
-            return gather(PerReplica(parts), stage.gather, len(parts)) if parts else None
+            if not parts:
+                return None
+            return await in_thread_if(is_large(parts), gather, PerReplica(parts), stage.gather, len(parts))
         fold = self._folds[name]
         if isinstance(fold, CombineFold):
             return await fold.step_value(parts)
         assert isinstance(stage, ReduceSpec)
         reduction = reduction_of(stage)
-        return reduction.finish(step_partial(reduction, parts))
+        large = sum(len(part[1]) for part in parts) > THREAD_OBJECTS
+        return await in_thread_if(large, lambda: reduction.finish(step_partial(reduction, parts)))
 
     @contextmanager
     def _errors_of(self, name: str) -> Iterator[None]:

@@ -17,6 +17,7 @@ from pipedist.coordinator import Slots
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import CallError, UsageError
 from pipedist.plan import DEFAULT_COLLECTIVES, PassPlan, Plan
+from pipedist.protocol.limits import ELEMENTS_MAX, RESULT_OBJECTS_MAX
 from pipedist.protocol.program import OWN_STATE, Emit, Program, ReaderConfig, StageProgram, StateValue
 from pipedist.reduction.tree import Reduction
 from pipedist.spec import ReduceSpec, RunSpec, StageRef, StageSpec, StateRef, UpdateSpec, substitute
@@ -99,14 +100,17 @@ def pass_program(
             )
     emits = []
     whole = {*pass_.kept, *streamed} & {*pass_.runs}
+    combined: set[str] = set()
     for name in pass_.folds:
         stage = spec.stages[name]
         if isinstance(stage, ReduceSpec) and stage.op is not None:
             reduction = reduction_of(stage)
             emits.append(Emit(slot_of(name, stage), index[stage.of], reduction.op.value, reduction.axis))
         else:
-            whole.add(stage.of)
-    emits += [Emit(_VALUE + name, index[name]) for name in sorted(whole)]
+            (combined if isinstance(stage, ReduceSpec) else whole).add(stage.of)
+    for name in sorted(whole | combined):
+        limit = RESULT_OBJECTS_MAX if name in whole else ELEMENTS_MAX
+        emits.append(Emit(_VALUE + name, index[name], objects_max=limit))
     emits += [Emit(stored_slot(name), index[name], stored=True) for name in stored]
     collectives = next(iter(pass_.communication(spec).values()), DEFAULT_COLLECTIVES)
     return Program(
@@ -136,11 +140,13 @@ def arguments(with_: Mapping[str, Tree], values: Mapping[str, Tree]) -> dict[str
 def combine_program(plan: Plan, name: str) -> Program:
     """Return the program of a `combine` function, whose calls fold groups."""
     stage = StageProgram(name, plan.functions[name], -1, {}, "combine")
-    return _alone(plan, (stage,), (Emit(COMBINED, 0),), gang=False)
+    return _alone(plan, (stage,), (Emit(COMBINED, 0, objects_max=ELEMENTS_MAX),), gang=False)
 
 
 def init_program(plan: Plan, name: str, init: FunctionRef) -> Program:
-    return _alone(plan, (StageProgram(name, init, -1, {}, "apply"),), (Emit(NEW, 0),))
+    return _alone(
+        plan, (StageProgram(name, init, -1, {}, "apply"),), (Emit(NEW, 0, objects_max=ELEMENTS_MAX),)
+    )
 
 
 def update_program(plan: Plan, name: str, values: Mapping[str, Tree]) -> Program:
@@ -150,7 +156,7 @@ def update_program(plan: Plan, name: str, values: Mapping[str, Tree]) -> Program
     own = {OWN_STATE: StateValue(name)}
     kwargs = {**own, **arguments(stage.with_, values)}
     stages = [StageProgram(name, plan.functions[name], -1, kwargs, "update")]
-    emits = [Emit(NEW, 0)]
+    emits = [Emit(NEW, 0, objects_max=ELEMENTS_MAX)]
     until = plan.states[name].until
     if until is not None:
         stages.append(StageProgram(name, until, 0, own, "update"))

@@ -7,6 +7,7 @@ elements of its steps only, so the quarantine always matches the results.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class QuarantinedElement(Struct, frozen=True):
         stage: the stage that fails, or the first stage of the pass if that is unknown.
         cause: the exception, or how the worker died, as text.
         input: the element as JSON; "" if it is not available.
-        note: why the input is not available.
+        note: why the input is not available, or how it is shortened.
         alone: whether the element fails by itself; False: its whole shard was quarantined.
     """
 
@@ -68,6 +69,8 @@ class QuarantinedElement(Struct, frozen=True):
             "call": str(CallKey(self.stage, self.step, self.replica)),
             "alone": self.alone,
         }
+        if self.input and self.note:
+            head["note"] = self.note
         if not self.input:
             return json.dumps({**head, "input": None, "note": self.note}, ensure_ascii=False)
         return f'{json.dumps(head, ensure_ascii=False)[:-1]}, "input": {self.input}}}'
@@ -108,8 +111,9 @@ class PassQuarantine:
         for step in sorted(self._by_step):
             yield from sorted(self._by_step[step], key=_place)
 
-    def add(self, command: CallsQuarantined) -> None:
-        """Quarantine elements of calls, whose step is pulled and not released."""
+    def add(self, command: CallsQuarantined) -> int:
+        """Quarantine elements of calls, whose step is pulled and not released; return their number."""
+        elements = 0
         feed = self._feed
         if feed is None:
             raise LocalProtocolError("elements were quarantined in a pass that was already complete")
@@ -121,6 +125,8 @@ class PassQuarantine:
             causes = dict(command.culprits) if whole is None else dict.fromkeys(range(len(ids)), whole)
             self._removed[call] = np.array(sorted(causes), np.int64) if command.remains else None
             self._list(call, ids, causes, alone=whole is None)
+            elements += len(causes)
+        return elements
 
     def _list(self, call: int, ids: Sequence[int], causes: dict[int, Cause], *, alone: bool) -> None:
         step, replica = divmod(call, self._replicas)
@@ -186,7 +192,7 @@ class PassQuarantine:
 
 
 async def _inputs(feed: Feed, call: int, places: Sequence[int]) -> dict[int, tuple[str, str]]:
-    """Return (JSON, note) for elements of a call; one of the two is empty."""
+    """Return (JSON, note) for elements of a call; with a note if the JSON is empty or shortened."""
     if not places:
         return {}
     if not feed.separable(call):
@@ -214,9 +220,32 @@ async def _inputs(feed: Feed, call: int, places: Sequence[int]) -> dict[int, tup
         except Exception as error:  # not every value has a JSON form
             found[place] = ("", f"it has no JSON form: {error}")
             continue
-        long = len(text) > INPUT_CHARS_MAX
-        found[place] = ("", f"it has {len(text)} characters") if long else (text, "")
+        found[place] = (text, "") if len(text) <= INPUT_CHARS_MAX else _shortened(row, len(text))
     return found
+
+
+def _shortened(row: Tree, chars: int) -> tuple[str, str]:
+    """Return (JSON, note) of an element whose JSON is too long: the beginning of its texts and arrays."""
+    from pipedist.outputs.encoding import dumps
+
+    for items in (4096, 256, 16):
+        text = dumps(_beginning(row, items))
+        if len(text) <= INPUT_CHARS_MAX:
+            return (
+                text,
+                f"shortened: as JSON it has {chars} characters; texts and arrays are cut after {items}",
+            )
+    return "", f"it has {chars} characters"
+
+
+def _beginning(value: Tree, items: int) -> Tree:
+    if isinstance(value, dict):
+        return {key: _beginning(child, items) for key, child in islice(value.items(), items)}
+    if isinstance(value, list | tuple):
+        return [_beginning(child, items) for child in value[:items]]
+    if isinstance(value, np.ndarray):
+        return value.ravel()[:items]
+    return value[:items] if isinstance(value, str | bytes) else value
 
 
 def _row(value: Tree, at: int) -> Tree:

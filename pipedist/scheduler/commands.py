@@ -157,6 +157,14 @@ class CallsQuarantined(Command, frozen=True):
     remains: bool = False
 
 
+class QuarantineFull(Command, frozen=True):
+    """Fail a pass: more elements than its `quarantine_max` failed; sent once."""
+
+    pass_id: int
+    elements: int
+    first: tuple[tuple[int, Cause], ...]  # call and cause of the first failures
+
+
 class DropResults(Command, frozen=True):
     """Drop a result whose lease is not held any more."""
 

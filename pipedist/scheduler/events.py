@@ -148,6 +148,13 @@ class CallSized(Event, frozen=True):
     elements: int
 
 
+class ElementsQuarantined(Event, frozen=True):
+    """The number of elements of calls that were quarantined as a whole."""
+
+    pass_id: int
+    elements: int
+
+
 class LeaseNotSent(Event, frozen=True):
     """A lease can't be sent to any worker: its calls failed for good."""
 

@@ -73,6 +73,7 @@ _MOVES = frozenset(
         ev.CallsDone,
         ev.CallFailed,
         ev.CallSized,
+        ev.ElementsQuarantined,
     }
 )
 """Events that count as progress."""
@@ -340,6 +341,11 @@ class Scheduler:
         if pass_ is not None:
             self._outcomes.quarantine.sized(pass_, event.call, event.elements)
 
+    def _on_elements_quarantined(self, event: ev.ElementsQuarantined) -> None:
+        pass_ = self._passes.get(event.pass_id)
+        if pass_ is not None:
+            self._outcomes.quarantine.count(pass_, event.elements)
+
     def _on_lease_not_sent(self, event: ev.LeaseNotSent) -> None:
         lease = self._members.leases.get(event.lease)
         if lease is not None:
@@ -392,6 +398,7 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any], None]] = {
     ev.CallsDone: Scheduler._on_calls_done,
     ev.CallFailed: Scheduler._on_call_failed,
     ev.CallSized: Scheduler._on_call_sized,
+    ev.ElementsQuarantined: Scheduler._on_elements_quarantined,
     ev.LeaseNotSent: Scheduler._on_lease_not_sent,
     ev.GangStalled: Scheduler._on_gang_stalled,
     ev.CancelConfirmed: Scheduler._on_cancel_confirmed,

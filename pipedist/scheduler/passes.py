@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler.bisection import CallHistory, CulpritSearches, Probe
-from pipedist.scheduler.commands import Failure
+from pipedist.scheduler.commands import Cause, Failure
 from pipedist.scheduler.gang_scheduling import GangGroups
 from pipedist.scheduler.leases import GangAttempt
 from pipedist.scheduler.queues import BackoffQueue, RangeSet, Todo, TodoQueue
@@ -51,6 +51,10 @@ class Pass:
     """Calls that failed at least once and are not done; a gang is listed by its first call."""
     failures: dict[int, Failure] = field(default_factory=dict)
     """Calls that failed permanently, of steps that are not visible."""
+    quarantined: int = 0  # elements quarantined, or found to fail alone
+    is_full: bool = False  # more were than `quarantine_max`, which was reported
+    quarantine_causes: list[tuple[int, Cause]] = field(default_factory=list)
+    """Call and cause of the first failures that led to quarantine, at most CAUSES_MAX."""
     last_step: int | None = None  # FAILING: later steps are obsolete
     input_bytes: int = 0  # of available steps that are not visible
     step_bytes: float = 0.0  # inputs, from the latest StepsAvailable
@@ -61,6 +65,7 @@ class Pass:
     bundle_max: int = 1  # maximum number of calls in the next lease; grows with completed leases
 
     def __post_init__(self) -> None:
+        self.quarantined = self.settings.quarantined
         self.offered = self.requested = self.visible = self.consumed = self.settings.first_step
 
     def become(self, what: PassEvent) -> None:

@@ -22,6 +22,8 @@ from pipedist.scheduler.membership import Membership
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.settings import SchedulerLimits
 
+CAUSES_MAX = 3  # failures that are listed in the error of a pass with too many
+
 
 @dataclass(eq=False)
 class Quarantine:
@@ -41,6 +43,8 @@ class Quarantine:
             return  # the pass fails at an earlier step
         search.bisection = Bisection(elements, self._limits.probes_max, search.cause)
         self._try(pass_, call, search.bisection.begin())
+        if search.bisection.culprits:
+            self._found(pass_, call, search.cause)
         self._conclude(pass_, call, search, search.bisection)
 
     def passed(self, pass_: Pass, probe: Probe) -> None:
@@ -54,6 +58,8 @@ class Quarantine:
         search = pass_.searches.calls.get(probe.call)
         if search is not None and search.bisection is not None:
             self._try(pass_, probe.call, search.bisection.failed(probe.span, cause))
+            if probe.is_single and cause is not None:
+                self._found(pass_, probe.call, cause)
             self._conclude(pass_, probe.call, search, search.bisection)
 
     def returned(self, pass_: Pass, lo: int, hi: int) -> None:
@@ -68,10 +74,30 @@ class Quarantine:
 
     def quarantine_all(self, pass_: Pass, lo: int, hi: int, cause: cmd.Cause, why: str) -> None:
         """Quarantine all elements of one call or a gang; `why` its culprits are not known."""
+        search = pass_.searches.calls.get(lo) or pass_.searches.cleared.get(lo)
+        if search is not None and search.bisection is not None:
+            pass_.quarantined -= len(search.bisection.culprits)  # `count` counts all elements
+        self._note(pass_, lo, cause)
         pass_.searches.forget(lo)
         whole = cmd.Cause(cause.stage, f"{cause.text} ({why})")
         self._out.append(cmd.CallsQuarantined(pass_.id, lo, hi, (), whole))
         self._finish(pass_, lo, hi)
+
+    def count(self, pass_: Pass, elements: int) -> None:
+        """Count failed elements, and report once that a pass has more than it may have."""
+        limit = pass_.settings.quarantine_max
+        pass_.quarantined += elements
+        if limit is not None and pass_.quarantined > limit and not pass_.is_full:
+            pass_.is_full = True
+            self._out.append(cmd.QuarantineFull(pass_.id, pass_.quarantined, tuple(pass_.quarantine_causes)))
+
+    def _found(self, pass_: Pass, call: int, cause: cmd.Cause) -> None:
+        self._note(pass_, call, cause)
+        self.count(pass_, 1)
+
+    def _note(self, pass_: Pass, call: int, cause: cmd.Cause) -> None:
+        if len(pass_.quarantine_causes) < CAUSES_MAX:
+            pass_.quarantine_causes.append((call, cause))
 
     def _try(self, pass_: Pass, call: int, spans: Sequence[Span]) -> None:
         for span in spans:

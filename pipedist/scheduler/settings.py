@@ -52,6 +52,9 @@ class PassSettings(Struct, frozen=True):
     # If too many workers died under a call, in an unknown stage, its culprits are quarantined; otherwise the
     # call fails
     quarantine: bool = False
+    # Elements that may be quarantined, or fail alone in a search; more end the pass. None: no limit
+    quarantine_max: int | None = None
+    quarantined: int = 0  # elements of steps before `first_step` that were quarantined before
     first_step: int = 0  # earlier steps were committed before; they are neither available nor reported
     # A call that takes this many times as long as the 95th percentile gets a second attempt on an idle worker;
     # 0: never. Not for gangs

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pipedist.spec.datasets import DatasetSpec
 from pipedist.spec.interpolation import StageRef, StateRef, references, substitute
 from pipedist.spec.load import Spec, load, with_cluster
-from pipedist.spec.model import ClusterSection
+from pipedist.spec.model import QUARANTINE_DEFAULT, ClusterSection
 from pipedist.spec.stages import (
     TORCH_IMPLEMENTATIONS,
     CollectivesSpec,
@@ -25,6 +25,7 @@ from pipedist.spec.stages import (
 )
 
 __all__ = [
+    "QUARANTINE_DEFAULT",
     "TORCH_IMPLEMENTATIONS",
     "ClusterSection",
     "CollectivesSpec",

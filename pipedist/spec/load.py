@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from pipedist.core.types import Tree
 from pipedist.errors import Problem, SpecError, UsageError
@@ -51,6 +51,7 @@ class Spec:
     replicas: int
     seed: int
     threads_per_replica: int
+    quarantine_max: int | Literal["auto"]
     folder: FilePath
     code: FilePath
     cluster: ClusterSection
@@ -219,6 +220,7 @@ class Loader:
             replicas=section.replicas,
             seed=section.seed,
             threads_per_replica=section.threads_per_replica,
+            quarantine_max=section.quarantine_max,
             folder=FilePath(self._folder),
             code=FilePath(self._below(section.code)),
             cluster=cluster,

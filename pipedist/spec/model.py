@@ -69,6 +69,10 @@ def _is_run_name(value: str | None) -> bool:
     )
 
 
+QUARANTINE_MAX: Final = 10**12  # elements
+QUARANTINE_DEFAULT: Final = 1_000  # elements that `quarantine_max: auto` allows, or more in large datasets
+
+
 class ClusterSection(Section):
     """Where workers come from; it never changes a result."""
 
@@ -228,6 +232,16 @@ class SpecSection(Section):
         description="The number of BLAS and OpenMP threads of each replica call; part of the result, because "
         "it changes the last bits.",
         examples=[2],
+    )
+    quarantine_max: Annotated[
+        Annotated[int, Field(ge=1, le=QUARANTINE_MAX)] | Literal["auto"],
+        Expected("a positive whole number of elements, or auto", "auto"),
+    ] = Field(
+        default="auto",
+        description="The number of elements that may be quarantined in one pass over a dataset; when more fail, "
+        "the run ends with an error, and `--resume` continues it. `auto`: 1,000, or 1% of the elements of all "
+        "epochs if that is more and their number is known. It never changes a result.",
+        examples=[100],
     )
     cluster: Annotated[ClusterSection, ExpectedShape("a mapping of cluster keys", mapping)] = Field(
         default_factory=ClusterSection,

@@ -15,9 +15,11 @@ import numpy as np
 from pipedist.core import dlpack, trees
 from pipedist.core.types import Tree
 from pipedist.protocol.encoder import UnsendableError
+from pipedist.protocol.limits import ELEMENTS_MAX
 
 _COPIED_BYTES = 512  # copying an array of this size takes less time than to decide whether it must be copied
 
+_NUMBERS = frozenset({int, float, bool})
 _IMMUTABLE = (int, float, str, bool, bytes, complex, type(None))
 
 
@@ -28,14 +30,15 @@ def as_readonly(value: Tree) -> Tree:
     return trees.tree_map(_read_only, value)
 
 
-def take_ownership(box: list[Tree]) -> tuple[Tree, int]:
+def take_ownership(box: list[Tree], objects_max: int = ELEMENTS_MAX) -> tuple[Tree, int]:
     """Empty a list that holds a value; return it unchangeable by other code, and its size in bytes.
 
     A larger array is copied only if there is another reference to it, or to the memory that it is a view of; the
     caller's own reference would count, hence the list.
 
     Raises:
-        UnsendableError: NumPy cannot convert an array of another library; the text has its path.
+        UnsendableError: the value has more than `objects_max` leaves and containers, or NumPy cannot convert an
+            array of another library; the text has its path.
     """
     value = box.pop()
     kind = type(value)
@@ -46,6 +49,10 @@ def take_ownership(box: list[Tree]) -> tuple[Tree, int]:
     bare = kind is np.ndarray
     leaves, treedef = ([value], None) if bare else trees.flatten(value)  # the common case, cheaper
     del value
+    if treedef is not None:
+        check_objects(treedef, objects_max)
+    if treedef is not None and _NUMBERS.issuperset(map(type, leaves)):
+        return trees.unflatten(treedef, leaves), 16 * len(leaves)
     size = 0
     for index in range(len(leaves)):
         kind = type(leaves[index])
@@ -58,6 +65,15 @@ def take_ownership(box: list[Tree]) -> tuple[Tree, int]:
             leaves[index] = _to_numpy(leaves[index], treedef, index)
         size += _size(leaves[index])
     return leaves[0] if treedef is None else trees.unflatten(treedef, leaves), size
+
+
+def check_objects(treedef: trees.Treedef, objects_max: int) -> None:
+    """Raise UnsendableError if a value has more leaves and containers than `objects_max`."""
+    if treedef.num_nodes > objects_max:
+        raise UnsendableError(
+            f"it has {treedef.num_nodes:,} numbers, strings and containers, the limit is {objects_max:,}; "
+            "return an array, such as np.array(values), or a dict of arrays"
+        )
 
 
 def _to_numpy(leaf: trees.Leaf, treedef: trees.Treedef | None, index: int) -> trees.Leaf:

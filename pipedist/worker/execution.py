@@ -27,10 +27,11 @@ from pipedist.core import dlpack, trees
 from pipedist.core.types import Tree
 from pipedist.errors import NonDeterministicError, PipedistError
 from pipedist.protocol.codec import UnsendableError, encode
+from pipedist.protocol.limits import RESULT_OBJECTS_MAX
 from pipedist.protocol.program import Emit, Program
 from pipedist.reduction.tree import Reduction
 from pipedist.worker import failures, process_setup
-from pipedist.worker.array_isolation import as_readonly, take_ownership
+from pipedist.worker.array_isolation import as_readonly, check_objects, take_ownership
 from pipedist.worker.context import Collectives, ReplicaContext, current
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards, Shard, ShardFinder, States
@@ -314,13 +315,23 @@ class PassExecutor:
     def _emit(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
         """Collect the outcome of the call; empties `values`, so that new arrays need no copy."""
         call.permanent = True
+        try:
+            return self._collected(call, shard, values, empty)
+        except UnsendableError as error:
+            emit = next((e for e in self.program.emits if call.stage in (e.slot, self._stage_name(e))), None)
+            if emit is None or emit.of < 0:
+                raise
+            label = self.program.stages[emit.of].function.label
+            raise UnsendableError(f"the result of {label} cannot be sent: {error}") from error
+
+    def _collected(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
         gang = call.gang
         if self._sole is not None and not empty and (gang is None or gang.variables is None):
             of = self._sole.of
             call.stage = self._stages[of].name
             box = [values[of]]
             values.clear()
-            value, size = take_ownership(box)
+            value, size = take_ownership(box, self._sole.objects_max)
             return {self._sole.slot: value}, size
         outcome: Outcome = dict.fromkeys(self._slots)
         size = 0
@@ -330,6 +341,8 @@ class PassExecutor:
             if value is _ABSENT:
                 del outcome[emit.slot]
                 continue
+            if emit.of >= 0 and isinstance(value, (dict, list, tuple)):
+                check_objects(trees.structure(value), RESULT_OBJECTS_MAX)
             outcome[emit.slot], bytes_ = take_ownership([reduction.partial(dlpack.to_host(value))])
             del value
             size += bytes_
@@ -346,7 +359,7 @@ class PassExecutor:
             if of not in owned:
                 box = [values[of]]
                 values[of] = None
-                owned[of], bytes_ = take_ownership(box)
+                owned[of], bytes_ = take_ownership(box, emit.objects_max)
                 size += bytes_
             outcome[emit.slot] = owned[of]
         for emit in self._stored:

@@ -44,6 +44,34 @@ def test_a_value_of_many_leaves_is_cut() -> None:
     assert len(lines) == 13
 
 
+@pytest.mark.parametrize(
+    ("value", "last"),
+    [
+        ({index: float(index) for index in range(100_000)}, "... 99,988 more"),
+        ({f"k{index}": [index, {"n": None}] for index in range(100_000)}, "... more"),
+        ([[index] for index in range(100_000)], "... more"),
+        ({"few": 1, "words": dict.fromkeys(map(str, range(100_000)), 1)}, "... 99,989 more"),
+        ([{"n": index} for index in range(100_000)], "... more"),
+        ([dict.fromkeys(range(100_000), 1)] * 2, "... 199,988 more"),
+    ],
+)
+def test_a_preview_visits_few_entries_of_a_large_value(value: Any, last: str) -> None:
+    visited = 0
+
+    def count(_frame: object, _event: str, _argument: object) -> None:
+        nonlocal visited
+        visited += 1
+
+    sys.setprofile(count)
+    try:
+        text = summarize(value)
+        records(value)
+    finally:
+        sys.setprofile(None)
+    assert text.splitlines()[-1] == last
+    assert visited < 50_000
+
+
 def test_records() -> None:
     value = {"AA": {"n": 1, "mean": 0.5}, "UA": {"mean": np.float32(0.1), "n": 2}}
     assert records(value) == Records(2, ["n", "mean"], [["AA", "1", "0.5"], ["UA", "2", "0.1"]])

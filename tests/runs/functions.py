@@ -46,6 +46,18 @@ def merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def many_numbers(x: np.ndarray) -> list[int]:
+    return [0] * 1_000_000
+
+
+def many_keys(x: np.ndarray) -> dict[int, int]:
+    return dict.fromkeys(range(1_000_000), len(x))
+
+
+def count_keys(a: dict[Any, int], b: dict[Any, int]) -> dict[str, int]:
+    return {"keys": len(a) + len(b)}
+
+
 def larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """A component whose order of folding shows: end to end."""
     return np.concatenate([a, b])[-2:]

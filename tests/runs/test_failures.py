@@ -122,6 +122,26 @@ def test_a_result_that_cannot_be_sent_names_its_place() -> None:
     assert caught.value.attempts == 1
 
 
+@pytest.mark.parametrize(
+    "verb", [{"gather": 0}, pytest.param({"reduce": "sum", "axis": None}, marks=pytest.mark.slow)]
+)
+def test_a_result_of_too_many_objects_is_refused(verb: dict[str, Any]) -> None:
+    spec = document("many_numbers", n=4)
+    spec["stages"]["out"] = {"of": "y", **verb}
+    with pytest.raises(
+        pipedist.CallError, match=rf"{F}:many_numbers cannot be sent: .*1,000,000; return an array"
+    ) as caught:
+        pipedist.run(spec, workers=1)
+    assert (caught.value.step, caught.value.replica, caught.value.attempts) == (0, 0, 1)
+
+
+@pytest.mark.slow
+def test_a_combine_function_takes_dicts_with_more_keys() -> None:
+    spec = document("many_keys", n=4)
+    spec["stages"]["out"] = {"of": "y", "reduce": f"{F}:count_keys"}
+    assert pipedist.run(spec, workers=1)["out"] == {"keys": 2_000_000}
+
+
 def test_components_that_do_not_fit_are_a_fold_error() -> None:
     spec = document("double")
     spec["stages"]["out"] = {"gather": 1, "of": "y"}

@@ -19,7 +19,7 @@ from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
 from pipedist.reduction.tree import FoldTree, Reduction
 from pipedist.runs import folds, gather_fold
-from pipedist.runs.folds import CombineFold, Per, ReduceFold
+from pipedist.runs.folds import THREAD_OBJECTS, CombineFold, Per, ReduceFold
 from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.pass_feeds import Spool, SpoolFeed
 
@@ -35,6 +35,26 @@ def tree(groups: Sequence[Sequence[Any]]) -> Any:
         if node is not None:
             outer.push(index, node)
     return outer.result()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("verb", ["reduce", "gather"])
+async def test_the_event_loop_runs_while_large_components_are_folded(verb: str) -> None:
+    component = [np.zeros(1)] * (THREAD_OBJECTS + 1)
+    reduction = Reduction.of("sum", None)
+    fold = ReduceFold("a", "run", reduction, None) if verb == "reduce" else GatherFold("a", "run", 0, None)
+    part = reduction.partial(component) if verb == "reduce" else component
+    for act in (lambda: fold.add(0, [[part]]), lambda: fold.finish(1)):
+        async with anyio.create_task_group() as tasks:
+            other = anyio.Event()
+
+            async def set_other(event: anyio.Event = other) -> None:
+                event.set()
+
+            tasks.start_soon(set_other)
+            await act()
+            assert other.is_set()
+    assert len(fold.result) == len(component)
 
 
 class Worker:
@@ -124,7 +144,7 @@ async def test_a_gather_does_not_keep_a_million_small_objects() -> None:
 async def test_a_gather_never_promotes_and_names_the_component_that_does_not_fit() -> None:
     for odd, error in ((np.zeros(1, np.float32), TypeError), (np.zeros((1, 2)), ValueError)):
         fold = GatherFold("g", "run", 0, None)
-        with pytest.raises(error, match="replica 1"):
+        with pytest.raises(error, match=r"^step 1, replica 0: .*: step 0, replica 0 has .*, this one "):
             await fold.add(0, [[np.zeros(1)], [odd]])
     fold = GatherFold("g", "run", 0, None)
     with pytest.raises(ValueError, match="scalar"):
@@ -242,7 +262,7 @@ async def test_the_error_of_a_misfit_does_not_depend_on_batching(
         *before, last = [[[part] for part in parts[at : at + size]] for at in range(0, 4, size)]
         for steps in before:
             await fold.add(0, steps)
-        with pytest.raises(ValueError, match=r"step 3, replica 0: .*\(2, 3\), replica 1 \(2, 4\)") as failed:
+        with pytest.raises(ValueError, match=r"step 3, replica 0: .*\(2, 3\), this one \(2, 4\)") as failed:
             await fold.add(0, last)
         errors.add(str(failed.value))
         if sink is not None:

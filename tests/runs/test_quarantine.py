@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import shlex
 from pathlib import Path
@@ -456,3 +457,36 @@ def test_arrays_of_a_probe_are_like_others() -> None:
     doc = document([17])
     doc["dataset"] = {"arrays": np.arange(N * 2).reshape(2, N).T[:, 0].copy(), "batch": 32}
     assert [x["element"] for x in pipedist.run(doc, workers=2).quarantined] == [17]
+
+
+@pytest.mark.parametrize("gang", [False, True])
+def test_a_run_in_which_every_element_fails_ends_at_the_limit_and_resumes(tmp_path: Path, gang: bool) -> None:
+    doc = document(list(range(N)), collectives=gang) | {"quarantine_max": 20}
+    with pytest.raises(pipedist.PipedistError, match="may be quarantined") as caught:
+        pipedist.run(doc, workers=2, output=tmp_path)
+    text = str(caught.value)
+    assert "stage a, step 0, replica" in text
+    assert "ValueError: indigestible" in text
+    assert "quarantine_max" in text
+    result = pipedist.run(doc | {"quarantine_max": N}, workers=2, output=tmp_path, resume=True)
+    assert result.ledger.quarantined == N
+
+
+def test_a_large_quarantined_file_is_listed_with_its_path_and_first_bytes(tmp_path: Path) -> None:
+    for name, content in {"a": b"good", "b": b"bad" + bytes(200_000), "c": b"good"}.items():
+        (tmp_path / name).write_bytes(content)
+    doc = {
+        "pipedist": 1,
+        "dataset": {"files": {"path": str(tmp_path / "*")}, "batch": 3},
+        "stages": {
+            "a": {"run": f"{F}:rejects_bad_files", "on_error": "quarantine"},
+            "all": {"gather": 0, "of": "a"},
+        },
+    }
+    result = pipedist.run(doc, workers=1, output=tmp_path / "out")
+    assert result.quarantine_file is not None
+    [entry] = map(json.loads, result.quarantine_file.read_text().splitlines())
+    assert entry["input"]["path"] == str(tmp_path / "b")
+    assert base64.b64decode(entry["input"]["bytes"]).startswith(b"bad")
+    assert entry["note"].startswith("shortened: ")
+    assert len(json.dumps(entry)) < 10_000

@@ -185,3 +185,30 @@ def test_calls_without_a_value_are_skipped_in_their_step() -> None:
     assert (second.lo, second.hi) == (2, 3)
     scenario(done(2, 2), cmd.AcceptResults(1, 2, 3, "w0"), cmd.StepsReady(1, 0, 1))
     scenario(ev.StepsAvailable(1, 1, 2, 1, skipped_replicas=(0,)), cmd.StepsReady(1, 1, 2))
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_more_failing_elements_than_the_limit_end_the_pass_during_the_search(before: int) -> None:
+    scenario = suspected(
+        settings=PassSettings(1, pulled=False, quarantine_max=1 + before, quarantined=before)
+    )
+    scenario.setup(ev.CallSized(1, 0, 1024))
+    lease = 2
+    for _ in range(9):  # down to single elements
+        scenario.setup(raised(lease))
+        lease += 1
+    scenario(raised(lease), probe(lease + 1, 1, 2))
+    full = cmd.QuarantineFull(1, 2 + before, ((0, NO), (0, NO)))
+    assert full in scenario.setup(raised(lease + 1))
+    assert not any(
+        isinstance(c, cmd.QuarantineFull) for c in scenario.setup(raised(lease + 2), raised(lease + 3))
+    )
+    scenario.setup(ev.PassClosed(1))
+
+
+def test_elements_of_a_shard_that_is_quarantined_as_a_whole_are_counted_once() -> None:
+    scenario = suspected(settings=PassSettings(1, pulled=False, quarantine_max=2))
+    scenario.setup(ev.CallSized(1, 0, 2), raised(2), done(3))
+    scenario(raised(4), whole("the rest still fails"), cmd.StepsReady(1, 0, 1))
+    scenario(ev.ElementsQuarantined(1, 2))
+    scenario(ev.ElementsQuarantined(1, 1), cmd.QuarantineFull(1, 3, ((0, NO), (0, NO))))

@@ -197,7 +197,12 @@ def _instead(pattern: str, folder: Path) -> str:
     if pattern.startswith("~"):
         return "a path without `~`, which only shells expand: ${env.HOME}/..."
     if os.path.isdir(os.path.join(folder, pattern)):
-        return f"files, not a folder: {os.path.join(pattern, '*')!r} matches those in it"
+        direct, below = os.path.join(pattern, "*"), os.path.join(pattern, "**")
+        if any(os.path.isfile(os.path.join(folder, name)) for name in glob.iglob(direct, root_dir=folder)):
+            return f"files, not a folder: {direct!r} matches those in it"
+        return f"files, not a folder: {below!r} matches those in its folders"
+    if pattern.endswith("/*") and glob.glob(pattern, root_dir=folder):
+        return f"files, not folders: {pattern + '*'!r} matches those in the folders too"
     return ""
 
 

@@ -244,3 +244,23 @@ def test_reads_larger_than_a_system_call_takes_are_put_together(
     with pytest.raises(SourceError, match="became shorter"):
         files.read(0, 90, 120)
     files.close()
+
+
+@pytest.mark.parametrize("given", ["hive", "hive/*"])
+def test_the_suggested_pattern_for_folders_of_folders_matches(tmp_path: Path, given: str) -> None:
+    nested = tmp_path / "hive" / "year=2026" / "month=1"
+    nested.mkdir(parents=True)
+    (nested / "a.parquet").touch()
+    with pytest.raises(SourceError) as caught:
+        expand(given, tmp_path)
+    assert "'hive/**'" in caught.value.expected
+    assert [file.label for file in expand("hive/**", tmp_path)] == ["hive/year=2026/month=1/a.parquet"]
+
+
+def test_the_suggested_pattern_for_a_folder_of_files_matches(tmp_path: Path) -> None:
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat" / "a.csv").touch()
+    with pytest.raises(SourceError) as caught:
+        expand("flat", tmp_path)
+    assert "'flat/*'" in caught.value.expected
+    assert len(expand("flat/*", tmp_path)) == 1
