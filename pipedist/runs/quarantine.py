@@ -121,6 +121,10 @@ class PassQuarantine:
             self._removed[call] = np.array(sorted(causes), np.int64) if command.remains else None
             self._list(feed, call, ids, causes, alone=whole is None)
 
+    def affects(self, call: int) -> bool:
+        """Return whether elements of a call, of a step that is not taken, are quarantined."""
+        return call in self._removed
+
     def _list(
         self, feed: Feed, call: int, ids: Sequence[int], causes: dict[int, Cause], *, alone: bool
     ) -> None:
