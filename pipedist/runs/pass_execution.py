@@ -85,7 +85,7 @@ class PassExecution:
         self.is_complete = False
         """Whether all steps are taken and all values complete."""
         self._ending = ""
-        """What is done after the last step."""
+        """The work after the last step, for `activity`."""
         self._took = anyio.Event()
         """Set if steps were taken since the latest snapshot."""
         self.evaluated_by: list[PassExecution] = []
@@ -128,7 +128,7 @@ class PassExecution:
 
     @property
     def activity(self) -> str:
-        """What is done with its results, if all calls have returned; else ""."""
+        """The work on its results, if all calls have returned; else ""."""
         total = self.handle.steps_total
         if self._ending or total is None or self.handle.counts.steps_visible < total:
             return self._ending
