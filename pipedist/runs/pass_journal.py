@@ -61,8 +61,9 @@ class RunJournal:
         self.is_resumed = history is not None
         self.unwritten = {} if history is None else history.unwritten
         """Why an output file of a complete phase could not be written, by stage."""
-        self.holds_steps = history is not None and any(each.steps for each in history.passes.values())
-        """Whether steps are committed, so that a resumed run can skip them."""
+        passes = () if history is None else history.passes.values()
+        self.holds_steps = any(each.steps or finished_calls(each) for each in passes)
+        """Whether steps, or finished calls of an interrupted run, are committed, so that a resumed run skips them."""
         self.committing_since: float | None = None
         """Start of the commit in progress."""
 
