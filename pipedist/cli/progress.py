@@ -30,7 +30,7 @@ class ProgressTotals:
 
     Args:
         calls_past: of the calls done, those that this process need not execute.
-        activity: what is done with the results after the last call, or "".
+        activity: the work on the results after the last call, or "".
     """
 
     elements_done: int
@@ -269,7 +269,7 @@ def _details(totals: ProgressTotals, pace: Pace) -> list[str]:
     rate = _rate(pace.elements_per_s, "elements") or _rate(pace.calls_per_s, "calls")
     if rate and not totals.activity:  # after the last call, a mean only decreases
         details.append(rate)
-    details.append(_count(totals.workers, None, "worker"))
+    details.append(_count(totals.workers, None, "worker") if totals.workers else "waiting for workers")
     if pace.elapsed_s:
         details.append(f"{duration(pace.elapsed_s)} so far")
     if totals.activity:

@@ -84,6 +84,7 @@ def execute(options: RunOptions) -> int:
         except asyncio.CancelledError:
             if interruption.exit_code is None:
                 raise
+            write_error("pipedist: the run was stopped before its first call\n")
             return interruption.exit_code
     if isinstance(outcome.error, RunCancelled):
         has_folder = options.output is not None or outcome.spec.outputs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import anyio
@@ -127,6 +127,8 @@ class PassHandle:
         self._on_arrival = on_arrival
         self._on_quarantine = on_quarantine
         self._store = ResultStore()
+        self._restored: dict[int, Chunk] = {}
+        """Results of an earlier process, by call, until their step is offered."""
         self._visible: deque[tuple[int, int]] = deque()
         """Ranges of steps that the reader has not consumed."""
         self._changed = anyio.Event()
@@ -256,6 +258,14 @@ class PassHandle:
         """Assign no more calls; when none is running, `batches` raises RunDrained."""
         self._post(ev.PassDraining(self.id))
 
+    def restore(self, chunks: Iterable[Chunk]) -> None:
+        """Set results of an earlier process, of one call each, before the feed runs: these are not executed."""
+        self._restored = {chunk.lo: chunk for chunk in chunks if chunk.calls[0].keys() == self.slots}
+
+    def finished_calls(self) -> dict[int, Slots]:
+        """Return the results that the reader has not consumed, by call."""
+        return {**{call: chunk.calls[0] for call, chunk in self._restored.items()}, **self._store.all()}
+
     def settle(self, before: int) -> None:
         """Report that steps before `before` are durable: caches may be dropped."""
         if self.key:
@@ -311,15 +321,35 @@ class PassHandle:
                 self._post(ev.StepsEnded(self.id))
                 return False
             for batch in batches:
-                first, last = batch.first, batch.last
-                self._demand -= last - first
+                self._demand -= batch.last - batch.first
                 self.counts.elements_offered += batch.elements
                 parts = self.settings.replicas if self.settings.gang else batch.parts
                 skipped = () if self.settings.gang else batch.skipped_replicas
-                self._skip_replicas(first, last, skipped)
-                self._post(ev.StepsAvailable(self.id, first, last, parts, batch.bytes, skipped))
+                for first, last in self._segments(batch.first, batch.last):
+                    size = batch.bytes * (last - first) // (batch.last - batch.first)
+                    done = self._restore_step(first, skipped)
+                    self._skip_replicas(first, last, skipped)
+                    holes = tuple(sorted((*skipped, *done)))
+                    self._post(ev.StepsAvailable(self.id, first, last, parts, size, holes))
             await anyio.lowlevel.checkpoint()
         return True
+
+    def _segments(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Yield ranges of steps: one step at a time as long as there are restored results, then all others."""
+        while first < last:
+            end = first + 1 if self._restored else last
+            yield first, end
+            first = end
+
+    def _restore_step(self, step: int, skipped: Sequence[int]) -> list[int]:
+        """Store the restored results of a step, and return their replicas."""
+        replicas = self.settings.replicas
+        done = [r for r in range(replicas) if step * replicas + r in self._restored and r not in skipped]
+        for replica in done:
+            chunk = self._restored.pop(step * replicas + replica)
+            self.counts.calls_past += 1
+            self._put(chunk)
+        return done
 
     @property
     def has_failed(self) -> bool:
@@ -421,6 +451,9 @@ class PassHandle:
 
     def arrived(self, chunk: Chunk) -> None:
         self.counts.calls_done += chunk.hi - chunk.lo
+        self._put(chunk)
+
+    def _put(self, chunk: Chunk) -> None:
         self._store.put(chunk)
         if self._on_arrival is not None:
             self._on_arrival(chunk)

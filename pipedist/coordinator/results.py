@@ -101,6 +101,10 @@ class ResultStore:
         done = [call for call in self._sizes if lo <= call < hi]
         return steps, sum(self._sizes.pop(call) for call in done)
 
+    def all(self) -> dict[int, Slots]:
+        """Return the results, by call."""
+        return dict(self._results)
+
     def clear(self) -> None:
         self._results.clear()
         self._sizes.clear()

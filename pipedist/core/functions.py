@@ -40,7 +40,9 @@ _NAME = re.compile(rf"(?P<module>{_IDENTIFIERS}):(?P<attribute>{_IDENTIFIERS})")
 _process_note = ""  # see `set_process_note`
 _appended: list[str] = []  # the code folders that `append_code` put at the end of `sys.path`
 _code_uses: Counter[str] = Counter()  # number of open `code_on_path` contexts, by folder
-_code_seen: set[str] = set()  # all code folders so far, from which modules may be imported
+_code_seen: set[str] = (
+    set()
+)  # all code folders so far that `append_code` put there: modules may come from them
 _path_lock = threading.RLock()  # runs in several threads change `sys.path`
 
 
@@ -210,8 +212,8 @@ def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
 def append_code(code: Sequence[str]) -> None:
     """Move the folders of a spec's modules, then those of earlier specs, to the end of `sys.path`."""
     with _path_lock:
-        _code_seen.update(code)
         wanted = [folder for folder in code if folder not in sys.path or folder in _appended]
+        _code_seen.update(wanted)  # not those of the user's own path, whose modules are never stale
         if wanted == _appended[: len(wanted)]:
             return
         order = wanted + [folder for folder in _appended if folder not in wanted]

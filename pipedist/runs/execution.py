@@ -356,7 +356,7 @@ class Execution:
         )
 
     def _activity(self) -> str:
-        """Return what is done with the results of the phase's passes, if that is all that is left."""
+        """Return the work on the results of the phase's passes, if no other is left; else ""."""
         executions = [e for p in self._plan.phases[self._phase] if (e := self._executions.get(p)) is not None]
         left = [execution for execution in executions if not execution.is_complete]
         if not left and executions and self.committing_s is not None:

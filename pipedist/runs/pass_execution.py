@@ -21,7 +21,7 @@ from pipedist.errors import OutputError
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.pass_feeds import GatedFeed, Spool, feed_of
 from pipedist.runs.pass_folds import PassFolds
-from pipedist.runs.pass_journal import PASS_STATE, STATE
+from pipedist.runs.pass_journal import CALLS, CALLS_S, PASS_STATE, STATE, FinishedCallLog
 from pipedist.runs.programs import (
     parts_of,
     pass_program,
@@ -96,7 +96,7 @@ class PassExecution:
         self.is_complete = False
         """Whether all steps are taken and all values complete."""
         self._ending = ""
-        """What is done after the last step."""
+        """The work after the last step, for `activity`."""
         self._took = anyio.Event()
         """Set if steps were taken since the latest snapshot."""
         self.on_taken: Callable[[], None] = lambda: None
@@ -123,6 +123,10 @@ class PassExecution:
         self.quarantine = PassQuarantine(
             pass_.dataset, next(iter(pass_.runs), ""), self._feed, self._replicas
         )
+        self._calls: FinishedCallLog | None = None
+        """The log of finished calls; None if they are not kept."""
+        self._unread: dict[int, Slots] | None = None
+        """Finished calls whose step was not taken when the pass ended early."""
         self.handle = self._open()
         """The pass at the coordinator; the owner of this object closes it with `leave`."""
 
@@ -145,7 +149,7 @@ class PassExecution:
 
     @property
     def activity(self) -> str:
-        """What is done with its results, if all calls have returned; else ""."""
+        """The work on its results, if all calls have returned; else ""."""
         total = self.handle.steps_total
         if self._ending or total is None or self.handle.counts.steps_visible < total:
             return self._ending
@@ -159,9 +163,11 @@ class PassExecution:
         quarantine = quarantine_of(self._plan, self._pass)
         found = self._durable.part(PASS_STATE) if self._durable is not None and self.steps else None
         speculation = self._plan.spec.cluster.speculation
-        # workers keep no results in a training, because a resumed run may have other states
+        # no results are kept in a training, because a resumed run may have other states
         keep = not self._pass.gang and self._participant is None
         stamp = self._durable.stamp if self._durable is not None and keep else ""
+        if self._durable is not None and keep:
+            self._calls = FinishedCallLog(self._durable)
         handle = self._coordinator.open_pass(
             pass_program(self._plan, self._pass, self._feed.reader, self._values, streamed, self._stored),
             name=self.name,
@@ -202,6 +208,8 @@ class PassExecution:
             await self._feed.begin_at(self.steps)
             if self._participant is not None:
                 self._participant.restore(self._durable.part(PASS_STATE)["training"])
+        if self._calls is not None:
+            self.handle.restore(self._durable.finished_calls())
 
     async def run(self) -> None:
         """Execute the pass to its end; errors may be in an ExceptionGroup."""
@@ -257,14 +265,20 @@ class PassExecution:
         committing.cancel()
 
     async def _next_snapshot(self, durable: PassJournal) -> PendingSnapshot:
-        """Wait until the subscriber has seen new steps, and snapshot them."""
-        await self._took.wait()
-        async with self._taking:
-            self._took = anyio.Event()
-            await anyio.to_thread.run_sync(durable.flush)  # a snapshot then writes nothing
-            taken = self._snapshot(durable)
-            others = [(held_out, held_out.steps) for held_out in self.evaluated_by]
-            mark = 0 if self._subscription is None else self._subscription.mark
+        """Wait until the subscriber has seen new steps, and snapshot them; in a long step, its finished calls."""
+        while True:
+            with anyio.move_on_after(CALLS_S):
+                await self._took.wait()
+            async with self._taking:
+                if self._took.is_set():
+                    self._took = anyio.Event()
+                    await anyio.to_thread.run_sync(durable.flush)  # a snapshot then writes nothing
+                    taken = self._snapshot(durable)
+                    others = [(held_out, held_out.steps) for held_out in self.evaluated_by]
+                    mark = 0 if self._subscription is None else self._subscription.mark
+                    break
+                if self._calls is not None and self._calls.lacks(finished := self._finished_calls()):
+                    return self._snapshot(durable, finished)
         if self._subscription is not None:
             await self._subscription.passed(mark)
         for held_out, steps in others:
@@ -273,21 +287,30 @@ class PassExecution:
         return taken
 
     def last_snapshot(self) -> PendingSnapshot | None:
-        """Return a snapshot of uncommitted whole steps, None if there are none."""
-        if self._durable is None or not self._between or self.steps == self._durable.steps_committed:
+        """Return a snapshot of uncommitted whole steps and finished calls, None if there are none."""
+        if self._durable is None or not self._between:
+            return None
+        finished = self._unread or {}
+        has_calls = self._calls is not None and self._calls.lacks(finished)
+        if self.steps == self._durable.steps_committed and not has_calls:
             return None
         if not all(held_out._between for held_out in self.evaluated_by):
             return None
         if self._subscription is not None and not self._subscription.has_passed(self._subscription.mark):
             return None
-        return self._snapshot(self._durable)
+        return self._snapshot(self._durable, finished)
+
+    def _finished_calls(self) -> dict[int, Slots]:
+        """Return the finished calls of steps that are not taken, whose elements all count."""
+        found = self.handle.finished_calls()
+        return {call: slots for call, slots in found.items() if not self.quarantine.affects(call)}
 
     def complete_snapshot(self) -> PendingSnapshot:
         assert self._durable is not None
         assert self.is_complete
         return self._snapshot(self._durable)
 
-    def _snapshot(self, durable: PassJournal) -> PendingSnapshot:
+    def _snapshot(self, durable: PassJournal, finished: Mapping[int, Slots] = {}) -> PendingSnapshot:
         version = 2 * self.steps + self.is_complete
         state = {
             "folds": self._folds.state(),
@@ -303,6 +326,11 @@ class PassExecution:
             dropped += self._state_history.dropped()
         if self.is_complete:
             dropped += self._folds.logs_over()
+        if self._calls is not None:
+            self._calls.add(self.steps, finished)
+            dropped += self._calls.dropped()
+            if self._calls.is_used:
+                parts[CALLS] = self._calls.count
         return durable.snapshot(
             self.steps,
             self.elements,
@@ -373,6 +401,8 @@ class PassExecution:
 
     def leave(self) -> None:
         """End the pass at the coordinator, and its part in a training."""
+        if self._calls is not None and self._unread is None and not self.is_complete:
+            self._unread = self._finished_calls()
         self.handle.close()
         self.leave_training()
 

@@ -1,7 +1,8 @@
 """Commits the progress of passes to the journal, and restores it.
 
 A pass is committed as a snapshot between two steps: the folds, files and states after steps [0, n). All later
-results depend on the snapshot alone, so a run that continues from it gets the same bits.
+results depend on the snapshot alone, so a run that continues from it gets the same bits. With it, results of calls
+of later steps may be kept (`FinishedCallLog`), so that a run whose steps take long does not lose them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from pipedist.coordinator.results import CALL_BYTES, Chunk, Slots
 from pipedist.core.types import Tree
 from pipedist.errors import JournalError
 from pipedist.journal.history import History, PassHistory
@@ -26,12 +28,21 @@ COMMIT_S = 0.5
 COST_SHARE = 0.05
 """Time between two commits of a pass: COMMIT_S, or more if they would take more than this share of the time."""
 
+CALLS_S = 2.0
+"""Time without a complete step after which finished calls are committed, seconds."""
+
 Versioned = tuple[int, Tree]
 """A version number, and the value of that version."""
 
 
 def key_of(pass_: PassPlan) -> str:
     return pass_.key
+
+
+def finished_calls(before: PassHistory) -> int:
+    """Return the number of durable results of calls of later steps."""
+    part = before.parts.get(CALLS)
+    return 0 if part is None or part.inline is None else int(unpacked(part.inline))
 
 
 class RunJournal:
@@ -48,8 +59,9 @@ class RunJournal:
         self._stamp = stamp
         self._changed = anyio.Event()
         self.is_resumed = history is not None
-        self.holds_steps = history is not None and any(each.steps for each in history.passes.values())
-        """Whether steps are committed, so that a resumed run can skip them."""
+        passes = () if history is None else history.passes.values()
+        self.holds_steps = any(each.steps or finished_calls(each) for each in passes)
+        """Whether steps, or finished calls of an interrupted run, are committed, so that a resumed run skips them."""
         self.committing_since: float | None = None
         """Start of the commit in progress."""
 
@@ -145,6 +157,14 @@ class PassJournal:
         assert part.end is not None  # because the value is in a file
         ((_, frames),) = read_log(self._path(part.file), part.end)
         return decode(frames)
+
+    def finished_calls(self) -> Iterator[Chunk]:
+        """Yield the durable results of calls of later steps, if this process has the code that made them."""
+        for name in self.logs(CALLS):
+            entries = self.entries(name)
+            if next(entries)[1] == self.stamp:
+                for entry, slots in entries:
+                    yield Chunk(entry.meta, entry.meta + 1, [slots], CALL_BYTES + sum(entry.sizes))
 
     def parts(self, prefix: str) -> dict[str, Tree]:
         """Return the parts with a prefix, by the rest of their names."""
@@ -250,6 +270,62 @@ class PassJournal:
             self._logs.pop(file, None)
 
 
+class FinishedCallLog:
+    """Logs results of calls whose step is not taken yet.
+
+    A log has the stamp of its process, then the results. It is dropped with the next step; those of its calls that
+    are still needed are logged again.
+    """
+
+    def __init__(self, durable: PassJournal) -> None:
+        self._durable = durable
+        self._names = durable.logs(CALLS)
+        self._number = max((int(name.removeprefix(CALLS)) for name in self._names), default=-1)
+        self._log: RecordLog | None = None
+        self._steps = 0
+        """Number of steps that were taken before the calls of the log."""
+        self._logged: set[int] = set()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether there is or was a log."""
+        return self._number >= 0
+
+    @property
+    def count(self) -> Versioned:
+        """The number of calls in the log, as a part of a snapshot."""
+        return (self._number << 32) + len(self._logged), len(self._logged)
+
+    def lacks(self, results: Mapping[int, Slots]) -> bool:
+        return not self._logged.issuperset(results)
+
+    def add(self, steps: int, results: Mapping[int, Slots]) -> None:
+        """Log the results that the log lacks, after `steps` steps were taken."""
+        if self._log is not None and steps > self._steps:
+            self._log = None
+            self._logged = set()
+            self._number += 1
+        new = sorted(results.keys() - self._logged)
+        if not new:
+            return
+        if self._log is None:
+            self._number += 1
+            self._steps = steps
+            self._names.append(f"{CALLS}{self._number}")
+            self._log = self._durable.log(self._names[-1])
+            self._log.append(self._durable.stamp)
+        for call in new:
+            self._log.append(results[call], call)
+        self._logged.update(new)
+
+    def dropped(self) -> list[str]:
+        """Return the logs that the next snapshot does not need."""
+        kept = 0 if self._log is None else 1
+        gone = self._names[: len(self._names) - kept]
+        del self._names[: len(gone)]
+        return gone
+
+
 @dataclass(frozen=True, slots=True)
 class PendingSnapshot:
     """A snapshot that is not durable yet.
@@ -267,6 +343,9 @@ class PendingSnapshot:
 
 PASS_STATE = "reading"
 """Snapshot key for fold state, training position and quarantined elements."""
+
+CALLS = "calls."
+"""Prefix of the logs of finished calls, and the snapshot key of their number."""
 
 STATE = "state."
 """Prefix of the snapshot keys of states."""

@@ -71,7 +71,7 @@ class Progress:
         phase, phases: the index of the current phase, from 0, and the number of phases.
         workers_ready: workers that have joined and are alive.
         elapsed_s: seconds since the first phase began.
-        activity: after the last call of a pass: what is done with its results; else "".
+        activity: the work on the results after the last call of the phase; before that, "".
     """
 
     passes: tuple[StageCount, ...]

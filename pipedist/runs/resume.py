@@ -27,7 +27,7 @@ from pipedist.runs.identity import (
     meaning,
 )
 from pipedist.runs.pass_folds import can_write
-from pipedist.runs.pass_journal import RunJournal, key_of
+from pipedist.runs.pass_journal import RunJournal, finished_calls, key_of
 from pipedist.runs.reuse import reuse_run
 from pipedist.runs.run_header import (
     changed_inputs,
@@ -187,10 +187,12 @@ def _header_there(journal: Path) -> Header | None:
 
 
 def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
+    same_code = history.header.code == now.code
     done = ", ".join(
         f"{history.header.passes[key]['name']}: "
         + ("all" if found.complete else f"{found.steps:,}")
         + f" step{'s' * (found.complete or found.steps != 1)}"
+        + (f" and {calls:,} calls" if same_code and (calls := finished_calls(found)) else "")
         for key, found in history.passes.items()
     )
     notice = f"resuming the run {history.header.run}; committed steps: {done or 'none'}"

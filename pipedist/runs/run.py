@@ -172,7 +172,10 @@ class Run(AsyncOnly):
                     serve_status(self._folder.live, lambda: json.dumps(self.why()).encode())
                 )
             self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C while workers start
+            if self._folder is not None and not self.resumable:  # nothing is committed
+                with contextlib.suppress(OutputError):
+                    self._folder.fail(resumable=False)
             await self._stack.__aexit__(type(error), error, error.__traceback__)
             raise
         return self
@@ -237,13 +240,7 @@ class Run(AsyncOnly):
 
     async def _open_cluster(self, cluster: Cluster) -> None:
         if cluster is not self._given_cluster:
-            try:
-                await self._stack.enter_async_context(cluster)
-            except Exception:
-                if self._folder is not None and not self.resumable:  # no step is committed
-                    with contextlib.suppress(OutputError):
-                        self._folder.fail(resumable=False)
-                raise
+            await self._stack.enter_async_context(cluster)
         self._cluster = cluster
         coordinator = cluster.coordinator  # raises if the given cluster is not open
         if self._on_log is not None:

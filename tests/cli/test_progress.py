@@ -115,7 +115,7 @@ def test_a_line_contains_what_is_known() -> None:
     )
     assert ", 3.6 calls/h, " in describe("x", one_step, Pace(7200.0, 0.0, 0.001, None))
     assert describe("x", ProgressTotals(0, 1, 0, 0, calls_total=1), Pace(0.0, 0.0, 0.0, None)) == (
-        "x: 0%, 0 of 1 call, 0 workers"
+        "x: 0%, 0 of 1 call, waiting for workers"
     )
     assert "left in this phase" in describe("x", replace(known, phases=2), Pace(4.0, 125.0, 1.25, 5.0))
     assert [duration(s) for s in (0.04, 42, 65, 3905)] == ["0.0 s", "42 s", "1:05", "1:05:05"]

@@ -422,7 +422,7 @@ main()
 """
 
 
-def test_a_signal_while_the_cluster_is_opened_does_not_tear_it(spec: Path) -> None:
+def test_a_signal_while_the_cluster_is_opened_does_not_tear_it(pipedist: Command, spec: Path) -> None:
     """A socket that is made, but known to nobody yet, would be waited for without an end."""
     ended = subprocess.run(
         [sys.executable, "-c", SIGNALLED, "run", "squares.yaml"],
@@ -431,8 +431,10 @@ def test_a_signal_while_the_cluster_is_opened_does_not_tear_it(spec: Path) -> No
         text=True,
         timeout=60,
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr == "pipedist: the run was stopped before its first call\n"
     assert (spec.parent / "went_on").exists()
+    assert pipedist("run", "squares.yaml").returncode == 0  # nothing is discarded, so no option is needed
 
 
 def test_a_signal_before_the_run_ends_the_process(spec: Path) -> None:

@@ -173,6 +173,15 @@ def test_code_folders_leave_the_path_with_the_last_context_that_needs_them(tmp_p
     assert sys.path == before
 
 
+def test_modules_of_the_users_own_path_are_not_those_of_another_spec(tmp_path: Path) -> None:
+    sys.path.insert(0, str(tmp_path))
+    (tmp_path / "own_module.py").write_text("def f(): return 1\n")
+    with functions.code_on_path([str(tmp_path)]):
+        assert load(by_name("own_module:f"), [str(tmp_path)])() == 1
+    with functions.code_on_path([str(tmp_path / "other")]):
+        assert load(by_name("own_module:f"), [str(tmp_path / "other")])() == 1
+
+
 def test_a_context_keeps_the_folders_of_one_that_is_still_open(tmp_path: Path) -> None:
     before = list(sys.path)
     first, second = functions.code_on_path([str(tmp_path)]), functions.code_on_path([str(tmp_path)])

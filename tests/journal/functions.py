@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,3 +65,17 @@ def together(x: np.ndarray, calls: str, ctx: Any) -> Any:
 def one_by_one(count: int) -> Iterator[np.ndarray]:
     """A source without random access."""
     return (np.array(i * 3) for i in range(count))
+
+
+def gated(x: np.ndarray, folder: str, waiting: list[int], replicas: int, ctx: Any) -> np.ndarray:
+    """Note the call; some calls wait for a file, and elements below 0 are bad."""
+    note(f"{folder}/calls", "gated", ctx)
+    if x.min() < 0:
+        raise ValueError("negative")
+    while ctx.step * replicas + ctx.replica_id_in_sync_group in waiting and not Path(folder, "go").exists():
+        time.sleep(0.005)
+    return np.asarray(np.sqrt(x.astype(np.float64)))
+
+
+def one_negative(count: int) -> np.ndarray:
+    return np.where(np.arange(count) == 1, -1, np.arange(count))

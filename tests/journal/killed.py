@@ -19,6 +19,7 @@ import anyio
 
 from pipedist.coordinator import pass_handle as handle
 from pipedist.journal.writer import Journal
+from pipedist.runs import pass_execution
 from pipedist.runs import pass_journal as durable
 
 
@@ -42,6 +43,7 @@ def main() -> None:
 
     if kill_at:
         durable.COMMIT_S, durable.COST_SHARE = 0.0, math.inf  # a slow disk makes no pause after each step
+        pass_execution.CALLS_S = math.inf
         handle.BATCH_STEPS_MAX = 1
         Journal._append = counted  # type: ignore[method-assign]
         handle.PassHandle.batches = one_by_one  # type: ignore[method-assign,assignment]
