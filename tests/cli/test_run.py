@@ -213,7 +213,7 @@ def test_an_output_that_fails_at_the_end_costs_no_other_value(
     assert document["ledger"] == LEDGER
     assert done.stderr.splitlines()[-1].startswith("pipedist: outputs.odd (odd.csv): leaf 'y' has 3 rows")
     assert (tmp_path / "out/squares/rows.npy").exists()
-    table = pipedist("run", "squares.yaml")
+    table = pipedist("run", "squares.yaml", "--restart")
     assert table.returncode == 1
     assert "285" in table.stdout
     assert "outputs.odd" in table.stderr

@@ -16,7 +16,7 @@ import pytest
 
 import pipedist
 from pipedist.journal.audit import audit
-from pipedist.journal.history import Header, PassHistory, read_history
+from pipedist.journal.history import FORMAT, Header, PassHistory, read_history
 from pipedist.journal.writer import Journal
 from pipedist.runs.pass_journal import CALLS, FinishedCallLog, PassJournal, finished_calls
 from tests.journal.killing import ROOT
@@ -167,7 +167,7 @@ def test_calls_of_a_long_step_survive_a_killed_process(tmp_path: Path) -> None:
 
 def header() -> Header:
     passes = {"0/d": {"name": "y", "dataset": "d"}}
-    return Header(3, pipedist.__version__, "run", "name", {}, "", {}, {}, 2, {}, passes)
+    return Header(FORMAT, pipedist.__version__, "run", "name", {}, "", {}, {}, 2, {}, passes)
 
 
 def reopened(folder: Path, stamp: str) -> PassJournal:

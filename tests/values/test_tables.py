@@ -123,7 +123,7 @@ def test_counts_by_key_are_a_row_a_key_and_value(tmp_path: Path) -> None:
 
 def test_a_combine_function_of_ones_own_by_key(tmp_path: Path) -> None:
     files = written(tmp_path, "largest", f"{M}:by_key_top_2", endings=("csv",))
-    assert files["csv"].read_text() == "key,k,values/0,values/1\n0,2,9,6\n1,2,10,7\n2,2,11,8\n"
+    assert files["csv"].read_text() == "key,value\n0,9\n0,6\n1,10\n1,7\n2,11\n2,8\n"
 
 
 def test_other_trees_and_other_values_are_as_they_were(tmp_path: Path) -> None:
@@ -133,8 +133,8 @@ def test_other_trees_and_other_values_are_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_value_for_each_step_is_a_row_for_each_step(tmp_path: Path) -> None:
-    files = written(tmp_path, "kinds", "pipedist.combiners:counter", per="step", endings=("csv",))
-    assert files["csv"].read_text() == "0,1\n2,2\n2,2\n2,2\n"
+    files = written(tmp_path, "kinds", "pipedist.combiners:counter", per="step", endings=("jsonl",))
+    assert files["jsonl"].read_text() == '{"0": 2, "1": 2}\n' * 3
 
 
 def test_no_keys_and_one_component_whose_keys_have_another_order() -> None:

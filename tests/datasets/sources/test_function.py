@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipedist.core.functions import code_on_path
 from pipedist.datasets.sources import Source, SourceError, open_source
 from tests.datasets.sources.reading import assert_sealed
 
@@ -178,5 +179,6 @@ def test_a_factory_is_found_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "factory_of_sources_test.py").write_text(
         "import numpy\ndef load(n): return numpy.arange(n)\n"
     )
-    source = _open("factory_of_sources_test:load", tmp_path, n=3)
+    with code_on_path([str(tmp_path)]):
+        source = _open("factory_of_sources_test:load", tmp_path, n=3)
     assert source.read(range(3)).tolist() == [0, 1, 2]
