@@ -111,13 +111,16 @@ class PassExecution:
             self._feed = GatedFeed(self._feed, "run", steps_max=steps_max)
         self._spools = {name: spools[name] for name in pass_.kept}
         self._kept_slots = {name: slot_of(name, plan.spec.stages[name]) for name in pass_.kept}
+        self._storable: tuple[str, ...] = ()
+        """The other runs. The same ones in each process of a run, because cached results are of one program."""
         self._stored: dict[str, Spool] = {}
-        """The values of other runs, as long as all of them are worth storing for a reuse."""
+        """The values of these, as long as all of them are worth storing for a reuse."""
         self._not_stored: list[str] = []
         """Runs whose logs are not continued."""
         indivisible = training is not None or pass_.gang or bool(quarantine_of(plan, pass_))
         if durable is not None and not indivisible:
-            names = [n for n in pass_.runs if n not in pass_.kept and (not self.steps or durable.has_log(n))]
+            self._storable = tuple(name for name in pass_.runs if name not in pass_.kept)
+            names = [name for name in self._storable if not self.steps or durable.has_log(name)]
             self._stored = {name: Spool(name, durable.log(name)) for name in names}
         self._folds = PassFolds(plan, pass_, coordinator, folder, unwritten=unwritten, durable=durable)
         self.quarantine = PassQuarantine(
@@ -169,7 +172,7 @@ class PassExecution:
         if self._durable is not None and keep:
             self._calls = FinishedCallLog(self._durable)
         handle = self._coordinator.open_pass(
-            pass_program(self._plan, self._pass, self._feed.reader, self._values, streamed, self._stored),
+            pass_program(self._plan, self._pass, self._feed.reader, self._values, streamed, self._storable),
             name=self.name,
             settings=PassSettings(
                 self._replicas,
