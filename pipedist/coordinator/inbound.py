@@ -115,7 +115,7 @@ class Inbound:
         handle = self._passes.of_lease(peer.worker, lease)
         chunk, size = None, 0
         if handle is not None:  # otherwise the scheduler drops them: they need no decoding
-            chunk = open_chunk(lo, hi, frames, handle.slots, partial=handle.settings.gang)
+            chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
             size = chunk.size
         self._post(ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, results.busy_ns, size), chunk)
 

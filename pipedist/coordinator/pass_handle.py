@@ -115,6 +115,9 @@ class PassHandle:
         self.settings = settings
         self.policy = policy
         self.slots = frozenset(emit.slot for emit in program.emits)
+        # in a gang, stages are not called with empty shards; values of short calls are not stored
+        required = [] if settings.gang else [emit.slot for emit in program.emits if not emit.stored]
+        self.required_slots = frozenset(required)
         self.program_frames: list[Frame] = to_frames(program)
         self.key = key_of(stamp, self.program_frames) if stamp else ""
         """The key under which workers cache results of the pass until they are durable; "": they do not."""
@@ -260,7 +263,9 @@ class PassHandle:
 
     def restore(self, chunks: Iterable[Chunk]) -> None:
         """Set results of an earlier process, of one call each, before the feed runs: these are not executed."""
-        self._restored = {chunk.lo: chunk for chunk in chunks if chunk.calls[0].keys() == self.slots}
+        self._restored = {
+            chunk.lo: chunk for chunk in chunks if self.required_slots <= chunk.calls[0].keys() <= self.slots
+        }
 
     def finished_calls(self) -> dict[int, Slots]:
         """Return the results that the reader has not consumed, by call."""

@@ -44,13 +44,13 @@ class Chunk(Struct, frozen=True):
 
 
 def open_chunk(
-    lo: int, hi: int, frames: Sequence[Frame], slots: frozenset[str], *, partial: bool = False
+    lo: int, hi: int, frames: Sequence[Frame], slots: frozenset[str], required: frozenset[str]
 ) -> Chunk:
     """Decode and check the results in a message, before they are accepted.
 
     Args:
         slots: slots that the pass's program has each call send back.
-        partial: a call may lack some of them: in a gang, stages are not called with empty shards.
+        required: those of them that no call may lack.
 
     Raises:
         RemoteProtocolError: the payload is malformed, or not one entry per call with these slots.
@@ -59,7 +59,7 @@ def open_chunk(
     if type(calls) is not list or len(calls) != hi - lo:
         raise RemoteProtocolError(f"the results of calls [{lo}, {hi}) do not have one entry per call")
     for call in calls:
-        if type(call) is not dict or not (call.keys() == slots or (partial and call.keys() <= slots)):
+        if type(call) is not dict or not required <= call.keys() <= slots:
             raise RemoteProtocolError(
                 f"a result of calls [{lo}, {hi}) does not have the slots that its program emits: "
                 f"{', '.join(sorted(slots)) or 'none'}"

@@ -66,7 +66,7 @@ class Emit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     # (`pipedist.reduction.tree.Reduction(op, axis).partial(value)`), so that rows do not travel
     op: str = ""
     axis: tuple[int, ...] | None = None  # the reduction's axis: None, or a tuple of ints
-    # The value is sent as a list of it, or as an empty list if the call would take less time than to store it
+    # The value is sent as a list of it, if the call took longer than to store it takes
     stored: bool = False
     # Limit of the value's leaves and containers; ELEMENTS_MAX if only functions read it
     objects_max: int = RESULT_OBJECTS_MAX

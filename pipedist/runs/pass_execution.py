@@ -387,7 +387,7 @@ class PassExecution:
                 spool.append(parts, ids, elements=counts[at], epoch=epoch, skipped=skipped)
         for name, spool in list(self._stored.items()):
             for at, found in enumerate(parts_of(stored_slot(name), steps)):
-                if not all(found) or spool.bytes(0, len(spool)) > STORED_BYTES_MAX:
+                if len(found) < len(steps[at]) or spool.bytes(0, len(spool)) > STORED_BYTES_MAX:
                     del self._stored[name]
                     self._not_stored.append(name)
                     break

@@ -61,8 +61,6 @@ def _is_worth_storing(value: Tree, seconds: float) -> bool:
 
     Only plain values are stored: a function that reads one later gets what it would have got from the call.
     """
-    if seconds < STORED_S_MIN:
-        return False
     try:
         size = _plain_bytes(value)
         if size is None or size > seconds * STORED_BYTES_PER_S:
@@ -121,12 +119,13 @@ class PassExecutor:
         """Whether to record the running stage (needed if there are several, or any has a timeout)."""
         self.finder = ShardFinder(program.reader, program.replicas)
         emits = [emit for emit in program.emits if emit.of >= -1]
-        self._slots = [emit.slot for emit in emits]
         self._reduced = [(e, Reduction.of(e.op, e.axis)) for e in emits if e.op]
         self._whole = [e for e in emits if not e.op and not e.stored]
         self._stored = [e for e in emits if e.stored]
+        self._slots = [emit.slot for emit in emits if not emit.stored]
         self._assigned = [emit.slot for emit in program.emits if emit.of < -1]  # slots of variables
-        self._sole = emits[0] if emits == self._whole and len(emits) == 1 and emits[0].of >= 0 else None
+        whole = self._whole
+        self._sole = whole[0] if len(self._slots) == len(whole) == 1 and whole[0].of >= 0 else None
         """The emit of a program that sends back the whole value of one stage only."""
         # A pass without functions emits for its reductions, whose stages are named by slot.
         names = [stage.name for stage in program.stages] or [emit.slot for emit in program.emits]
@@ -326,7 +325,8 @@ class PassExecutor:
 
     def _collected(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
         gang = call.gang
-        if self._sole is not None and not empty and (gang is None or gang.variables is None):
+        stored = [emit for emit in self._stored if call.seconds[emit.of] >= STORED_S_MIN]
+        if self._sole is not None and not stored and not empty and (gang is None or gang.variables is None):
             of = self._sole.of
             call.stage = self._stages[of].name
             box = [values[of]]
@@ -362,9 +362,8 @@ class PassExecutor:
                 owned[of], bytes_ = take_ownership(box, emit.objects_max)
                 size += bytes_
             outcome[emit.slot] = owned[of]
-        for emit in self._stored:
+        for emit in stored:
             of = emit.of
-            outcome[emit.slot] = []
             if _is_worth_storing(owned.get(of, values[of]), call.seconds[of]):
                 if of not in owned:
                     box = [values[of]]
