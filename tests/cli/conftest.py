@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.preloaded import run_module
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -16,15 +16,7 @@ def pipedist(tmp_path: Path) -> Command:
     """Carries out `pipedist ARGS...` in a folder of its own."""
 
     def carry_out(*args: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "pipedist", *map(str, args)],
-            cwd=tmp_path,
-            env={**os.environ, "COLUMNS": "120", **env},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        return run_module("pipedist", *args, cwd=tmp_path, env={"COLUMNS": "120", **env})
 
     return carry_out
 

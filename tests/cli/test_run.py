@@ -232,13 +232,12 @@ def test_a_place_that_can_not_be_a_folder_is_exit_2(pipedist: Command, spec: Pat
     "args",
     [
         "run squares.yaml",
-        "run squares.yaml --json",
-        "plan squares.yaml",
         "validate squares.yaml",
-        "schema",
-        "--version",
         "--help",
-        "run --help",
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in ("run squares.yaml --json", "plan squares.yaml", "schema", "--version", "run --help")
+        ),
     ],
 )
 def test_a_full_disk_behind_stdout(spec: Path, args: str) -> None:

@@ -8,32 +8,28 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.preloaded import run_module
+
 ROOT = Path(__file__).parents[2]
 SENSORS = ROOT / "examples" / "sensors"
 DOCS = ROOT / "docs" / "testing.md"
 
 
-def carry_out(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, capture_output=True, text=True, timeout=100, check=False
-    )
-
-
 def test_the_wrong_one_is_caught_and_the_docs_show_it(tmp_path: Path) -> None:
     shutil.copytree(SENSORS, tmp_path, dirs_exist_ok=True)
     command = "simulate wrong.yaml --seed 7 --faults crash=0.02,slow=0.1"
-    wrong = carry_out(tmp_path, "pipedist", *command.split())
+    wrong = run_module("pipedist", *command.split(), cwd=tmp_path)
     assert wrong.returncode == 1
     assert "stage outliers is " in wrong.stdout
     assert f"$ pipedist {command}\n{wrong.stdout}" in DOCS.read_text()
     again = re.search(r"reproduce: pipedist (.*)", wrong.stdout)
     assert again
-    assert carry_out(tmp_path, "pipedist", *again[1].split()).stdout == wrong.stdout
+    assert run_module("pipedist", *again[1].split(), cwd=tmp_path).stdout == wrong.stdout
 
 
 def test_the_right_one_passes(tmp_path: Path) -> None:
     shutil.copytree(SENSORS, tmp_path, dirs_exist_ok=True)
-    right = carry_out(tmp_path, "pipedist", "simulate", "right.yaml", "--seeds", "10")
+    right = run_module("pipedist", "simulate", "right.yaml", "--seeds", "10", cwd=tmp_path)
     assert (right.returncode, right.stderr) == (0, "")
     assert "violations  0\n" in right.stdout
 
@@ -43,7 +39,8 @@ def test_as_a_test_of_ones_own(tmp_path: Path) -> None:
     options = ["-q", "-p", "no:cacheprovider"]
     if "pipedist.testing.pytest_plugin" not in _plugins():
         options += ["-p", "pipedist.testing.pytest_plugin"]
-    ran = carry_out(tmp_path, "pytest", *options)
+    command = [sys.executable, "-m", "pytest", *options]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert "1 failed, 1 passed" in ran.stdout
     assert "not deterministic in (shard, with, ctx)" in ran.stdout
 

@@ -113,7 +113,9 @@ def test_regression_finds_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("example", "pattern"),
     [
-        ("digits.py", r"accuracy by epoch: 0\.\d{3}( 0\.\d{3}){18} 0\.9[5-9]\d\n"),
+        pytest.param(
+            "digits.py", r"accuracy by epoch: 0\.\d{3}( 0\.\d{3}){18} 0\.9[5-9]\d\n", marks=pytest.mark.slow
+        ),
         ("kmeans.py", r"4 iterations, within \de-1\d of scikit-learn's centroids\n"),
         ("embedded.py", r"(above \d\.0: \d+ of 100000, by step \[.*\]\n){3}"),
     ],

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedist.journal.history import History, read_history
+from tests.preloaded import run_module
 
 ROOT = Path(__file__).parents[2]
 F = "tests.journal.functions"
@@ -152,19 +153,30 @@ class Job:
         assert found is not None
         return found
 
-    def run(self, *flags: str, kill_at: int = 0, workers: int = 2) -> int:
+    def run(self, *flags: str, kill_at: int = 0, workers: int = 2, fresh: bool = False) -> int:
         """Run in a process of its own, and return its exit code, negative where a signal ended it.
 
         Args:
             kill_at: the record when the process kills itself; 0: never, and it is an ordinary run.
+            fresh: start an interpreter for it: with its own hash seed, and libraries that read its environment.
         """
-        command = [sys.executable, "-m", "tests.journal.killed", str(kill_at), "run", "spec.yaml"]
+        command = ["tests.journal.killed", str(kill_at), "run", "spec.yaml"]
         command += ["--workers", str(workers), "--output", "out", "--json", *flags]
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            command, cwd=self.folder, env=env, capture_output=True, timeout=120, check=False
+        done = (
+            subprocess.run(
+                [sys.executable, "-m", *command],
+                cwd=self.folder,
+                env=env,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            if fresh
+            else run_module(*command, cwd=self.folder, env=env)
         )
-        self.stderr = done.stderr.decode()
+        self.stderr = done.stderr
         if done.returncode == 0:
             self.document: dict[str, Any] = json.loads(done.stdout)
         return done.returncode

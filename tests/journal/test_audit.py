@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from pipedist.coordinator.pass_handle import PassHandle
 from pipedist.errors import LocalProtocolError
 from pipedist.journal.log_format import read_records
 from pipedist.runs import pass_journal as durable
+from tests.preloaded import run_module
 
 SPEC = {
     "pipedist": 1,
@@ -31,8 +30,7 @@ SPEC = {
 
 
 def audit(run: Path) -> tuple[int, str]:
-    command = [sys.executable, "-m", "pipedist", "audit", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_module("pipedist", "audit", run, cwd=run.parent)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from pipedist.runs.call_replay import Replayed
 from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import Replay, open_replay
 from pipedist.worker.boot import environment
+from tests.preloaded import run_module
 
 ROOT = Path(__file__).parents[2]
 F = "tests.runs.replay_functions"
@@ -420,11 +420,8 @@ def test_versions_continue_in_a_resumed_run(
 
 
 def command(*args: str | Path, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pipedist", "replay", *map(str, args)],
-        cwd=cwd, env={**environment(2), "PYTHONPATH": str(ROOT)}, input=stdin, capture_output=True,
-        text=True, timeout=100, check=False,
-    )  # fmt: skip
+    env = {**environment(2), "PYTHONPATH": str(ROOT)}
+    return run_module("pipedist", "replay", *args, cwd=cwd, env=env, stdin=stdin)
 
 
 def test_the_command_prints_the_result_as_text_and_as_json(finished: Path, steps: list[Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import pipedist
 from pipedist.errors import CallError
 from pipedist.worker.execution import Digests, digests_of
+from tests.preloaded import run_module
 
 ROOT = Path(__file__).parents[2]
 F = "tests.runs.unsteady_functions"
@@ -101,8 +101,7 @@ def test_combine_functions_and_updates_are_verified_too() -> None:
 def test_the_command_reports_the_verification(tmp_path: Path) -> None:
     def run(document: dict[str, Any]) -> subprocess.CompletedProcess[str]:
         (tmp_path / "spec.yaml").write_text(json.dumps({**document, "code": str(ROOT)}))
-        command = [sys.executable, "-m", "pipedist", "run", "spec.yaml", "--verify", "--workers", "2"]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+        return run_module("pipedist", "run", "spec.yaml", "--verify", "--workers", "2", cwd=tmp_path)
 
     done = run(spec("steady"))
     assert done.returncode == 0, done.stderr

