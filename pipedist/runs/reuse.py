@@ -32,10 +32,10 @@ from msgspec.structs import replace
 from pipedist.journal.history import Header, History, PassHistory, StoredValue, read_history
 from pipedist.journal.writer import Journal, file_name
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.identity import SpecSource, changed_files, changed_module, differences, listed, modules_of
+from pipedist.runs.identity import changed_files, changed_module, differences, listed, modules_of
 from pipedist.runs.pass_folds import can_write, grows, keeps
 from pipedist.runs.pass_journal import RunJournal
-from pipedist.runs.run_header import described, ended_ns, header_of, pass_of, stamp_of
+from pipedist.runs.run_header import described, pass_of, stamp_of
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
@@ -125,23 +125,20 @@ class Piece:
 def reuse_run(
     plan: Plan,
     folder: RunFolder,
-    run_id: str,
+    header: Header,
     outputs: Sequence[str],
     history: History,
-    source: SpecSource,
     moved: Sequence[str],
-) -> tuple[Journal, RunJournal, Plan, str]:
+) -> tuple[RunJournal, Plan, str]:
     """Begin a run with the unchanged steps of earlier ones.
 
     Args:
+        header: of the new run, without its passes.
         moved: differences of the platform, which prevent it.
 
     Returns:
-        The journal, the same by pass, the plan with the passes of the new run, and a message for the user.
+        The journal, the plan with the passes of the new run, and a message for the user.
     """
-    header = header_of(
-        plan, run_id, source, history.header, ended_ns(folder.journal, finished=history.ended is not None)
-    )
     division = _Division(plan, folder, header, list(_sources(plan, history)), moved)
     sources, pieces = division.sources, division.pieces()
     plan = replace(plan, phases=_phases(pieces))
@@ -156,14 +153,13 @@ def reuse_run(
     Journal.replace(folder.journal, header, taken)
     complete = [p for p in plan.passes if p.key in taken and taken[p.key].complete]
     written = [name for p in complete for name in (*p.folds, *p.updates) if name in plan.spec.outputs]
-    folder.take_over(run_id, header.digest, outputs, plan.spec.outputs, written)
+    folder.take_over(header.run, header.digest, outputs, plan.spec.outputs, written)
     again = read_history(folder.journal)
     assert again is not None  # it was just written
     journal = Journal.reopen(folder.journal, again, code=header.code)
     spared = (PassHistory.of(spare["history"]) for spare in header.spares.values())
     journal.keep(name for found in (*taken.values(), *spared) for name in found.files())
-    run = RunJournal(journal, again, stamp_of(header))
-    return (journal, run, plan, "\n".join(map(_line, pieces)))
+    return RunJournal(journal, again, stamp_of(header)), plan, "\n".join(map(_line, pieces))
 
 
 def _line(piece: Piece) -> str:

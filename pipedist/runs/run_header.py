@@ -19,7 +19,6 @@ from pipedist.journal.history import FORMAT, NAME, Header
 from pipedist.plan import PassPlan, Plan
 from pipedist.plan.phases import links_of
 from pipedist.runs.identity import (
-    NO_SOURCE,
     SpecSource,
     changed_files,
     code_of,
@@ -29,7 +28,6 @@ from pipedist.runs.identity import (
     modules_of,
     stamps,
 )
-from pipedist.runs.pass_journal import key_of
 
 LAST_WRITES_S = 10
 """Longest time that functions of a killed run write after its last commit, in seconds."""
@@ -44,7 +42,7 @@ def ended_ns(journal: Path, *, finished: bool = False) -> int:
 
 
 def header_of(
-    plan: Plan, run_id: str, source: SpecSource = NO_SOURCE, before: Header | None = None, ended: int = 0
+    plan: Plan, run_id: str, source: SpecSource, before: Header | None = None, ended: int = 0
 ) -> Header:
     """Return the header of a new journal.
 
@@ -63,7 +61,7 @@ def header_of(
         code=code_of(modules),
         replicas=plan.spec.replicas,
         platform=asdict(Platform.here()),
-        passes={key_of(pass_): described(plan, pass_, modules) for pass_ in plan.passes},
+        passes={pass_.key: described(plan, pass_, modules) for pass_ in plan.passes},
         source=source.source,
         sets=source.sets,
         params=source.params,
@@ -152,12 +150,8 @@ def changes(there: Header, now: Header) -> list[str]:
     return [*differences(there.spec, now.spec), *changed_inputs(there, now, "datasets.")]
 
 
-def changed_uses(there: Header, now: Header) -> list[str]:
-    """Return the changes of files that stages read."""
-    return list(changed_inputs(there, now, "stages."))
-
-
 def changed_inputs(there: Header, now: Header, section: str) -> Iterator[str]:
+    """Yield the changes of files of datasets or stages."""
     places = [place for place in {**there.inputs, **now.inputs} if place.startswith(section)]
     return changed_files(there.inputs, now.inputs, places)
 
