@@ -87,8 +87,7 @@ class PassQuarantine:
         feed: the feed of the pass; None: an earlier process completed the pass.
     """
 
-    def __init__(self, dataset: str, stage: str, feed: Feed | None, replicas: int) -> None:
-        self.dataset = dataset
+    def __init__(self, stage: str, feed: Feed | None, replicas: int) -> None:
         self._stage = stage
         self._feed = feed
         self._replicas = replicas
