@@ -25,7 +25,7 @@ from msgspec import Struct
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.log_format import FIRST, JournalRecord, LogEnd, read_records
 
-FORMAT: Final = 4
+FORMAT: Final = 5
 NAME: Final = "journal"
 
 
@@ -40,7 +40,7 @@ class Header(Struct, frozen=True):
         code: name -> SHA-256 of the modules of the functions.
         replicas: call number = step * replicas + replica.
         platform: fields of the `Platform` that the run began on; bits depend on it.
-        passes: by key of the pass: dataset, display name, digest of all that decides its values.
+        passes: by key of the pass: its plan, its name, and what in the spec and which modules decide its values.
         source: absolute path of the spec's file; "" if there was none.
         sets: NAME=VALUE texts of the command line.
         params: values of other parameters, as a record of a log.

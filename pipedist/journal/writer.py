@@ -113,7 +113,7 @@ class Journal:
         journal = cls._open(folder, f"{NAME}.new", 0, FIRST, header.payload(), disk)
         try:
             entries = [
-                _entry(key, (0, header.replicas * of.steps), of, of.parts, of.quarantined.items())
+                {"pass": key, "calls": (0, header.replicas * of.steps), "dropped": [], **of.plain()}
                 for key, of in passes.items()
             ]
             if entries:
@@ -173,11 +173,18 @@ class Journal:
             stale: list[str] = []
             entries = []
             for snapshot in snapshots:
-                calls = (snapshot.first * snapshot.replicas, snapshot.last * snapshot.replicas)
                 parts = self._store(snapshot, stale)
-                entries.append(
-                    _entry(snapshot.key, calls, snapshot, parts, snapshot.quarantined, snapshot.dropped)
-                )
+                entry = {
+                    "pass": snapshot.key,
+                    "calls": (snapshot.first * snapshot.replicas, snapshot.last * snapshot.replicas),
+                    "elements": snapshot.elements,
+                    "complete": snapshot.complete,
+                    "parts": {name: part.plain() for name, part in parts.items()},
+                    "logs": {name: [end.bytes, end.crc] for name, end in snapshot.logs.items()},
+                    "dropped": snapshot.dropped,
+                    "quarantined": snapshot.quarantined,
+                }
+                entries.append(entry)
             ends = [(name, end.bytes) for snapshot in snapshots for name, end in snapshot.logs.items()]
             with self._names:
                 unsynced = [(name, at, self._logs[name]) for name, at in ends if at > self._synced[name]]
@@ -283,27 +290,6 @@ class Journal:
             "all committed steps are safe. Fix the problem, then rerun with --resume."
         )
         return JournalError(self._broken)
-
-
-def _entry(
-    key: str,
-    calls: tuple[int, int],
-    of: PassSnapshot | PassHistory,
-    parts: Mapping[str, StoredValue],
-    quarantined: Iterable[tuple[int, int]],
-    dropped: Iterable[str] = (),
-) -> dict[str, Any]:
-    """Return a pass's entry in a record."""
-    return {
-        "pass": key,
-        "calls": calls,
-        "elements": of.elements,
-        "complete": of.complete,
-        "parts": {name: part.plain() for name, part in parts.items()},
-        "logs": {name: [end.bytes, end.crc] for name, end in of.logs.items()},
-        "dropped": [*dropped],
-        "quarantined": [*quarantined],
-    }
 
 
 def file_name(key: str, name: str) -> str:

@@ -63,7 +63,7 @@ class NpySink(Sink):
             self._spool = self._begin(array)
         self._spool.append(array)
 
-    def _fits(self, value: Tree) -> None:
+    def check(self, value: Tree) -> None:
         _storable(self._one_array(value, Leaves(bare="data", target=self.label)), self.label)
 
     def _one_array(self, value: Tree, leaves: Leaves) -> Array:
@@ -110,7 +110,7 @@ class NpzSink(Sink):
         else:
             self._pieces.append(value, stack=self._mode == "each")
 
-    def _fits(self, value: Tree) -> None:
+    def check(self, value: Tree) -> None:
         for name in self._storables(value, Leaves(bare="data", target=self.label)):
             self._info(name)
 

@@ -57,7 +57,7 @@ class RowSink(Sink):
         self._check(columns, self._dtypes)
         self._rows(columns)
 
-    def _fits(self, value: Tree) -> None:
+    def check(self, value: Tree) -> None:
         if value is not None:
             self._check(self._columns(value, Leaves(bare="value", target=self.label)), {})
 
@@ -140,11 +140,11 @@ class JsonLinesSink(RowSink):
                 return
         super()._append(value)
 
-    def _fits(self, value: Tree) -> None:
+    def check(self, value: Tree) -> None:
         if self._mode == "each":
             _columns_of_row(value, self.label)
         else:
-            super()._fits(value)
+            super().check(value)
 
     def _rows(self, columns: dict[str, Array]) -> None:
         cells = [encoding.array_to_json(array, (name,)) for name, array in columns.items()]

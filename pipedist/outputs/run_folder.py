@@ -132,9 +132,22 @@ class RunFolder:
         outputs: Mapping[str, str],
         kept: Collection[str],
     ) -> None:
-        """Begin a run that keeps the outputs of some stages of another run, at the same paths."""
-        keep = {outputs[stage] for stage in kept if self.has(stage, outputs[stage])}
-        self._record = _continued(self.path, self._record, run_id, spec_hash, files, outputs, keep)
+        """Begin a run that keeps the complete outputs of some stages, at the same paths.
+
+        It can be repeated after a kill.
+        """
+        old, keep = self._record, {outputs[stage] for stage in kept if self.has(stage, outputs[stage])}
+        with writing(self.path):
+            self._new.mkdir(exist_ok=True)
+            for name in keep if old.complete else ():
+                _copy(self.path / name, self._new / name)
+            for there in [there for there in self._new.rglob("*") if there.is_file()]:
+                if str(there.relative_to(self._new)) not in keep:  # of other stages, or of a killed process
+                    there.unlink()
+        self._record = RunRecord(
+            "running", run_id, spec_hash, tuple(files), _standing(old), outputs=dict(outputs)
+        )
+        write_record(self.path, self._record)
         self.found = "unfinished"
 
     def staged(self, output: str) -> Path:
@@ -271,15 +284,13 @@ def open_folder(
         previous = _standing(old)
         _check_free(path, label, outputs, previous)
         if resume and old is not None and is_there(path / PRIVATE / "journal" / "journal", label):
-            if old.spec == spec_hash and not is_finished:
-                place = path if old.complete else path / PRIVATE / "new"
-                keep = {f for s, f in stages.items() if old.outputs.get(s) == f and (place / f).is_file()}
-                record = _continued(path, old, old.run, spec_hash, outputs, stages, keep)
+            is_same = old.spec == spec_hash and not is_finished
+            if is_same or resume == "reuse":
+                folder = RunFolder(path, lock, old, found="other")
+                if is_same:
+                    folder.take_over(old.run, spec_hash, outputs, stages, stages)
                 stack.pop_all()  # RunFolder closes the lock
-                return RunFolder(path, lock, record, found="unfinished")
-            if resume == "reuse":
-                stack.pop_all()
-                return RunFolder(path, lock, old, found="other")
+                return folder
         notice = _decide(old, label, spec_hash=spec_hash, resume=resume, restart=restart, explain=explain)
         with writing(path):
             for name in ("new", "journal"):
@@ -289,30 +300,6 @@ def open_folder(
         write_record(path, record)
         stack.pop_all()
         return RunFolder(path, lock, record, notice)
-
-
-def _continued(
-    path: Path,
-    old: RunRecord,
-    run_id: str,
-    spec_hash: str,
-    files: Sequence[str],
-    stages: Mapping[str, str],
-    keep: Collection[str],
-) -> RunRecord:
-    """Begin to write on with some complete files of the run in the folder; can be repeated after a kill."""
-    new = path / PRIVATE / "new"
-    with writing(path):
-        new.mkdir(exist_ok=True)
-        if old.complete:
-            for name in keep:
-                _copy(path / name, new / name)
-        for there in [there for there in new.rglob("*") if there.is_file()]:
-            if str(there.relative_to(new)) not in keep:  # of other stages, or left by a killed process
-                there.unlink()
-    record = RunRecord("running", run_id, spec_hash, tuple(files), _standing(old), outputs=dict(stages))
-    write_record(path, record)
-    return record
 
 
 def _standing(old: RunRecord | None) -> tuple[str, ...]:
@@ -404,11 +391,7 @@ def _move_all(path: Path, record: RunRecord) -> RunRecord:
             os.replace(private / "results.json.new", private / "results.json")
         shutil.rmtree(private / "new", onerror=_unless_missing)
         sync_folder(path)
-    failed = record.then == "failed"
-    done = RunRecord(
-        record.then, record.run, record.spec, record.files, (), resumable=failed, outputs=record.outputs,
-        complete=True,
-    )  # fmt: skip
+    done = replace(record, state=record.then, previous=(), resumable=record.then == "failed", complete=True)
     write_record(path, done)
     return done
 

@@ -57,12 +57,11 @@ class Sink(ABC):
         with writing(self.label):
             self._append(value)
 
-    def check(self, value: Tree) -> None:
+    def check(self, value: Tree) -> None:  # noqa: B027  (.json holds any tree)
         """Check that a value of this structure, dtype and shape fits the format.
 
-        A value that does not fit is thus reported at the first step, not after the last one.
+        A value that does not fit, an OutputError, is thus reported at the first step, not after the last one.
         """
-        self._fits(value)
 
     def finish(self) -> Path:
         """Complete the file and make it durable at its path, or leave no file."""
@@ -85,9 +84,6 @@ class Sink(ABC):
 
     @abstractmethod
     def _complete(self) -> None: ...
-
-    def _fits(self, value: Tree) -> None:  # noqa: B027  (.json holds any tree)
-        """Raise OutputError if the format can't hold such a value."""
 
     def _release(self) -> None:
         """Close temporary files."""

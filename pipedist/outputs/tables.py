@@ -56,21 +56,16 @@ def misfit(combine: object, suffix: str, per: str) -> str | None:
     """
     if not isinstance(combine, Counter | Moments | TopK | ByKey):
         return None
-    name = (
-        combine._name
-        if isinstance(combine, ByKey)
-        else {Counter: "counter", TopK: "top_k"}.get(type(combine))
-    )
-    name = name or "moments"
+    names = {Counter: "counter", TopK: "top_k", Moments: "moments"}
+    name = combine._name if isinstance(combine, ByKey) else names[type(combine)]
     if suffix == ".npy":
         return f"a `.npy` file holds one array, but the value of {name} has several: write .npz or .json"
     if per == "run" or isinstance(combine, Moments) or suffix in (".json", ".jsonl"):
         return None
     if isinstance(combine, TopK):
-        rows = suffix in (".csv", ".parquet")
-        return (
-            f"a row for each {per} can't hold the k values of {name}: write .jsonl or .json" if rows else None
-        )
+        if suffix == ".npz":
+            return None
+        return f"a row for each {per} can't hold the k values of {name}: write .jsonl or .json"
     return f"the keys of {name} differ from {per} to {per}, but a `{suffix}` file has the same ones: write .jsonl"
 
 

@@ -168,7 +168,7 @@ class Execution:
             self._folder,
         )
         self._files_kept |= durable.before.files()
-        quarantine = PassQuarantine(pass_.dataset, "", None, self._plan.spec.replicas)
+        quarantine = PassQuarantine("", None, self._plan.spec.replicas)
         quarantine.restore(durable.part(PASS_STATE)["quarantine"])
         self._quarantines[pass_] = quarantine
         steps, elements = durable.before.steps, durable.before.elements
@@ -262,8 +262,7 @@ class Execution:
 
     def quarantine(self) -> list[tuple[str, QuarantinedElement]]:
         """Return (dataset, element) of quarantined elements, in plan order."""
-        passes = [self._quarantines[p] for p in self._plan.passes if p in self._quarantines]
-        return [(pass_.dataset, each) for pass_ in passes for each in pass_]
+        return [(p.dataset, each) for p in self._plan.passes for each in self._quarantines.get(p, ())]
 
     def ledger(self) -> Ledger:
         """Return how many elements are committed, quarantined and lost so far."""

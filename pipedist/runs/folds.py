@@ -39,13 +39,8 @@ Arguments = TypeVarTuple("Arguments")
 Per = Literal["run", "epoch", "step"]
 
 THREAD_BYTES = 1 << 20
-"""Larger pieces are written in a thread, so that the event loop stays responsive."""
-
-FOLD_THREAD_BYTES = 16 * 2**20
-"""Larger batches of partials are folded in a thread, for the same reason."""
-
 THREAD_OBJECTS = 10_000
-"""Values with more leaves are folded and written in a thread."""
+"""Values with more bytes or leaves are folded and written in a thread: the event loop stays responsive."""
 
 
 class FoldOptions(TypedDict, total=False):
@@ -296,7 +291,7 @@ class ReduceFold(Fold):
         if not self._fits:
             self._check_first(steps)
         leaves = sum(len(part[1]) for parts in steps for part in parts)
-        is_large = leaves > THREAD_OBJECTS or _bytes_of(steps) > FOLD_THREAD_BYTES
+        is_large = leaves > THREAD_OBJECTS or _bytes_of(steps) > THREAD_BYTES
         await in_thread_if(is_large, push_steps, self._reduction, self._steps, self._index, steps)
         self._index += len(steps)
 

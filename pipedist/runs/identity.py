@@ -358,11 +358,11 @@ class SpecSource(Struct, frozen=True):
     @classmethod
     def of(cls, spec: object, params: Mapping[str, Tree] | None, sets: Sequence[str]) -> SpecSource:
         if not isinstance(spec, str | os.PathLike):
-            return NO_SOURCE
+            return cls()
         try:
             kept = b"".join(packed(None, encode(dict(params)))) if params else b""
         except PipedistError:  # a value that can't be encoded
-            return NO_SOURCE
+            return cls()
         return cls(os.path.abspath(os.fspath(spec)), tuple(sets), kept)
 
     def load(self) -> Spec:
@@ -375,9 +375,6 @@ class SpecSource(Struct, frozen=True):
             raise UsageError(f"the run's spec file {self.source} does not exist any more: put it back")
         return load(self.source, sets=self.sets, params=unpacked(self.params) if self.params else None)
 
-
-NO_SOURCE = SpecSource()
-"""The source of a spec that can't be loaded again."""
 
 TEXT_MAX: Final = 60
 """Longest excerpt of a value in a line, in characters."""

@@ -110,7 +110,6 @@ class PassExecution:
         elif steps_max is not None:
             self._feed = GatedFeed(self._feed, "run", steps_max=steps_max)
         self._spools = {name: spools[name] for name in pass_.kept}
-        self._kept_slots = {name: slot_of(name, plan.spec.stages[name]) for name in pass_.kept}
         self._storable: tuple[str, ...] = ()
         """The other runs. The same ones in each process of a run, because cached results are of one program."""
         self._stored: dict[str, Spool] = {}
@@ -123,9 +122,7 @@ class PassExecution:
             names = [name for name in self._storable if not self.steps or durable.has_log(name)]
             self._stored = {name: Spool(name, durable.log(name)) for name in names}
         self._folds = PassFolds(plan, pass_, coordinator, folder, unwritten=unwritten, durable=durable)
-        self.quarantine = PassQuarantine(
-            pass_.dataset, next(iter(pass_.runs), ""), self._feed, self._replicas
-        )
+        self.quarantine = PassQuarantine(next(iter(pass_.runs), ""), self._feed, self._replicas)
         self._calls: FinishedCallLog | None = None
         """The log of finished calls; None if they are not kept."""
         self._unread: dict[int, Slots] | None = None
@@ -382,7 +379,7 @@ class PassExecution:
     ) -> None:
         """Append steps to the spools, in a thread; nothing else uses the spools meanwhile."""
         for name, spool in self._spools.items():
-            for at, parts in enumerate(parts_of(self._kept_slots[name], steps)):
+            for at, parts in enumerate(parts_of(slot_of(name, self._plan.spec.stages[name]), steps)):
                 ids, skipped = places[at]
                 spool.append(parts, ids, elements=counts[at], epoch=epoch, skipped=skipped)
         for name, spool in list(self._stored.items()):

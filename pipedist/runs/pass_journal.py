@@ -35,10 +35,6 @@ Versioned = tuple[int, Tree]
 """A version number, and the value of that version."""
 
 
-def key_of(pass_: PassPlan) -> str:
-    return pass_.key
-
-
 def finished_calls(before: PassHistory) -> int:
     """Return the number of durable results of calls of later steps."""
     part = before.parts.get(CALLS)
@@ -66,7 +62,7 @@ class RunJournal:
         """Start of the commit in progress."""
 
     def of(self, pass_: PassPlan, replicas: int) -> PassJournal:
-        key = key_of(pass_)
+        key = pass_.key
         before = self._history.passes.get(key) if self._history is not None else None
         stamp = f"{self._stamp} {key}"
         return PassJournal(self._journal, key, replicas, before or PassHistory(), stamp)
@@ -110,6 +106,9 @@ class RunJournal:
             await self.commit([taken])
             took = time.monotonic() - begin
             await anyio.sleep(max(COMMIT_S, took / COST_SHARE))
+
+    def close(self) -> None:
+        self._journal.close()
 
     async def end(self, ledger: Mapping[str, int], kept: set[str]) -> None:
         """Record the end of the run, and delete all files except `kept`."""

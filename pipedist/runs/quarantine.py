@@ -78,13 +78,6 @@ class QuarantinedElement(Struct, frozen=True):
 
 _NO_INPUT = f"only the first {INPUTS_MAX} are listed with their input"
 
-_Place = tuple[int, ...]
-"""Step, replica and element id: the order in which quarantined elements are listed."""
-
-
-def _place(each: QuarantinedElement) -> _Place:
-    return each.step, each.replica, each.element
-
 
 class PassQuarantine:
     """The quarantined elements of one pass.
@@ -94,8 +87,7 @@ class PassQuarantine:
         feed: the feed of the pass; None: an earlier process completed the pass.
     """
 
-    def __init__(self, dataset: str, stage: str, feed: Feed | None, replicas: int) -> None:
-        self.dataset = dataset
+    def __init__(self, stage: str, feed: Feed | None, replicas: int) -> None:
         self._stage = stage
         self._feed = feed
         self._replicas = replicas
@@ -109,7 +101,7 @@ class PassQuarantine:
     def __iter__(self) -> Iterator[QuarantinedElement]:
         """Yield the elements by step, replica and id."""
         for step in sorted(self._by_step):
-            yield from sorted(self._by_step[step], key=_place)
+            yield from sorted(self._by_step[step], key=lambda each: (each.replica, each.element))
 
     def add(self, command: CallsQuarantined) -> int:
         """Quarantine elements of calls, whose step is pulled and not released; return their number."""

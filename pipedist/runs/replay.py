@@ -31,10 +31,17 @@ from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
 from pipedist.runs.identity import SpecSource, differences, listed
 from pipedist.runs.pass_feeds import Spool, feed_of
 from pipedist.runs.pass_folds import restore_pass
-from pipedist.runs.pass_journal import PASS_STATE, PassJournal, key_of
+from pipedist.runs.pass_journal import PASS_STATE, PassJournal
 from pipedist.runs.programs import CallKey, pass_of, pass_program, slot_of
 from pipedist.runs.quarantine import QuarantinedElement
-from pipedist.runs.run_header import changed_uses, changes, ended_ns, header_of, platform_changes, with_passes
+from pipedist.runs.run_header import (
+    changed_inputs,
+    changes,
+    ended_ns,
+    header_of,
+    platform_changes,
+    with_passes,
+)
 from pipedist.runs.state_history import states_of
 
 
@@ -78,7 +85,7 @@ def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Ite
     with ExitStack() as stack:
         plan = compile_plan(SpecSource(header.source, tuple(header.sets), header.params).load(), workers=1)
         stack.callback(plan.close)
-        now = header_of(plan, header.run, before=header, ended=ended_ns(folder / PRIVATE / "journal"))
+        now = header_of(plan, header.run, SpecSource(), header, ended_ns(folder / PRIVATE / "journal"))
         if changed := changes(header, now):
             raise UsageError(
                 f"call {key} of the run {header.run} can't be replayed, because something has changed "
@@ -86,7 +93,7 @@ def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Ite
             )
         modules = [line.partition(":")[0] for line in differences(header.code, now.code)]
         notes = [f"module {', '.join(modules)} has changed since the run"] if modules else []
-        notes += changed_uses(header, now)
+        notes += changed_inputs(header, now, "stages.")
         notes += [f"the run used {line}" for line in platform_changes(header)]
         lookup = _Lookup(with_passes(plan, header), folder, history, key, stack)
         yield anyio.run(lookup.find, tuple(elements), notes)
@@ -142,8 +149,8 @@ class _Lookup:
         self._pass = _pass(plan, key)
 
     def _journal(self, pass_: PassPlan) -> _ReadOnlyPassJournal:
-        before = self._history.passes.get(key_of(pass_), PassHistory())
-        return _ReadOnlyPassJournal(self._folder, key_of(pass_), self._plan.spec.replicas, before)
+        before = self._history.passes.get(pass_.key, PassHistory())
+        return _ReadOnlyPassJournal(self._folder, pass_.key, self._plan.spec.replicas, before)
 
     async def find(self, elements: tuple[int, ...], notes: list[str]) -> Replay:
         plan, key, pass_ = self._plan, self._key, self._pass

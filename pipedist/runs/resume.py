@@ -9,16 +9,16 @@ another spec's run that the changes do not affect, see `pipedist.runs.reuse`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
 
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.history import Header, History, read_history
 from pipedist.journal.writer import Journal
 from pipedist.plan import Plan
 from pipedist.runs.identity import (
-    NO_SOURCE,
     SpecSource,
     changed_module,
     differences,
@@ -27,11 +27,10 @@ from pipedist.runs.identity import (
     meaning,
 )
 from pipedist.runs.pass_folds import can_write
-from pipedist.runs.pass_journal import RunJournal, finished_calls, key_of
+from pipedist.runs.pass_journal import RunJournal, finished_calls
 from pipedist.runs.reuse import reuse_run
 from pipedist.runs.run_header import (
     changed_inputs,
-    changed_uses,
     changes,
     ended_ns,
     header_of,
@@ -44,22 +43,6 @@ if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedJournal:
-    """The open journal of a run.
-
-    Args:
-        journal: the journal; the caller closes it.
-        plan: the plan with the passes of the journal.
-        notice: a message for the user about what is resumed, or "".
-    """
-
-    journal: Journal
-    run: RunJournal
-    plan: Plan
-    notice: str = ""
-
-
 def open_journal(
     plan: Plan,
     folder: RunFolder,
@@ -67,10 +50,10 @@ def open_journal(
     outputs: Sequence[str],
     *,
     reuse: bool,
-    force: bool = False,
-    force_code: bool = False,
-    source: SpecSource = NO_SOURCE,
-) -> OpenedJournal:
+    force: bool,
+    force_code: bool,
+    source: SpecSource,
+) -> tuple[RunJournal, Plan, str]:
     """Open the journal of a run in its folder.
 
     Args:
@@ -80,6 +63,9 @@ def open_journal(
         force: continue even if versions or the type of processor have changed.
         force_code: continue even if modules of functions, or files that they read, have changed.
 
+    Returns:
+        The journal, which the caller closes; the plan with its passes; and a message about what is resumed, or "".
+
     Raises:
         UsageError: the run in the folder can't continue, because something has changed.
         JournalError: its journal is damaged, or can't be written.
@@ -88,9 +74,7 @@ def open_journal(
     if history is None:  # no run, or one that was killed before its first record
         if folder.found == "other":
             folder.take_over(run_id, digest_of(meaning(plan.spec)), outputs, plan.spec.outputs, ())
-        header = header_of(plan, folder.run_id, source)
-        journal = Journal.create(folder.journal, header)
-        return OpenedJournal(journal, RunJournal(journal, None, stamp_of(header)), plan)
+        return _created(plan, folder, header_of(plan, folder.run_id, source))
     if history.problems:
         raise JournalError(
             f"the journal in {folder.journal} is inconsistent, so the run can't be resumed:\n  "
@@ -99,18 +83,18 @@ def open_journal(
         )
     there, ended = history.header, ended_ns(folder.journal, finished=history.ended is not None)
     now = header_of(plan, folder.run_id, source, there, ended)
-    changed, used, moved = changes(there, now), changed_uses(there, now), platform_changes(there)
+    changed, moved = changes(there, now), platform_changes(there)
+    used = list(changed_inputs(there, now, "stages."))
     if not changed and folder.found == "unfinished":
         if used and not there.spares and not any(done.steps for done in history.passes.values()):
-            journal = Journal.create(folder.journal, header_of(plan, folder.run_id, source))
-            return OpenedJournal(journal, RunJournal(journal, None, stamp_of(now)), plan)
+            return _created(plan, folder, header_of(plan, folder.run_id, source))
         planned = with_passes(plan, there)
         code = [] if force_code else [*_changed_code(history, now, Path(plan.spec.code)), *used]
         gone = _gone(planned, folder, history)
         if not gone and not code and (force or not moved):
             journal = Journal.reopen(folder.journal, history, code=now.code)
             run = RunJournal(journal, history, stamp_of(now))
-            return OpenedJournal(journal, run, planned, _resumed(history, now, moved))
+            return run, planned, _resumed(history, now, moved)
         if not reuse:
             raise _refusal(folder, history, gone, code, moved)
     elif not reuse:
@@ -119,8 +103,11 @@ def open_journal(
             f"(there {there.digest[:12]}, now {now.digest[:12]}):{listed([*changed, *used])}\n"
             "  To continue with what that does not affect, use --resume=reuse; to discard the run, --restart"
         )
-    begun = reuse_run(plan, folder, run_id, outputs, history, source, () if force else moved)
-    return OpenedJournal(*begun)
+    return reuse_run(plan, folder, replace(now, run=run_id), outputs, history, () if force else moved)
+
+
+def _created(plan: Plan, folder: RunFolder, header: Header) -> tuple[RunJournal, Plan, str]:
+    return RunJournal(Journal.create(folder.journal, header), None, stamp_of(header)), plan, ""
 
 
 def _refusal(
@@ -169,7 +156,7 @@ def since(plan: Plan, journal: Path) -> tuple[list[str], list[str]]:
     there = _header_there(journal)
     if there is None:
         return [], []
-    now = header_of(plan, "", before=there, ended=ended_ns(journal, finished=True))
+    now = header_of(plan, "", SpecSource(), there, ended_ns(journal, finished=True))
     modules = [name for name in now.code if there.code.get(name) != now.code[name]]
     return [
         *changed_inputs(there, now, ""),
@@ -209,14 +196,11 @@ def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
 def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
     """Return the first missing output of a complete pass that can't be written again."""
     for pass_ in plan.passes:
-        found = history.passes.get(key_of(pass_))
-        if found is not None and found.complete:
-            for name in pass_.folds:
-                output = plan.spec.outputs.get(name, "")
-                if (
-                    output
-                    and not folder.has(name, output)
-                    and not can_write(plan, name, found, key_of(pass_))
-                ):
-                    return folder.staged(output)
+        found = history.passes.get(pass_.key)
+        if found is None or not found.complete:
+            continue
+        for name in pass_.folds:
+            output = plan.spec.outputs.get(name, "")
+            if output and not folder.has(name, output) and not can_write(plan, name, found, pass_.key):
+                return folder.staged(output)
     return None

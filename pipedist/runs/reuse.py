@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as changed
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +32,10 @@ from msgspec.structs import replace
 from pipedist.journal.history import Header, History, PassHistory, StoredValue, read_history
 from pipedist.journal.writer import Journal, file_name
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.identity import SpecSource, changed_files, changed_module, differences, listed, modules_of
+from pipedist.runs.identity import changed_files, changed_module, differences, listed, modules_of
 from pipedist.runs.pass_folds import can_write, grows, keeps
 from pipedist.runs.pass_journal import RunJournal
-from pipedist.runs.run_header import described, ended_ns, header_of, pass_of, stamp_of
+from pipedist.runs.run_header import described, pass_of, stamp_of
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
@@ -85,25 +85,17 @@ class EarlierPass:
         }
 
 
-def _sources(plan: Plan, history: History) -> Iterator[EarlierPass]:
+def _sources(history: History) -> Iterator[EarlierPass]:
     header = history.header
     for key, each in header.passes.items():
         found = history.passes.get(key)
         if found is not None and found.steps + found.complete:
             code = found.code or header.code
-            yield EarlierPass(pass_of(plan, key, each), each, header.spec, header.inputs, code, found)
+            yield EarlierPass(pass_of(key, each), each, header.spec, header.inputs, code, found)
     for key, spare in header.spares.items() if history.ended is None else ():
-        each = spare["pass"]
-        found = PassHistory.of(spare["history"])
-        yield EarlierPass(
-            pass_of(plan, key, each),
-            each,
-            spare["spec"],
-            spare["inputs"],
-            spare["code"],
-            found,
-            is_spare=True,
-        )
+        each, found = spare["pass"], PassHistory.of(spare["history"])
+        parts = (spare["spec"], spare["inputs"], spare["code"], found)
+        yield EarlierPass(pass_of(key, each), each, *parts, is_spare=True)
 
 
 @dataclass
@@ -112,37 +104,34 @@ class Piece:
 
     Args:
         source: the pass whose steps it continues.
-        late: it reads values of a run that another pass of its phase stores, and comes after it.
         why: why it begins with its first step, as lines.
+        late: number of passes of its phase before it, each of which stores a run that the next one reads.
     """
 
     pass_: PassPlan
     source: EarlierPass | None = None
-    late: bool = False
     why: list[str] = field(default_factory=list)
+    late: int = 0
 
 
 def reuse_run(
     plan: Plan,
     folder: RunFolder,
-    run_id: str,
+    header: Header,
     outputs: Sequence[str],
     history: History,
-    source: SpecSource,
     moved: Sequence[str],
-) -> tuple[Journal, RunJournal, Plan, str]:
+) -> tuple[RunJournal, Plan, str]:
     """Begin a run with the unchanged steps of earlier ones.
 
     Args:
+        header: of the new run, without its passes.
         moved: differences of the platform, which prevent it.
 
     Returns:
-        The journal, the same by pass, the plan with the passes of the new run, and a message for the user.
+        The journal, the plan with the passes of the new run, and a message for the user.
     """
-    header = header_of(
-        plan, run_id, source, history.header, ended_ns(folder.journal, finished=history.ended is not None)
-    )
-    division = _Division(plan, folder, header, list(_sources(plan, history)), moved)
+    division = _Division(plan, folder, header, list(_sources(history)), moved)
     sources, pieces = division.sources, division.pieces()
     plan = replace(plan, phases=_phases(pieces))
     modules = modules_of(plan)
@@ -156,14 +145,13 @@ def reuse_run(
     Journal.replace(folder.journal, header, taken)
     complete = [p for p in plan.passes if p.key in taken and taken[p.key].complete]
     written = [name for p in complete for name in (*p.folds, *p.updates) if name in plan.spec.outputs]
-    folder.take_over(run_id, header.digest, outputs, plan.spec.outputs, written)
+    folder.take_over(header.run, header.digest, outputs, plan.spec.outputs, written)
     again = read_history(folder.journal)
     assert again is not None  # it was just written
     journal = Journal.reopen(folder.journal, again, code=header.code)
     spared = (PassHistory.of(spare["history"]) for spare in header.spares.values())
     journal.keep(name for found in (*taken.values(), *spared) for name in found.files())
-    run = RunJournal(journal, again, stamp_of(header))
-    return (journal, run, plan, "\n".join(map(_line, pieces)))
+    return RunJournal(journal, again, stamp_of(header)), plan, "\n".join(map(_line, pieces))
 
 
 def _line(piece: Piece) -> str:
@@ -200,13 +188,13 @@ class _Division:
         self.sources = [source for source in sources if not missing[source.key]]
         self._missing = [f"the journal file {name} is missing" for name in missing.values() if name]
         self._moved = [f"the run used {line}" for line in moved]
-        self._keys = {source.key for source in sources} | {pass_.key for pass_ in plan.passes}
+        self._keys = {source.key for source in sources}
         self._used: set[str] = set()
 
     def pieces(self) -> list[Piece]:
         found = []
         for pass_ in self._plan.passes:
-            found += self._whole(pass_) if self._is_indivisible(pass_) else self._divided(pass_)
+            found += self._divided(pass_) if _is_divisible(pass_, self._now.spec) else [self._whole(pass_)]
         turns = [piece for piece in found if piece.pass_.updates or piece.pass_.follows]
         for first in [piece for piece in turns if piece.source is None][:1]:
             for piece in turns:
@@ -218,120 +206,78 @@ class _Division:
         journal = self._folder.journal
         return next((name for name in sorted(source.history.files()) if not (journal / name).is_file()), "")
 
-    def _is_indivisible(self, pass_: PassPlan) -> bool:
-        stages = [self._spec.stages[name] for name in pass_.runs]
-        quarantines = any(getattr(stage, "on_error", "") == "quarantine" for stage in stages)
-        return bool(pass_.updates or pass_.follows or pass_.gang or quarantines)
-
-    def _whole(self, pass_: PassPlan) -> list[Piece]:
+    def _whole(self, pass_: PassPlan) -> Piece:
         """Return a pass that is reused as a whole, without removed folds, or not at all."""
         why: list[str] = []
+        same = ["dataset", "root", "runs", "updates", "follows", "gang"]
+        same += ["phase"] if pass_.updates or pass_.follows else []
         for source in self.sources:
             there = source.pass_
-            same = ("dataset", "root", "runs", "updates", "follows", "gang")
-            fits = all(getattr(there, name) == getattr(pass_, name) for name in same)
-            if (
-                not fits
-                or not {*pass_.folds} <= {*there.folds}
-                or source.key in self._used
-                or source.is_spare
-            ):
+            if source.is_spare or source.key in self._used or not {*pass_.folds} <= {*there.folds}:
                 continue
-            if (pass_.updates or pass_.follows) and there.phase != pass_.phase:
+            if any(getattr(there, name) != getattr(pass_, name) for name in same):
                 continue
-            why = [
-                line for name in (*pass_.runs, *pass_.updates) for line in self._changes(pass_, name, source)
-            ]
-            why += [line for name in pass_.folds for line in self._unusable(pass_, name, source)]
+            for name in (*pass_.runs, *pass_.updates):
+                why += self._changes(pass_, name, source)
+            for name in pass_.folds:
+                why += self._unusable(pass_, name, source)
             why += [f"the values of {n} were not stored" for n in pass_.kept if not source.has_values(n)]
             if not why:
-                self._used.add(source.key)
-                return [Piece(replace(pass_, key=source.key), source)]
+                return Piece(replace(pass_, key=self._key_for(pass_, source)), source)
             break
-        return [Piece(self._fresh(pass_), None, why=list(dict.fromkeys(why)) or self._unknown(pass_))]
+        return self._begun(pass_, why)
+
+    def _begun(self, pass_: PassPlan, why: Sequence[str], late: int = 0) -> Piece:
+        """Return a pass that begins with its first step."""
+        return Piece(self._fresh(pass_), None, list(dict.fromkeys(why)) or self._unknown(pass_), late)
 
     def _unknown(self, pass_: PassPlan) -> list[str]:
         known = any({*s.pass_.runs, *s.pass_.folds} & {*pass_.runs, *pass_.folds} for s in self.sources)
         return self._missing[:1] or (["the earlier run had no such pass"] if known else [])
 
-    def _divided(self, pass_: PassPlan) -> list[Piece]:
+    def _divided(self, pass_: PassPlan, late: int = 0) -> list[Piece]:
         base = self._base(pass_)
         if base is None:
-            why = [line for name in (*pass_.folds, *pass_.kept) for line in self._why(pass_, name)]
-            return [Piece(self._fresh(pass_), None, why=list(dict.fromkeys(why)) or self._unknown(pass_))]
+            return [self._begun(pass_, self._why(pass_), late)]
         stored = [n for n in pass_.runs if base.has_values(n) and not self._changes(pass_, n, base)]
         folds = [name for name in pass_.folds if not self._unusable(pass_, name, base)]
         kept = [name for name in pass_.kept if name in stored]
-        groups: dict[str, tuple[list[str], list[str]]] = {}
-        continued: list[Piece] = []
-        for name in pass_.folds:
-            if name in folds:
-                continue
-            later = self._later(pass_, name, stored)
-            if later is None:
-                groups.setdefault(self._begin(pass_, name, stored), ([], []))[0].append(name)
-                continue
-            same = [piece for piece in continued if piece.source is later]
-            if same:
-                before = same[0].pass_
-                same[0].pass_ = self._part(pass_, before.root, [*before.folds, name], [], before.key)
-            else:
-                own = self._key_for(pass_, later)
-                continued.append(
-                    Piece(self._part(pass_, later.pass_.root, [name], [], own), later, late=True)
-                )
-        for name in pass_.kept:
-            if name not in kept:
-                groups.setdefault(self._begin(pass_, name, stored), ([], []))[1].append(name)
-        roots = {*groups, *(piece.pass_.root for piece in continued)} - {pass_.root}
-        kept += [name for name in pass_.runs if name in roots and name not in kept]
-        main = self._part(pass_, pass_.root, folds, kept, "")
-        again = self._part(pass_, pass_.root, *groups.get(pass_.root, ([], [])), "")
-        nothing_left = bool(main.runs) and {*main.runs} <= {*again.runs} and not base.history.complete
+        rest: dict[str, tuple[list[str], list[str]]] = {}
+        for place, names in enumerate((pass_.folds, pass_.kept)):
+            for name in names:
+                if name not in folds and name not in kept:
+                    root = next((run for run in self._chain(pass_, name) if run in stored), pass_.root)
+                    rest.setdefault(root, ([], []))[place].append(name)
+        kept += [name for name in pass_.runs if name in rest and name not in kept]
+        main = self._part(pass_, pass_.root, folds, kept)
+        parts = [self._part(pass_, root, *names) for root, names in rest.items()]
+        again = [name for part in parts if part.root == pass_.root for name in part.runs]
+        nothing_left = bool(main.runs) and {*main.runs} <= {*again} and not base.history.complete
         if nothing_left or not (main.folds or main.kept):
-            begun = [name for part in groups.values() for names in part for name in names]
-            why = [line for name in begun for line in self._why(pass_, name)]
-            return [Piece(self._fresh(pass_), None, why=list(dict.fromkeys(why)))]
-        pieces = [Piece(replace(main, key=self._key_for(pass_, base)), base)]
-        for root, (new_folds, new_kept) in groups.items():
-            why = [line for n in (*new_folds, *new_kept) for line in self._why(pass_, n)]
-            part = self._part(pass_, root, new_folds, new_kept, "")
-            pieces.append(Piece(self._fresh(part), None, root != pass_.root, list(dict.fromkeys(why))))
-        return pieces + continued
+            return [self._begun(pass_, [line for part in parts for line in self._why(part)], late)]
+        pieces = [Piece(replace(main, key=self._key_for(pass_, base)), base, late=late)]
+        for part in parts:
+            if part.root == pass_.root:
+                pieces.append(self._begun(part, self._why(part), late))
+            else:
+                pieces += self._divided(part, late + 1)
+        return pieces
 
     def _base(self, pass_: PassPlan) -> EarlierPass | None:
         """Return the earlier pass with the same input that is of most use."""
         found: list[tuple[tuple[int, int, bool], EarlierPass]] = []
         for source in self.sources:
             there = source.pass_
-            if (there.dataset, there.root) != (pass_.dataset, pass_.root) or not self._is_usable(source):
+            if (there.dataset, there.root) != (pass_.dataset, pass_.root):
+                continue
+            is_free = source.is_spare or source.key not in self._used
+            if not is_free or not _is_divisible(there, source.spec):
                 continue
             stored = [n for n in pass_.runs if source.has_values(n) and not self._changes(pass_, n, source)]
             folds = [name for name in pass_.folds if not self._unusable(pass_, name, source)]
             if folds or stored:
                 found.append(((len(folds) + len(stored), source.history.steps, not source.is_spare), source))
         return max(found, key=lambda each: each[0])[1] if found else None
-
-    def _is_usable(self, source: EarlierPass) -> bool:
-        there = source.pass_
-        stages = source.spec["stages"]
-        quarantines = any(stages[name].get("on_error") == "quarantine" for name in there.runs)
-        indivisible = there.updates or there.follows or there.gang or quarantines
-        return not indivisible and (source.is_spare or source.key not in self._used)
-
-    def _later(self, pass_: PassPlan, name: str, stored: Sequence[str]) -> EarlierPass | None:
-        """Return the earlier pass over stored values that has a fold."""
-        for source in self.sources:
-            root = source.pass_.root
-            if root in stored and source.pass_.dataset == pass_.dataset and self._is_usable(source):
-                chain = self._chain(pass_, name)
-                if root in chain and not self._unusable(pass_, name, source):
-                    return source
-        return None
-
-    def _begin(self, pass_: PassPlan, name: str, stored: Sequence[str]) -> str:
-        """Return the nearest run below a stage whose values are stored, or the input of the pass."""
-        return next((run for run in self._chain(pass_, name) if run in stored), pass_.root)
 
     def _chain(self, pass_: PassPlan, name: str) -> list[str]:
         """Return the runs of a pass that a stage reads, the nearest one first."""
@@ -340,9 +286,7 @@ class _Division:
             chain.append(name)
         return chain
 
-    def _part(
-        self, pass_: PassPlan, root: str, folds: Sequence[str], kept: Sequence[str], key: str
-    ) -> PassPlan:
+    def _part(self, pass_: PassPlan, root: str, folds: Sequence[str], kept: Sequence[str]) -> PassPlan:
         """Return the pass that makes some values of another one from an input."""
         needed: set[str] = set()
         for name in (*folds, *kept):
@@ -350,20 +294,18 @@ class _Division:
             needed.update(chain[: chain.index(root)] if root in chain else chain)
         runs = tuple(name for name in pass_.runs if name in needed)
         gpus = max((getattr(self._spec.stages[name], "gpus", 0.0) for name in runs), default=0.0)
-        return replace(pass_, root=root, runs=runs, folds=tuple(folds), kept=tuple(kept), gpus=gpus, key=key)
+        return replace(pass_, root=root, runs=runs, folds=tuple(folds), kept=tuple(kept), gpus=gpus)
 
     def _key_for(self, pass_: PassPlan, source: EarlierPass) -> str:
         """Return the key of a pass that continues an earlier one; a spare stays as it is."""
         if source.is_spare:
-            return self._fresh(replace(pass_, root=source.pass_.root)).key
+            return self._fresh(pass_).key
         self._used.add(source.key)
         return source.key
 
     def _fresh(self, pass_: PassPlan) -> PassPlan:
-        """Return a pass with a key that no pass of an earlier run has, whose files stay."""
-        if pass_.key in {p.key for p in self._plan.passes} and pass_.key not in {s.key for s in self.sources}:
-            return pass_
-        keys = (f"{pass_.phase}+{n}/{pass_.root}" for n in count(1))
+        """Return a pass with a key that no other one has, and none of an earlier run, whose files stay."""
+        keys = chain([pass_.key], (f"{pass_.phase}+{n}/{pass_.root}" for n in count(1)))
         key = next(key for key in keys if key not in self._keys)
         self._keys.add(key)
         return replace(pass_, key=key)
@@ -401,8 +343,11 @@ class _Division:
             ]
         return []
 
-    def _why(self, pass_: PassPlan, name: str) -> list[str]:
-        """Return why a stage is executed, as far as an earlier run had it."""
+    def _why(self, pass_: PassPlan) -> list[str]:
+        """Return why the values of a pass are made again, as far as an earlier run had them."""
+        return [line for name in (*pass_.folds, *pass_.kept) for line in self._why_stage(pass_, name)]
+
+    def _why_stage(self, pass_: PassPlan, name: str) -> list[str]:
         for source in self.sources:
             if name in source.pass_.folds:
                 return self._unusable(pass_, name, source)
@@ -410,6 +355,11 @@ class _Division:
             if name in source.pass_.runs:
                 return self._changes(pass_, name, source) or [f"the values of {name} were not stored"]
         return [f"{name} is new"] if self.sources else []
+
+
+def _is_divisible(pass_: PassPlan, spec: Mapping[str, Any]) -> bool:
+    quarantines = any(spec["stages"][name].get("on_error") == "quarantine" for name in pass_.runs)
+    return not (pass_.updates or pass_.follows or pass_.gang or quarantines)
 
 
 def _at(document: Mapping[str, Any], path: str) -> Any:
@@ -441,6 +391,8 @@ def _spares(
     taken = {piece.source.key: piece.pass_ for piece in pieces if piece.source is not None}
     keys = {source.key for source in sources}
     for source in sources:
+        if not _is_divisible(source.pass_, source.spec):
+            continue  # nothing continues a spare of it
         key, pass_ = source.key, taken.get(source.key)
         if pass_ is not None and not source.is_spare:
             if {*source.pass_.folds} <= {*pass_.folds} and {*source.pass_.runs} <= {*pass_.runs}:

@@ -222,20 +222,17 @@ class Run(AsyncOnly):
         self._folder = self._stack.enter_context(opened)
         source = SpecSource.of(*self._given)
         self._can_replay = bool(source.source)
-        reuse = self._resume == "reuse"
-        journal = open_journal(
+        self._journal, self._plan, self._journal_notice = open_journal(
             self.plan,
             opened,
             self.id,
             outputs,
-            reuse=reuse,
+            reuse=self._resume == "reuse",
             force=self._force,
             force_code=self._force_code,
             source=source,
         )
-        self._plan = journal.plan
-        self._stack.callback(journal.journal.close)
-        self._journal, self._journal_notice = journal.run, journal.notice
+        self._stack.callback(self._journal.close)
         self.id = opened.run_id  # a resumed run keeps its id
 
     async def _open_cluster(self, cluster: Cluster) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import convert
 from msgspec.structs import asdict, replace
 
 from pipedist._version import __version__
@@ -19,7 +20,6 @@ from pipedist.journal.history import FORMAT, NAME, Header
 from pipedist.plan import PassPlan, Plan
 from pipedist.plan.phases import links_of
 from pipedist.runs.identity import (
-    NO_SOURCE,
     SpecSource,
     changed_files,
     code_of,
@@ -29,7 +29,6 @@ from pipedist.runs.identity import (
     modules_of,
     stamps,
 )
-from pipedist.runs.pass_journal import key_of
 
 LAST_WRITES_S = 10
 """Longest time that functions of a killed run write after its last commit, in seconds."""
@@ -44,7 +43,7 @@ def ended_ns(journal: Path, *, finished: bool = False) -> int:
 
 
 def header_of(
-    plan: Plan, run_id: str, source: SpecSource = NO_SOURCE, before: Header | None = None, ended: int = 0
+    plan: Plan, run_id: str, source: SpecSource, before: Header | None = None, ended: int = 0
 ) -> Header:
     """Return the header of a new journal.
 
@@ -63,7 +62,7 @@ def header_of(
         code=code_of(modules),
         replicas=plan.spec.replicas,
         platform=asdict(Platform.here()),
-        passes={key_of(pass_): described(plan, pass_, modules) for pass_ in plan.passes},
+        passes={pass_.key: described(plan, pass_, modules) for pass_ in plan.passes},
         source=source.source,
         sets=source.sets,
         params=source.params,
@@ -84,15 +83,8 @@ def described(plan: Plan, pass_: PassPlan, modules: Mapping[str, Mapping[str, st
         needs = {name: list(_needs(plan, pass_, [name])) for name in names}
     paths = {path for each in needs.values() for path in each}
     return {
+        **asdict(pass_),
         "name": pass_.name,
-        "dataset": pass_.dataset,
-        "phase": pass_.phase,
-        "shape": [
-            pass_.root,
-            *(list(getattr(pass_, field)) for field in ("runs", "folds", "kept", "updates")),
-            pass_.follows,
-            pass_.gang,
-        ],
         "needs": needs,
         "modules": sorted({module for path in paths for module in modules.get(path, ())}),
     }
@@ -124,27 +116,14 @@ def _needs(plan: Plan, pass_: PassPlan, names: list[str]) -> Iterator[str]:
 
 def with_passes(plan: Plan, header: Header) -> Plan:
     """Return a plan with the passes that a journal describes, which may have been divided for a reuse."""
-    passes = [pass_of(plan, key, each) for key, each in header.passes.items()]
+    passes = [pass_of(key, each) for key, each in header.passes.items()]
     count = max((p.phase for p in passes), default=-1) + 1
     return replace(plan, phases=tuple(tuple(p for p in passes if p.phase == n) for n in range(count)))
 
 
-def pass_of(plan: Plan, key: str, described: Mapping[str, Any]) -> PassPlan:
+def pass_of(key: str, described: Mapping[str, Any]) -> PassPlan:
     """Return a pass as a journal describes it."""
-    root, runs, folds, kept, updates, follows, gang = described["shape"]
-    return PassPlan(
-        described["phase"],
-        described["dataset"],
-        root,
-        tuple(runs),
-        tuple(folds),
-        tuple(kept),
-        updates=tuple(updates),
-        follows=follows,
-        gang=gang,
-        gpus=max((getattr(plan.spec.stages.get(name), "gpus", 0.0) for name in runs), default=0.0),
-        key=key,
-    )
+    return replace(convert(described, PassPlan), key=key)
 
 
 def changes(there: Header, now: Header) -> list[str]:
@@ -152,12 +131,8 @@ def changes(there: Header, now: Header) -> list[str]:
     return [*differences(there.spec, now.spec), *changed_inputs(there, now, "datasets.")]
 
 
-def changed_uses(there: Header, now: Header) -> list[str]:
-    """Return the changes of files that stages read."""
-    return list(changed_inputs(there, now, "stages."))
-
-
 def changed_inputs(there: Header, now: Header, section: str) -> Iterator[str]:
+    """Yield the changes of files of datasets or stages."""
     places = [place for place in {**there.inputs, **now.inputs} if place.startswith(section)]
     return changed_files(there.inputs, now.inputs, places)
 

@@ -15,7 +15,6 @@ reads it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -40,39 +39,6 @@ if TYPE_CHECKING:
 
 Fresh = Mapping[str, Sequence[Tree]]
 """New values of stages, by name, in order."""
-
-
-class TrainingParticipant(ABC):
-    """A pass's part in a training.
-
-    Args:
-        feed: the feed of the pass, gated.
-        watched: the reduce and gather stages whose values the participant needs.
-    """
-
-    def __init__(self, feed: GatedFeed, watched: frozenset[str], epochs: int) -> None:
-        self.feed = feed
-        self.watched = watched
-        self.epochs = epochs
-        """Number of epochs, valid after the last step."""
-
-    @abstractmethod
-    async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
-        """Handle taken steps up to `step`, perhaps the last of its epoch."""
-
-    @abstractmethod
-    def state(self) -> Tree:
-        """Return the participant's position, between two steps, for `restore`."""
-
-    @abstractmethod
-    def restore(self, state: Tree) -> None: ...
-
-    @abstractmethod
-    async def on_finished(self, fresh: Fresh) -> None: ...
-
-    @abstractmethod
-    def leave(self) -> None:
-        """Leave the training, so that no other pass waits for this one."""
 
 
 class Trainer:
@@ -159,11 +125,19 @@ class Trainer:
         return {name: self.states.value(name) for name in self._pass.updates}
 
 
-class FeedingParticipant(TrainingParticipant):
-    """The pass whose steps feed the updates, for at most `epochs_max` epochs."""
+class FeedingParticipant:
+    """The pass whose steps feed the updates, for at most `epochs_max` epochs.
+
+    Args:
+        feed: the feed of the pass, gated.
+        watched: the reduce and gather stages whose values are needed here.
+    """
 
     def __init__(self, feed: GatedFeed, watched: frozenset[str], training: Trainer, epochs_max: int) -> None:
-        super().__init__(feed, watched, epochs_max)
+        self.feed = feed
+        self.watched = watched
+        self.epochs = epochs_max
+        """Number of epochs, valid after the last step."""
         self._training = training
         self._evaluated = 0
         self._admitted = (0, 0)
@@ -171,6 +145,7 @@ class FeedingParticipant(TrainingParticipant):
         self._over = False
 
     async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
+        """Handle taken steps up to `step`, perhaps the last of its epoch."""
         over = await self._updated(fresh, "step")
         if ends:
             over = await self._updated(fresh, "epoch") or over
@@ -190,6 +165,7 @@ class FeedingParticipant(TrainingParticipant):
         self.feed.end()
 
     def state(self) -> Tree:
+        """Return the position, between two steps, for `restore`."""
         position = {"epochs": self.epochs, "evaluated": self._evaluated}
         return {**position, "admitted": list(self._admitted), "over": self._over}
 
@@ -220,14 +196,17 @@ class FeedingParticipant(TrainingParticipant):
         self._training.end()
 
     def leave(self) -> None:
+        """Leave the training, so that no other pass waits for this one."""
         self._training.end()
 
 
-class HeldOutParticipant(TrainingParticipant):
+class HeldOutParticipant:
     """A pass that reads its dataset once after each epoch of the feeding pass."""
 
     def __init__(self, feed: GatedFeed) -> None:
-        super().__init__(feed, frozenset(), 0)
+        self.feed = feed
+        self.watched: frozenset[str] = frozenset()
+        self.epochs = 0
         self._done = anyio.Event()
         self._left = False
 
@@ -235,7 +214,7 @@ class HeldOutParticipant(TrainingParticipant):
         return {"epochs": self.epochs}
 
     def restore(self, state: Tree) -> None:
-        """As `TrainingParticipant`; the feeding pass admits its epoch again."""
+        """Restore the position; the feeding pass admits its epoch again."""
         self.epochs = state["epochs"]
 
     async def begin(self, epoch: int) -> None:
@@ -261,6 +240,9 @@ class HeldOutParticipant(TrainingParticipant):
         self._left = True
         self._done.set()
 
+
+TrainingParticipant = FeedingParticipant | HeldOutParticipant
+"""A pass's part in a training."""
 
 Version = tuple[int, Tree]
 

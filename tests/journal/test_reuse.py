@@ -171,6 +171,7 @@ def test_a_training_is_reused_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     assert job.run("--resume=reuse") == 0, job.stderr
     assert "it is part of the training of errors, which is executed again" in job.stderr
     assert {job.calls()[stage, 0, 0] for stage in ("gradients", "errors")} == {2}
+    assert job.history().header.spares == {}  # a training is not taken up again in parts
 
 
 @pytest.mark.parametrize("what", ["module", pytest.param("input", marks=pytest.mark.slow)])

@@ -36,7 +36,12 @@ def quick(x, calls, ctx):
 
 def square(x, calls, ctx):
     note(calls, "square", ctx)
+    time.sleep(0.005)
     return x * x
+
+def cube(x, calls, ctx):
+    note(calls, "cube", ctx)
+    return x + 1
 """
 
 SPEC = f"""
@@ -122,6 +127,26 @@ def test_stages_that_are_added_read_stored_values_and_keep_committed_steps(tmp_p
     assert called(job)["square"] == STEPS
     assert job.run("--resume") == 0
     assert "is finished" in job.stderr
+
+
+def test_stages_that_are_added_in_turn_read_the_values_stored_last(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    assert job.run() == 0, job.stderr
+    change(job, added())
+    assert job.run("--resume=reuse", kill_at=14) == -signal.SIGKILL, job.stderr
+    done, before = job.history().passes["0+1/slow"].steps, called(job)
+    assert 5 < done < STEPS
+    cube = '  cube: {run: "mine:cube", of: square, with: {calls: calls}}\n'
+    change(job, added().replace("outputs:", f"{cube}  cubes: {{reduce: sum, of: cube, axis: 0}}\noutputs:"))
+    assert job.run("--resume=reuse") == 0, job.stderr
+    assert "reusing all steps of slow" in job.stderr
+    assert f"reusing the first {done} steps of square" in job.stderr
+    assert "executing cube with the stored values of square" in job.stderr
+    check_results(job)
+    assert job.document["results"]["cubes"] == sum(9 * n * n + 1 for n in ELEMENTS)
+    assert called(job)["slow"] == before["slow"]
+    assert called(job)["square"] - before["square"] == STEPS - done
+    assert called(job)["cube"] == STEPS
 
 
 def test_a_stage_that_is_removed_keeps_the_others(tmp_path: Path) -> None:

@@ -359,7 +359,7 @@ async def test_inputs_of_quarantined_elements_are_read_in_a_thread() -> None:
     blocked = ServedLoop()
     feed = blocking_feed(blocked)
     await feed.pull(3)
-    quarantine = PassQuarantine("d", "s", feed, 1)
+    quarantine = PassQuarantine("s", feed, 1)
     quarantine.add(CallsQuarantined(0, 1, 2, ((0, Cause("s", "ValueError: no")),)))
     await quarantine.read_inputs(3)
     assert blocked.reads == 1

@@ -368,7 +368,7 @@ def test_large_components_are_folded_beside_the_event_loop(
         return fold.result
 
     monkeypatch.setattr(folds, "push_steps", push_steps)
-    monkeypatch.setattr(folds, "FOLD_THREAD_BYTES", 4 * 1000 * 8)
+    monkeypatch.setattr(folds, "THREAD_BYTES", 4 * 1000 * 8)
     assert anyio.run(main, 100).tolist() == [6] * 100
     assert threads == [threading.get_ident()]
     assert anyio.run(main, 2000).tolist() == [6] * 2000

@@ -295,7 +295,7 @@ def listed(orders: list[list[int]]) -> list[str]:
     asyncio.run(feed.pull(5))
     cause, state = Cause("a", "ValueError: no"), []
     for calls in orders:
-        quarantine = PassQuarantine("d", "a", feed, 2)
+        quarantine = PassQuarantine("a", feed, 2)
         quarantine.restore(state)
         for call in calls:
             culprits = tuple((place, cause) for place in range(4 - call % 2))
