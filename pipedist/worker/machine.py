@@ -49,8 +49,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from msgspec.structs import astuple
-
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.protocol import messages as msg
 from pipedist.worker import commands as cmd
@@ -247,9 +245,10 @@ class WorkerMachine:
         return [cmd.SendResults(msg.Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)]
 
     def _on_call_raised(self, event: ev.CallRaised, now: float) -> list[cmd.Command]:
-        self._leases.report(event.lease, event.call, event.call + 1)
+        failed = event.failed
+        self._leases.report(failed.lease, failed.call, failed.call + 1)
         self._due = now + self._limits.flush_s
-        return [cmd.Send(msg.Failed(*astuple(event)))]
+        return [cmd.Send(failed)]
 
     def _on_collective_reached(self, event: ev.CollectiveReached, _now: float) -> list[cmd.Command]:
         lease = self._leases.gang_lease(event.lease)

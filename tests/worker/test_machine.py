@@ -66,7 +66,7 @@ def execute(lease: int, lo: int, hi: int) -> commands.Execute:
 
 
 def raised(lease: int, call: int) -> events.CallRaised:
-    return events.CallRaised(lease, call, "s", "builtins", "KeyError", "'x'", "tb", True)
+    return events.CallRaised(Failed(lease, call, "s", "builtins", "KeyError", "'x'", "tb", True))
 
 
 def test_a_worker_joins_with_hello_and_welcome() -> None:
@@ -200,7 +200,7 @@ def test_a_gang_lease_is_stored_with_its_assignment_and_executed_like_others() -
     assert scenario.handle(gang(7)) == [commands.Apply(gang(7)), execute(7, 0, 2)]
     assert scenario.handle(gang(8, 2, 4)) == [commands.Apply(gang(8, 2, 4))]
     scenario.handle(events.CallsFinished(7, 0, 1, 1))
-    aborted = events.CallRaised(7, 1, "s", "m", "GangAborted", "", "", False, aborted=True)
+    aborted = events.CallRaised(Failed(7, 1, "s", "m", "GangAborted", "", "", False, aborted=True))
     assert scenario.handle(aborted) == [
         commands.Send(Failed(7, 1, "s", "m", "GangAborted", "", "", False, True))
     ]
