@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import stat
 import tempfile
@@ -29,7 +28,6 @@ from pipedist.cluster.resolvers import ClusterResolver
 from pipedist.cluster.resolvers_environment import TFConfigClusterResolver
 from pipedist.coordinator import Coordinator
 from pipedist.coordinator.worker_pool import SharedValues
-from pipedist.core.files import is_file_at, try_lock
 from pipedist.core.gpus import Supply
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteError, RunCancelled, UsageError
@@ -49,10 +47,6 @@ _LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 _JOIN_S = 60.0
 _LEAVE_S = 10.0
-
-_ATTEMPTS_MAX = 100
-_ATTEMPT_S = 0.01
-_OPEN_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_cluster(
@@ -144,7 +138,6 @@ class TaskCluster(Cluster):
         self._listen = f"tcp://{'127.0.0.1' if host == 'localhost' else host if is_loopback(host) else '*'}"
         self._listen += f":{port}"
         self._key_file = _given_key_file(key_file, host, address)
-        self._loopback_keys = None if self._key_file else LoopbackKeys(int(port))
         self._each = workers
         self._threads = threads_per_replica
         self._join_s = join_s
@@ -234,8 +227,7 @@ class TaskCluster(Cluster):
             raise UsageError("this cluster is open already: enter a shared cluster once")
         loop = asyncio.get_running_loop()
         try:
-            if self._loopback_keys is not None:
-                self._key_file = await self._loopback_keys.hold()
+            self._key_file = self._key_file or loopback_key_file()
             read_key_file(self._key_file)  # a bad key file is reported before anything starts
             if self.is_scheduling:
                 await super().__aenter__()
@@ -293,8 +285,6 @@ class TaskCluster(Cluster):
                     supervisor.leave(at_once=True)
                 with anyio.move_on_after(_LEAVE_S, shield=True):
                     await self._until(self._all_ended)
-                if self._loopback_keys is not None:
-                    self._loopback_keys.release()
         if kind is None and self._error is not None:
             raise self._error
 
@@ -376,86 +366,32 @@ def is_loopback(host: str) -> bool:
     return host in _LOOPBACK_HOSTS or host.startswith("127.")
 
 
-class LoopbackKeys:
-    """The key file of the cluster at a port of this host, which its programs share.
+def loopback_key_file() -> str:
+    """Return the path of this user's key file for clusters on this host; create it if it is missing.
 
-    Every user of a host can connect to its loopback addresses, so these clusters need keys too. The files are in a
-    folder that only this user can enter. Each program locks the file (flock, shared), and the last one removes it.
-    Files of killed programs are removed by the next one that needs such a file.
+    Every user of a host can connect to its loopback addresses, so these clusters need keys too. The file is in a
+    folder that only this user can enter.
     """
-
-    def __init__(self, port: int) -> None:
-        self._folder = os.path.join(tempfile.gettempdir(), f"pipedist-keys-{os.geteuid()}")
-        self._path = os.path.join(self._folder, f"{port}.key")
-        self._file = -1
-
-    async def hold(self) -> str:
-        """Create the file if it is missing; return its path, valid until `release`."""
-        self._make_folder()
-        self._remove_stale()
-        for _ in range(_ATTEMPTS_MAX):
-            if self._open():
-                return self._path
-            await anyio.sleep(_ATTEMPT_S)  # another program is removing the file
-        raise UsageError(f"can't lock {self._path}. Remove it, or set `key_file`.")
-
-    def release(self) -> None:
-        """Remove the file if no other program holds it."""
-        if self._file >= 0:
-            file, self._file = self._file, -1
-            with contextlib.suppress(OSError):  # a file system without locks: the file stays
-                self._remove(self._path, file)
-
-    def _make_folder(self) -> None:
-        folder = self._folder
+    folder = os.path.join(tempfile.gettempdir(), f"pipedist-keys-{os.geteuid()}")
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        found = os.lstat(folder)
+    except OSError as error:
+        raise UsageError(f"can't create the folder for keys, {folder}: {error.strerror}") from None
+    mode = stat.S_IMODE(found.st_mode)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
+        raise UsageError(
+            f"{folder} is not a folder that only you can enter (mode 0700). Remove it, or set `key_file`."
+        )
+    path = os.path.join(folder, "loopback.key")
+    if not os.path.exists(path):
+        staged = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
+        write_key_file(staged)
         try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(folder, 0o700)
-            found = os.lstat(folder)
-        except OSError as error:
-            raise UsageError(f"can't create the folder for keys, {folder}: {error.strerror}") from None
-        mode = stat.S_IMODE(found.st_mode)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or mode & 0o077:
-            raise UsageError(
-                f"{folder} is not a folder that only you can enter (mode 0700). Remove it, or set `key_file`."
-            )
-
-    def _open(self) -> bool:
-        """Open and lock the file; return whether it is still there."""
-        if not os.path.exists(self._path):
-            staged = f"{self._path}.{os.getpid()}.{os.urandom(4).hex()}"
-            write_key_file(staged)
-            # Another program was first: its keys are used. Or it took the new file for a stale one.
-            with contextlib.suppress(FileExistsError, FileNotFoundError):
-                os.link(staged, self._path)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(staged)
-        try:
-            file = os.open(self._path, _OPEN_FLAGS)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            is_there = is_file_at(self._path, file)
-        except BlockingIOError:
-            is_there = False
-        except OSError:  # a file system without locks: no program removes the file
-            is_there = True
-        if is_there:
-            self._file = file
-        else:
-            os.close(file)
-        return is_there
-
-    def _remove_stale(self) -> None:
-        for entry in os.scandir(self._folder):
-            with contextlib.suppress(OSError):  # it was just removed, or is no file
-                self._remove(entry.path, os.open(entry.path, _OPEN_FLAGS))
-
-    def _remove(self, path: str, file: int) -> None:
-        """Remove an open file if no other program holds it; close it."""
-        try:
-            if try_lock(file) and is_file_at(path, file):
-                os.unlink(path)
+            os.link(staged, path)
+        except FileExistsError:  # another program was first: its keys are used
+            pass
         finally:
-            os.close(file)
+            os.unlink(staged)
+    return path

@@ -112,7 +112,7 @@ class Coordinator:
         self._scheduler = Scheduler(limits)
         pass_of = self._scheduler.pass_of
         self._passes = OpenPasses(self.post, pass_of, self._pool)
-        self._states = StateVersions(self._pool)
+        self.states = StateVersions(self._pool)
         self._gangs = GangRelay(
             self._pool,
             SegmentPool(self._pool, enabled=shared_memory),
@@ -131,7 +131,7 @@ class Coordinator:
             self._fail_all,
             self._rejections.count_stale,
             pool=self._pool,
-            states=self._states,
+            states=self.states,
             gangs=self._gangs,
             passes=self._passes,
         )
@@ -199,7 +199,6 @@ class Coordinator:
         self._pool.kill(worker)
 
     async def restart(self, worker: str) -> None:
-        """Kill a worker's process, and return as soon as the next one has joined."""
         peer = self._pool.of(worker)
         self._pool.kill(worker)
         await self._pool.wait_for_next(worker, -1 if peer is None else peer.incarnation)
@@ -271,17 +270,6 @@ class Coordinator:
         )
         self._passes.open(handle)
         return handle
-
-    def open_space(self) -> int:
-        """Return the number of a new state: a value, version by version."""
-        return self._states.open_space()
-
-    def put_state(self, space: int, version: int, tree: Tree) -> None:
-        """Add a version of a state; see `StateVersions.put`."""
-        self._states.put(space, version, tree)
-
-    def drop_space(self, space: int) -> None:
-        self._states.drop(space)
 
     def why(self) -> Stall:
         from pipedist.coordinator.diagnostics import name_all  # few runs need it

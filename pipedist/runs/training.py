@@ -276,7 +276,7 @@ class TrainingStates:
             with_ = stage.with_ if isinstance(stage, UpdateSpec) else {}
             others = [ref.name for ref in references(with_) if isinstance(ref, StateRef)]
             self._reads[name] = tuple(dict.fromkeys([name, *others]))
-            self._spaces[name] = self._coordinator.open_space()
+            self._spaces[name] = self._coordinator.states.open_space()
             self._handles[name] = self._open(update_program(self._plan, name, values), name)
         for name in self._names:
             version, value = durable[name] if name in durable else (0, await self._first(name))
@@ -298,7 +298,7 @@ class TrainingStates:
         return slots[NEW]
 
     def _put(self, name: str, value: Tree, version: int) -> None:
-        self._coordinator.put_state(self._spaces[name], version, value)
+        self._coordinator.states.put(self._spaces[name], version, value)
         self.latest[name] = (version, value)
 
     def value(self, name: str) -> Tree:
@@ -354,7 +354,7 @@ class TrainingStates:
         for handle in self._handles.values():
             handle.close()
         for space in self._spaces.values():
-            self._coordinator.drop_space(space)
+            self._coordinator.states.drop(space)
 
 
 def _truth(found: Tree, name: str) -> bool:

@@ -133,7 +133,7 @@ class Strategy(AsyncOnly, BaseStrategy):
         if not call.captured.variables:
             return await self._execute(call, None)
         while self.unused_spaces:
-            call.captured.coordinator.drop_space(self.unused_spaces.popleft())
+            call.captured.coordinator.states.drop(self.unused_spaces.popleft())
         with used(call.captured.variables):
             async with self._variables_lock:
                 while self._cancelled_steps:  # they still change the workers' copies

@@ -181,7 +181,7 @@ class CapturedVariables:
         """Add a variable of the run's strategy, and return the number of its state."""
         _require_own(variable, self._strategy)
         if variable._space is None:
-            variable._space = self.coordinator.open_space()
+            variable._space = self.coordinator.states.open_space()
             # The garbage collector may run in any thread, so the next run drops the space.
             finalize(variable, self._strategy.unused_spaces.append, variable._space)
         self.variables[variable._space] = variable
@@ -243,7 +243,7 @@ class Transaction:
         """(space, version) of each variable's state, by its name."""
         for space, variable in variables.items():
             if variable._sent != variable._version:
-                coordinator.put_state(space, variable._version, to_state(variable._traits, variable._copies))
+                coordinator.states.put(space, variable._version, to_state(variable._traits, variable._copies))
                 variable._sent = variable._version
             self.states[state_name(space)] = (space, variable._version)
 

@@ -6,7 +6,7 @@ import enum
 
 from msgspec import Struct
 
-from pipedist.protocol.messages import AssignGang, Code, Exchange, Message, Relay, Results, Welcome
+from pipedist.protocol import messages as msg
 
 
 class Ending(enum.Enum):
@@ -20,85 +20,41 @@ class Ending(enum.Enum):
 
 
 class Send(Struct, frozen=True):
-    message: Message
+    message: msg.Message
 
 
 class SendResults(Struct, frozen=True):
     """Send a message with the results that the driver has just reported."""
 
-    message: Results
+    message: msg.Results
     cache_pass: int = 0  # they are cached first under the key of this pass; 0: no caching
 
 
 class SendExchange(Struct, frozen=True):
     """Send a message with the replicas' contribution to a collective."""
 
-    message: Exchange
+    message: msg.Exchange
 
 
-class Join(Struct, frozen=True):
-    """Apply the settings in the scheduler's Welcome."""
-
-    welcome: Welcome
-
-
-class OpenPass(Struct, frozen=True):
-    """Store the program that came with the message."""
-
-    pass_id: int
-    key: str = ""  # results are cached under it until they are durable; "": no caching
-    elsewhere: bool = False  # the scheduler runs on another host: look for the data files (`DataFound`)
-
-
-class StoreCode(Struct, frozen=True):
-    """Store the files that came with the message (`code_archive.CodeStore`)."""
-
-    code: Code
+Applied = (
+    msg.Welcome
+    | msg.Code
+    | msg.Bind
+    | msg.Unbind
+    | msg.Assign
+    | msg.AssignGang
+    | msg.Recall
+    | msg.Committed
+    | msg.Relay
+    | msg.StateVersion
+    | msg.DropState
+)
 
 
-class DropPass(Struct, frozen=True):
-    """Drop a pass: its functions, instances and reader."""
+class Apply(Struct, frozen=True):
+    """Store or drop what the message says; its payload came with the message that is being handled."""
 
-    pass_id: int
-
-
-class StoreLease(Struct, frozen=True):
-    """Store the shards that came with the message; `gang`: its assignment if it belongs to one."""
-
-    lease: int
-    gang: AssignGang | None = None
-
-
-class RecallLease(Struct, frozen=True):
-    """Report the lease's calls from the cache instead of executing them."""
-
-    lease: int
-
-
-class ReleaseResults(Struct, frozen=True):
-    """Drop cached results of a pass's calls below `before`: they are durable."""
-
-    pass_id: int
-    before: int
-
-
-class StoreRelay(Struct, frozen=True):
-    """Store another gang member's contribution until its lease uses it."""
-
-    relay: Relay
-
-
-class StoreState(Struct, frozen=True):
-    """Store the value that came with the message (`inputs.StateStore`)."""
-
-    space: int
-    version: int
-
-
-class ReleaseState(Struct, frozen=True):
-    """Drop every version of a state."""
-
-    space: int
+    message: Applied
 
 
 class DropLease(Struct, frozen=True):
@@ -126,21 +82,4 @@ class Leave(Struct, frozen=True):
     reason: str
 
 
-Command = (
-    Send
-    | SendResults
-    | SendExchange
-    | Join
-    | StoreCode
-    | OpenPass
-    | DropPass
-    | StoreLease
-    | RecallLease
-    | ReleaseResults
-    | StoreRelay
-    | StoreState
-    | ReleaseState
-    | DropLease
-    | Execute
-    | Leave
-)
+Command = Send | SendResults | SendExchange | Apply | DropLease | Execute | Leave

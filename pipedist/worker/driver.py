@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, assert_never
 
 from pipedist.errors import PipedistError
+from pipedist.protocol import messages as msg
 from pipedist.protocol.code_archive import CodeStore
 from pipedist.protocol.codec import Frame
 from pipedist.transport.dealer import ConnectionLost
@@ -283,39 +284,48 @@ class Driver:
                 self._socket.send(message, self._reports.payload, copy=False, timeout_s=math.inf)
             case Execute():
                 self._slice = command
-            case commands.StoreLease(lease, gang):
-                self._leases.store(lease, self._frames, gang)
+            case commands.Apply(message):
+                self._apply(message)
             case commands.DropLease(lease):
                 self._drop_lease(lease)
             case commands.SendExchange(message):
                 # Copied: the replicas own the memory, and continue when the other parts have arrived.
                 self._socket.send(message, self._contribution, timeout_s=math.inf)
-            case commands.StoreRelay(relay):
-                self._leases.store_relay(relay, self._frames)
-            case commands.StoreState(space, version):
-                self._leases.states.receive(space, version, self._frames)
-            case commands.ReleaseState(space):
-                self._leases.states.drop(space)
-            case commands.ReleaseResults(pass_id, before):
-                self._reports.release(pass_id, before)
-            case commands.RecallLease(lease):
-                self._reports.recalls.add(lease)
-            case commands.OpenPass(pass_id, key, elsewhere):
-                self._reports.open_pass(pass_id, key)
-                self._leases.open_pass(pass_id, self._frames, elsewhere=elsewhere)
-                if elsewhere and self._leases.sees_data(pass_id):
-                    self._handle(ev.DataFound(pass_id))
-            case commands.DropPass(pass_id):
-                self._reports.drop_pass(pass_id)
-                self._leases.drop_pass(pass_id)
-            case commands.StoreCode(code):
-                self._code.add(code, self._frames)
-            case commands.Join(welcome):
-                self._join_reporter.joined(welcome)
             case commands.Leave(ending, reason):
                 self._left = (ending, reason)
             case _:
                 assert_never(command)
+
+    def _apply(self, message: commands.Applied) -> None:
+        match message:
+            case msg.Assign(lease):
+                self._leases.store(lease, self._frames, None)
+            case msg.AssignGang(lease):
+                self._leases.store(lease, self._frames, message)
+            case msg.Recall(lease):
+                self._reports.recalls.add(lease)
+            case msg.Relay():
+                self._leases.store_relay(message, self._frames)
+            case msg.StateVersion(space, version):
+                self._leases.states.receive(space, version, self._frames)
+            case msg.DropState(space):
+                self._leases.states.drop(space)
+            case msg.Committed(pass_id, before):
+                self._reports.release(pass_id, before)
+            case msg.Bind(pass_id, key, elsewhere):
+                self._reports.open_pass(pass_id, key)
+                self._leases.open_pass(pass_id, self._frames, elsewhere=elsewhere)
+                if elsewhere and self._leases.sees_data(pass_id):
+                    self._handle(ev.DataFound(pass_id))
+            case msg.Unbind(pass_id):
+                self._reports.drop_pass(pass_id)
+                self._leases.drop_pass(pass_id)
+            case msg.Code():
+                self._code.add(message, self._frames)
+            case msg.Welcome():
+                self._join_reporter.joined(message)
+            case _:
+                assert_never(message)
 
     def _drop_lease(self, lease: int) -> None:
         if self._slice is not None and self._slice.lease == lease:

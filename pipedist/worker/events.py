@@ -33,17 +33,9 @@ class CallsFinished(Struct, frozen=True):
 
 
 class CallRaised(Struct, frozen=True):
-    """A call raised, or its result cannot be sent; see `messages.Failed`."""
+    """A call raised, or its result cannot be sent."""
 
-    lease: int
-    call: int
-    stage: str
-    module: str
-    name: str
-    text: str
-    traceback: str
-    retryable: bool
-    aborted: bool = False
+    failed: msg.Failed
 
 
 class CollectiveReached(Struct, frozen=True):

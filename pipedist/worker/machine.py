@@ -49,8 +49,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from msgspec.structs import astuple
-
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.protocol import messages as msg
 from pipedist.worker import commands as cmd
@@ -104,7 +102,7 @@ class WorkerMachine:
     def _on_welcome(self, event: msg.Welcome, _now: float) -> list[cmd.Command]:
         self.state = ProtocolState.READY
         self._due = None
-        return [cmd.Join(event)]
+        return [cmd.Apply(event)]
 
     def _on_refuse(self, event: msg.Refuse, _now: float) -> list[cmd.Command]:
         joined = self.state is not ProtocolState.JOINING
@@ -141,10 +139,10 @@ class WorkerMachine:
         self._passes.add(event.pass_id)
         if event.key:
             self._cached_passes.add(event.pass_id)
-        return [cmd.OpenPass(event.pass_id, event.key, event.elsewhere)]
+        return [cmd.Apply(event)]
 
     def _on_code(self, event: msg.Code, _now: float) -> list[cmd.Command]:
-        return [cmd.StoreCode(event)]
+        return [cmd.Apply(event)]
 
     def _on_data_found(self, event: ev.DataFound, _now: float) -> list[cmd.Command]:
         if event.pass_id not in self._passes:
@@ -157,7 +155,7 @@ class WorkerMachine:
         self._passes.discard(event.pass_id)
         self._cached_passes.discard(event.pass_id)
         withdrawn = map(cmd.DropLease, self._leases.withdraw_pass(event.pass_id))
-        drop = cmd.DropPass(event.pass_id)
+        drop = cmd.Apply(event)
         active = self._leases.active
         if active is None or active.pass_id != event.pass_id:
             return [*withdrawn, drop]
@@ -165,37 +163,35 @@ class WorkerMachine:
 
     def _on_assign(self, event: msg.Assign, now: float) -> list[cmd.Command]:
         cached = event.pass_id in self._cached_passes and not event.elements
-        return self._enqueue(
-            AssignedLease(event.lease, event.pass_id, event.lo, event.hi, cached=cached), None, now
-        )
+        lease = AssignedLease(event.lease, event.pass_id, event.lo, event.hi, cached=cached)
+        return self._enqueue(lease, event, now)
 
     def _on_recall(self, event: msg.Recall, now: float) -> list[cmd.Command]:
         if event.pass_id not in self._cached_passes:
             raise RemoteProtocolError(f"calls of pass {event.pass_id} were recalled, but none are cached")
-        return self._enqueue(
-            AssignedLease(event.lease, event.pass_id, event.lo, event.hi, recalled=True), None, now
-        )
+        lease = AssignedLease(event.lease, event.pass_id, event.lo, event.hi, recalled=True)
+        return self._enqueue(lease, event, now)
 
     def _on_committed(self, event: msg.Committed, _now: float) -> list[cmd.Command]:
         if event.pass_id not in self._cached_passes:
             raise RemoteProtocolError(f"calls of pass {event.pass_id} were committed, but none are cached")
-        return [cmd.ReleaseResults(event.pass_id, event.before)]
+        return [cmd.Apply(event)]
 
     def _on_assign_gang(self, event: msg.AssignGang, now: float) -> list[cmd.Command]:
         if not 0 <= event.member < event.members:
             raise RemoteProtocolError(
                 f"lease {event.lease} is for member {event.member} of a gang of {event.members}"
             )
-        return self._enqueue(
-            AssignedLease(event.lease, event.pass_id, event.lo, event.hi, event.members), event, now
-        )
+        lease = AssignedLease(event.lease, event.pass_id, event.lo, event.hi, event.members)
+        return self._enqueue(lease, event, now)
 
-    def _enqueue(self, lease: AssignedLease, gang: msg.AssignGang | None, now: float) -> list[cmd.Command]:
+    def _enqueue(
+        self, lease: AssignedLease, event: msg.Assign | msg.AssignGang | msg.Recall, now: float
+    ) -> list[cmd.Command]:
         if lease.pass_id not in self._passes:
             raise RemoteProtocolError(f"lease {lease.id} belongs to pass {lease.pass_id}, which is not bound")
         executes = self._leases.add(lease)
-        store = cmd.RecallLease(lease.id) if lease.recalled else cmd.StoreLease(lease.id, gang)
-        return [store, *self._execute(lease, now)] if executes else [store]
+        return [cmd.Apply(event), *(self._execute(lease, now) if executes else ())]
 
     def _on_relay(self, event: msg.Relay, _now: float) -> list[cmd.Command]:
         lease = self._leases.find(event.lease)
@@ -206,7 +202,7 @@ class WorkerMachine:
                 f"member {event.member} contributed to lease {event.lease}, which has "
                 + (f"{lease.members} members" if lease.members else "no gang")
             )
-        return [cmd.StoreRelay(event)]
+        return [cmd.Apply(event)]
 
     def _on_cancel(self, event: msg.Cancel, now: float) -> list[cmd.Command]:
         confirmation = cmd.Send(msg.Cancelled(event.lease))
@@ -223,11 +219,11 @@ class WorkerMachine:
         if event.space not in self._spaces and len(self._spaces) >= self._limits.states_max:
             raise RemoteProtocolError(f"more than {self._limits.states_max} states are stored")
         self._spaces.add(event.space)
-        return [cmd.StoreState(event.space, event.version)]
+        return [cmd.Apply(event)]
 
     def _on_drop_state(self, event: msg.DropState, _now: float) -> list[cmd.Command]:
         self._spaces.discard(event.space)  # no error if unknown: DropState is sent to every worker
-        return [cmd.ReleaseState(event.space)]
+        return [cmd.Apply(event)]
 
     # -- execution -------------------------------------------------------------------
 
@@ -249,9 +245,10 @@ class WorkerMachine:
         return [cmd.SendResults(msg.Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)]
 
     def _on_call_raised(self, event: ev.CallRaised, now: float) -> list[cmd.Command]:
-        self._leases.report(event.lease, event.call, event.call + 1)
+        failed = event.failed
+        self._leases.report(failed.lease, failed.call, failed.call + 1)
         self._due = now + self._limits.flush_s
-        return [cmd.Send(msg.Failed(*astuple(event)))]
+        return [cmd.Send(failed)]
 
     def _on_collective_reached(self, event: ev.CollectiveReached, _now: float) -> list[cmd.Command]:
         lease = self._leases.gang_lease(event.lease)

@@ -23,7 +23,7 @@ from msgspec.structs import astuple
 from pipedist.core.record_format import frames_of, pack, whole_records
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
-from pipedist.protocol.messages import CACHED_RANGES_MAX, Results
+from pipedist.protocol.messages import CACHED_RANGES_MAX, Failed, Results
 from pipedist.worker.commands import Execute
 from pipedist.worker.events import CallRaised, CallsFinished, Event
 from pipedist.worker.failures import CallFailure
@@ -172,7 +172,7 @@ class ResultReporter:
         self.payload = ()
 
     def failed(self, lease: int, failure: CallFailure) -> None:
-        self._handle(CallRaised(lease, *astuple(failure)))
+        self._handle(CallRaised(Failed(lease, *astuple(failure))))
 
     # -- cached calls --------------------------------------------------------------------
 

@@ -267,9 +267,9 @@ async def test_a_state_is_sent_once_a_version_and_before_the_lease_that_reads_it
     async with wired() as wire:
         wire.join("a", "b")
         handle, coordinator = gang_pass(wire), wire.coordinator
-        space = coordinator.open_space()
+        space = coordinator.states.open_space()
         for version in (3, 4):
-            coordinator.put_state(space, version, {"w": version})
+            coordinator.states.put(space, version, {"w": version})
             for _ in range(2):
                 await run_step(wire, handle, {"w": (space, version)}, "a.0", "b.0")
         kinds = [type(m).__name__ for to, m, _ in wire.sent if to == "b.0"]
@@ -288,7 +288,7 @@ async def test_a_state_is_sent_once_a_version_and_before_the_lease_that_reads_it
         assert wire.payload("b.0", msg.AssignGang)[3] == {"w": [space, 4]}
         await run_step(wire, handle, {"w": (space, 3)}, "a.0", "b.0")  # kept here and there
         assert len(states_sent(wire, "a.0")) == 2
-        coordinator.put_state(space, 5, {"w": 5})
+        coordinator.states.put(space, 5, {"w": 5})
         with pytest.raises(
             pipedist.CallError, match=r"version 3 of space 1, which is not kept: only \[4, 5\]"
         ):
@@ -300,8 +300,8 @@ async def test_a_worker_that_comes_back_holds_nothing() -> None:
     async with wired() as wire:
         wire.join("a")
         handle, coordinator = gang_pass(wire), wire.coordinator
-        space = coordinator.open_space()
-        coordinator.put_state(space, 1, 7)
+        space = coordinator.states.open_space()
+        coordinator.states.put(space, 1, 7)
         await run_step(wire, handle, {"w": (space, 1)}, "a.0")
         wire.join("a", incarnation=1)
         await run_step(wire, handle, {"w": (space, 1)}, "a.1")
@@ -313,8 +313,8 @@ async def test_versions_that_a_step_produced_are_not_sent_to_its_workers() -> No
     async with wired() as wire:
         wire.join("a", "b")
         handle, coordinator = gang_pass(wire), wire.coordinator
-        space = coordinator.open_space()
-        coordinator.put_state(space, 1, 7)
+        space = coordinator.states.open_space()
+        coordinator.states.put(space, 1, 7)
         produced_from: list[Any] = []
 
         def produced(results: Any) -> dict[int, int]:
@@ -323,7 +323,7 @@ async def test_versions_that_a_step_produced_are_not_sent_to_its_workers() -> No
 
         await run_step(wire, handle, {"w": (space, 1)}, "a.0", "b.0", produced=produced)
         assert produced_from == [[{"v": 0}, {"v": 0}]]
-        coordinator.put_state(space, 2, 8)
+        coordinator.states.put(space, 2, 8)
         wire.join("b", incarnation=1)
         await run_step(wire, handle, {"w": (space, 2)}, "a.0", "b.1")
         assert states_sent(wire, "a.0") == [(space, 1)]
@@ -335,28 +335,28 @@ async def test_a_dropped_state_is_dropped_in_workers_that_hold_it() -> None:
     async with wired() as wire:
         wire.join("a")
         handle, coordinator = gang_pass(wire), wire.coordinator
-        one, two = coordinator.open_space(), coordinator.open_space()
-        coordinator.put_state(one, 1, 7)
-        coordinator.put_state(two, 1, 7)
+        one, two = coordinator.states.open_space(), coordinator.states.open_space()
+        coordinator.states.put(one, 1, 7)
+        coordinator.states.put(two, 1, 7)
         await run_step(wire, handle, {"w": (one, 1)}, "a.0")
         for space in (one, two, one, 99):
-            coordinator.drop_space(space)
+            coordinator.states.drop(space)
         assert wire.sent_to("a.0", msg.DropState) == [msg.DropState(one)]
         with pytest.raises(LocalProtocolError, match="which is not open"):
-            coordinator.put_state(one, 2, 7)
+            coordinator.states.put(one, 2, 7)
 
 
 @pytest.mark.asyncio
 async def test_wrong_uses_of_states_are_rejected() -> None:
     async with wired() as wire:
         coordinator = wire.coordinator
-        space = coordinator.open_space()
-        coordinator.put_state(space, 2, 7)
+        space = coordinator.states.open_space()
+        coordinator.states.put(space, 2, 7)
         with pytest.raises(LocalProtocolError, match=r"version 2 of state 1, which has the versions \[2\]"):
-            coordinator.put_state(space, 2, 7)
+            coordinator.states.put(space, 2, 7)
         with pytest.raises(UnsendableError):
-            coordinator.put_state(space, 3, {"w": object()})
-        coordinator.put_state(space, 3, 7)
+            coordinator.states.put(space, 3, {"w": object()})
+        coordinator.states.put(space, 3, 7)
         handle = gang_pass(wire)
         handle.settings = replace(handle.settings, gang=False)
         with pytest.raises(LocalProtocolError, match="only a gang reads states"):

@@ -22,11 +22,11 @@ import pytest
 
 import pipedist
 from pipedist.cluster import tf_config as task_cluster
-from pipedist.cluster.tf_config import LoopbackKeys
+from pipedist.cluster.tf_config import loopback_key_file
 from pipedist.coordinator import worker_pool
 from pipedist.errors import PipedistError, RunCancelled, UsageError, WorkersLost
 from pipedist.protocol.codec import decode
-from pipedist.transport.keys import read_key_file
+from pipedist.transport.keys import write_key_file
 from tests.ports import free_port
 from tests.state_size import entries
 
@@ -156,7 +156,6 @@ def test_every_program_has_the_same_result(tmp_path: Path, jobs: dict[str, int])
             assert error.startswith(
                 "CallError" if task == scheduling else f"RemoteError: {scheduling} failed"
             )
-    assert list(tmp_path.rglob("*.key")) == []
 
 
 def test_one_that_is_killed_changes_nothing_for_the_others(tmp_path: Path) -> None:
@@ -300,83 +299,42 @@ def test_missing_settings_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
         pipedist.open_cluster()
 
 
-def key_files(folder: Path) -> list[str]:
-    return [path.name for path in folder.rglob("*.key*")]
-
-
 def test_keys_of_a_loopback_address_are_this_users_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    keys, others, another = LoopbackKeys(5555), LoopbackKeys(5555), LoopbackKeys(5556)
-    path = Path(anyio.run(keys.hold))
+    path = Path(loopback_key_file())
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     content = path.read_bytes()
-    assert anyio.run(others.hold) == str(path)
-    assert path.read_bytes() == content, "who comes later has the same keys"
-    anyio.run(another.hold)
-    assert sorted(found.name for found in path.parent.iterdir()) == ["5555.key", "5556.key"]
+    assert loopback_key_file() == str(path)
+    assert path.read_bytes() == content, "a later program has the same keys"
     path.parent.chmod(0o755)
     with pytest.raises(UsageError, match="not a folder that only you can enter"):
-        anyio.run(LoopbackKeys(5555).hold)
-    path.parent.chmod(0o700)
-    keys.release()
-    assert path.read_bytes() == content, "the other one still needs it"
-    others.release()
-    another.release()
-    assert list(path.parent.iterdir()) == []
+        loopback_key_file()
+    path.unlink()
     path.parent.rmdir()
     path.parent.symlink_to(tmp_path)
     with pytest.raises(UsageError, match="not a folder that only you can enter"):
-        anyio.run(LoopbackKeys(5555).hold)
+        loopback_key_file()
 
 
-def test_key_files_of_killed_programs_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    keys = LoopbackKeys(5555)
-    path = Path(anyio.run(keys.hold))
-    for stale in ("5556.key", "5557.key.4711.abcdef01"):
-        path.with_name(stale).write_bytes(b"half a k")
-    os.close(keys._file)  # as the kernel does for a killed program
-    path.write_bytes(b"half a k")
-    keys = LoopbackKeys(5555)
-    assert anyio.run(keys.hold) == str(path)
-    read_key_file(path)
-    assert [found.name for found in path.parent.iterdir()] == ["5555.key"]
-    keys.release()
-
-
-def test_without_locks_on_files_the_key_file_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def refuse(_file: int, _operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", refuse)
-    for _ in range(2):
-        keys = LoopbackKeys(5555)
-        read_key_file(anyio.run(keys.hold))
-        keys.release()
-    assert key_files(tmp_path) == ["5555.key"]
-
-
-def test_programs_that_come_and_go_have_the_same_keys_while_they_overlap(
+def test_programs_that_start_at_once_have_the_same_keys(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    script = "import sys, tempfile, anyio, time\n"
-    script += "from pipedist.cluster.tf_config import LoopbackKeys\n"
-    script += "tempfile.tempdir = sys.argv[1]\n"
-    script += "for _ in range(60):\n"
-    script += "    keys = LoopbackKeys(5555)\n"
-    script += "    path = anyio.run(keys.hold)\n"
-    script += "    text = open(path).read()\n"
-    script += "    assert len(text) > 100 and open(path).read() == text\n"
-    script += "    keys.release()\n"
-    programs = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(3)]
-    assert [program.wait(100) for program in programs] == [0, 0, 0]
-    assert key_files(tmp_path) == []
+    other = tmp_path / "other.key"
+    write_key_file(other)
+
+    def write(path: str) -> None:
+        """Write the file as if another program had been faster."""
+        write_key_file(path)
+        Path(path).with_name("loopback.key").write_bytes(other.read_bytes())
+
+    monkeypatch.setattr(task_cluster, "write_key_file", write)
+    path = Path(loopback_key_file())
+    assert path.read_bytes() == other.read_bytes()
+    assert [found.name for found in path.parent.iterdir()] == ["loopback.key"]
 
 
 @pytest.mark.asyncio
@@ -384,7 +342,7 @@ def test_programs_that_come_and_go_have_the_same_keys_while_they_overlap(
 async def test_the_exception_of_a_supervisor_is_raised(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, index: int
 ) -> None:
-    """Its disk is full; key files are removed all the same."""
+    """Its disk is full."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def full(_kind: str) -> None:
@@ -405,7 +363,6 @@ async def test_the_exception_of_a_supervisor_is_raised(
         await use()
     assert f"a supervisor of worker/{index} has failed: PipedistError" in told[0]
     supervisors_end()
-    assert key_files(tmp_path) == []
 
 
 @pytest.mark.asyncio

@@ -290,13 +290,13 @@ class World:
             match command:
                 case wcmd.Send(message):
                     process.up.append((message, None))
-                case wcmd.OpenPass(pass_id, key):
+                case wcmd.Apply(msg.Bind(pass_id, key)):
                     process.keys[pass_id] = key
-                case wcmd.DropPass(pass_id):
+                case wcmd.Apply(msg.Unbind(pass_id)):
                     process.kept.drop(process.keys.pop(pass_id))
-                case wcmd.ReleaseResults(pass_id, before):
+                case wcmd.Apply(msg.Committed(pass_id, before)):
                     process.kept.release(process.keys[pass_id], before)
-                case wcmd.RecallLease(lease):
+                case wcmd.Apply(msg.Recall(lease)):
                     process.recalls.add(lease)
                 case wcmd.DropLease(lease):
                     process.recalls.discard(lease)

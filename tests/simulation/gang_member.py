@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipedist.collectives.channel import RETURNED
-from pipedist.protocol.messages import AssignGang, Relay
+from pipedist.protocol.messages import AssignGang, Failed, Relay
 from pipedist.worker.events import CallRaised, CallsFinished, CollectiveOverdue, CollectiveReached
 from tests.simulation.reference_model import Violation
 from tests.simulation.workloads import STAGES
@@ -160,4 +160,4 @@ class GangMember:
 def raised(simulation: Simulation, lease: int, call: int, *, aborted: bool = False) -> CallRaised:
     """Return the event that a call raised in a random stage."""
     stage = simulation.stages.choice(STAGES)
-    return CallRaised(lease, call, stage, "builtins", "ValueError", "fate", "", True, aborted)
+    return CallRaised(Failed(lease, call, stage, "builtins", "ValueError", "fate", "", True, aborted))

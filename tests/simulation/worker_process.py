@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.protocol.messages import Hello, Message
+from pipedist.protocol.messages import Assign, AssignGang, Hello, Message, Relay
 from pipedist.testing.faults import SLOW_TIMES
 from pipedist.worker import commands as wcmd
 from pipedist.worker.events import (
@@ -372,14 +372,14 @@ class WorkerProcess:
     def _do_send_exchange(self, command: wcmd.SendExchange) -> None:
         self.send(command.message, self.gangs[command.message.lease].part)
 
-    def _do_keep_lease(self, command: wcmd.StoreLease) -> None:
-        if command.gang is not None:
-            self.gangs[command.lease] = GangMember(self._simulation, self, command.gang)
-        elif self._payload:
-            self.elements[command.lease] = cast(Spans, self._payload)
-
-    def _do_keep_relay(self, command: wcmd.StoreRelay) -> None:
-        self.gangs[command.relay.lease].take(command.relay, self._payload)
+    def _do_apply(self, command: wcmd.Apply) -> None:
+        match command.message:
+            case AssignGang(lease) as assigned:
+                self.gangs[lease] = GangMember(self._simulation, self, assigned)
+            case Assign(lease) if self._payload:
+                self.elements[lease] = cast(Spans, self._payload)
+            case Relay(lease) as relay:
+                self.gangs[lease].take(relay, self._payload)
 
     def _do_drop_lease(self, command: wcmd.DropLease) -> None:
         self.gangs.pop(command.lease, None)
@@ -402,8 +402,7 @@ _EXECUTE: dict[type, Callable[[WorkerProcess, Any], None]] = {
     wcmd.Send: WorkerProcess._do_send,
     wcmd.SendResults: WorkerProcess._do_send_results,
     wcmd.SendExchange: WorkerProcess._do_send_exchange,
-    wcmd.StoreLease: WorkerProcess._do_keep_lease,
-    wcmd.StoreRelay: WorkerProcess._do_keep_relay,
+    wcmd.Apply: WorkerProcess._do_apply,
     wcmd.DropLease: WorkerProcess._do_drop_lease,
     wcmd.Execute: WorkerProcess._do_execute,
     wcmd.Leave: WorkerProcess._do_leave,

@@ -66,7 +66,7 @@ def execute(lease: int, lo: int, hi: int) -> commands.Execute:
 
 
 def raised(lease: int, call: int) -> events.CallRaised:
-    return events.CallRaised(lease, call, "s", "builtins", "KeyError", "'x'", "tb", True)
+    return events.CallRaised(Failed(lease, call, "s", "builtins", "KeyError", "'x'", "tb", True))
 
 
 def test_a_worker_joins_with_hello_and_welcome() -> None:
@@ -74,7 +74,7 @@ def test_a_worker_joins_with_hello_and_welcome() -> None:
     assert scenario.handle(events.Started()) == [commands.Send(HELLO)]
     assert scenario.machine.deadline() == 105
     assert scenario.handle(events.TimePassed()) == []
-    assert scenario.handle(WELCOME) == [commands.Join(WELCOME)]
+    assert scenario.handle(WELCOME) == [commands.Apply(WELCOME)]
     assert scenario.machine.deadline() is None
 
 
@@ -97,7 +97,10 @@ def test_a_worker_may_be_rejected_before_and_after_joining(
 
 def test_a_lease_is_executed_in_slices_and_reported_in_order() -> None:
     scenario = ready()
-    assert scenario.handle(Assign(7, 1, 10, 14, 0)) == [commands.StoreLease(7), execute(7, 10, 14)]
+    assert scenario.handle(Assign(7, 1, 10, 14, 0)) == [
+        commands.Apply(Assign(7, 1, 10, 14, 0)),
+        execute(7, 10, 14),
+    ]
     assert scenario.machine.deadline() == 100.5
     assert scenario.handle(events.CallsFinished(7, 10, 12, 99)) == [
         commands.SendResults(Results(7, 10, 12, 99))
@@ -121,8 +124,8 @@ def confirmed(lease: int) -> commands.Send:
 def test_leases_wait_in_order() -> None:
     scenario = ready()
     scenario.handle(Assign(7, 1, 0, 1, 0))
-    assert scenario.handle(Assign(8, 1, 1, 2, 0)) == [commands.StoreLease(8)]
-    assert scenario.handle(Assign(9, 1, 2, 3, 0)) == [commands.StoreLease(9)]
+    assert scenario.handle(Assign(8, 1, 1, 2, 0)) == [commands.Apply(Assign(8, 1, 1, 2, 0))]
+    assert scenario.handle(Assign(9, 1, 2, 3, 0)) == [commands.Apply(Assign(9, 1, 2, 3, 0))]
     assert scenario.handle(Cancel(8)) == [commands.DropLease(8), confirmed(8)]
     scenario.handle(events.CallsFinished(7, 0, 1, 1))
     assert scenario.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(9, 2, 3)]
@@ -143,7 +146,7 @@ def test_a_lease_is_dropped_whether_its_execution_has_begun_or_not(order: Messag
         scenario.handle(Assign(7, 1, 0, 9, 0))
         for event in reported:
             scenario.handle(event)
-        then = confirmed(7) if isinstance(order, Cancel) else commands.DropPass(1)
+        then = confirmed(7) if isinstance(order, Cancel) else commands.Apply(Unbind(1))
         assert scenario.handle(order) == [commands.DropLease(7), then]
         assert scenario.machine.state is events.ProtocolState.READY
         assert scenario.machine.deadline() is None
@@ -169,7 +172,7 @@ def test_unbinding_withdraws_the_slice_and_the_waiting_leases_of_the_pass() -> N
     assert scenario.handle(Unbind(1)) == [
         commands.DropLease(7),
         commands.DropLease(6),
-        commands.DropPass(1),
+        commands.Apply(Unbind(1)),
         commands.Execute(8, 2, 1, 2, 0.5, 100),
     ]
 
@@ -180,7 +183,7 @@ def test_unbinding_drops_waiting_leases_of_that_pass_only() -> None:
     scenario.handle(Assign(6, 2, 0, 1, 0))
     scenario.handle(Assign(7, 1, 0, 1, 0))
     scenario.handle(Assign(8, 2, 1, 2, 0))
-    assert scenario.handle(Unbind(1)) == [commands.DropLease(7), commands.DropPass(1)]
+    assert scenario.handle(Unbind(1)) == [commands.DropLease(7), commands.Apply(Unbind(1))]
     scenario.handle(events.CallsFinished(6, 0, 1, 1))
     assert scenario.handle(events.SliceEnded(6)) == [
         commands.DropLease(6),
@@ -194,10 +197,10 @@ def gang(lease: int, lo: int = 0, hi: int = 2, member: int = 0, members: int = 2
 
 def test_a_gang_lease_is_stored_with_its_assignment_and_executed_like_others() -> None:
     scenario = ready()
-    assert scenario.handle(gang(7)) == [commands.StoreLease(7, gang(7)), execute(7, 0, 2)]
-    assert scenario.handle(gang(8, 2, 4)) == [commands.StoreLease(8, gang(8, 2, 4))]
+    assert scenario.handle(gang(7)) == [commands.Apply(gang(7)), execute(7, 0, 2)]
+    assert scenario.handle(gang(8, 2, 4)) == [commands.Apply(gang(8, 2, 4))]
     scenario.handle(events.CallsFinished(7, 0, 1, 1))
-    aborted = events.CallRaised(7, 1, "s", "m", "GangAborted", "", "", False, aborted=True)
+    aborted = events.CallRaised(Failed(7, 1, "s", "m", "GangAborted", "", "", False, aborted=True))
     assert scenario.handle(aborted) == [
         commands.Send(Failed(7, 1, "s", "m", "GangAborted", "", "", False, True))
     ]
@@ -238,7 +241,7 @@ def test_relayed_parts_are_stored_for_a_lease_that_executes_or_waits() -> None:
     scenario.handle(gang(7))
     scenario.handle(gang(8))
     for lease in (7, 8):
-        assert scenario.handle(Relay(lease, 1, 1, "")) == [commands.StoreRelay(Relay(lease, 1, 1, ""))]
+        assert scenario.handle(Relay(lease, 1, 1, "")) == [commands.Apply(Relay(lease, 1, 1, ""))]
     assert scenario.handle(Cancel(8)) == [commands.DropLease(8), confirmed(8)]
     assert scenario.handle(Relay(8, 1, 2, "")) == []
     assert scenario.handle(Cancel(7)) == [commands.DropLease(7), confirmed(7)]
@@ -251,10 +254,10 @@ def test_relayed_parts_are_stored_for_a_lease_that_executes_or_waits() -> None:
 def test_states_are_stored_and_dropped_also_while_a_lease_executes() -> None:
     scenario = ready()
     for lease in (7, 8):
-        assert scenario.handle(StateVersion(3, 0)) == [commands.StoreState(3, 0)]
-        assert scenario.handle(StateVersion(3, 1)) == [commands.StoreState(3, 1)]
-        assert scenario.handle(DropState(3)) == [commands.ReleaseState(3)]
-        assert scenario.handle(DropState(99)) == [commands.ReleaseState(99)]
+        assert scenario.handle(StateVersion(3, 0)) == [commands.Apply(StateVersion(3, 0))]
+        assert scenario.handle(StateVersion(3, 1)) == [commands.Apply(StateVersion(3, 1))]
+        assert scenario.handle(DropState(3)) == [commands.Apply(DropState(3))]
+        assert scenario.handle(DropState(99)) == [commands.Apply(DropState(99))]
         scenario.handle(Assign(lease, 1, 0, 9, 0))
     scenario.handle(StateVersion(1, 0))
     scenario.handle(StateVersion(2, 0))

@@ -28,7 +28,7 @@ def keeping() -> Scenario:
 
 def test_results_of_a_pass_with_a_key_are_cached_before_they_are_sent() -> None:
     scenario = Scenario(events.Started(), WELCOME)
-    assert scenario.handle(Bind(1, KEY)) == [commands.OpenPass(1, KEY)]
+    assert scenario.handle(Bind(1, KEY)) == [commands.Apply(Bind(1, KEY))]
     scenario.handle(Bind(2))
     scenario.handle(Assign(7, 1, 0, 3, 0))
     scenario.handle(Assign(8, 2, 0, 1, 0))
@@ -49,7 +49,7 @@ def test_results_of_partial_calls_are_never_cached() -> None:
 def test_a_recall_is_reported_in_its_turn_and_not_cached_twice() -> None:
     scenario = keeping()
     scenario.handle(Assign(7, 1, 0, 1, 0))
-    assert scenario.handle(Recall(8, 1, 4, 9)) == [commands.RecallLease(8)]
+    assert scenario.handle(Recall(8, 1, 4, 9)) == [commands.Apply(Recall(8, 1, 4, 9))]
     scenario.handle(events.CallsFinished(7, 0, 1, 9))
     assert scenario.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(8, 4, 9)]
     assert scenario.handle(events.CallsFinished(8, 4, 9, 9)) == [commands.SendResults(Results(8, 4, 9, 9))]
@@ -72,7 +72,7 @@ def test_recalls_do_not_count_as_leases_that_wait_and_are_cancelled_like_them() 
 
 def test_durable_results_are_released() -> None:
     scenario = keeping()
-    assert scenario.handle(Committed(1, 12)) == [commands.ReleaseResults(1, 12)]
+    assert scenario.handle(Committed(1, 12)) == [commands.Apply(Committed(1, 12))]
     for wrong in (Committed(2, 1), Committed(5, 1), Recall(9, 2, 0, 1), Recall(9, 5, 0, 1)):
         with pytest.raises(RemoteProtocolError, match="but none are cached"):
             keeping().handle(wrong)
