@@ -21,13 +21,6 @@ Column = npt.NDArray[Any]
 
 MISSING = (b"", b"NA", b"NaN")  # the texts of a missing value
 
-COLUMN_TYPES = (
-    "str",
-    "bool",
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-    *(f"float{bits}" for bits in (16, 32, 64)),
-)
-
 _MATRIX_BYTES_MAX = 32  # longer cells are converted one by one, which is faster
 
 _TRUTH = {b"true": True, b"false": False, b"1": True, b"0": False}
@@ -76,19 +69,6 @@ class Cells:
             byte = data.take(self.starts + position, mode="clip")
             result[:, position] = np.where(position < lengths, byte, 0)
         return result
-
-
-def check_types(columns: dict[str, str]) -> None:
-    """Raise SourceError if the type of a column, by name, is not one of `COLUMN_TYPES`."""
-    for name, kind in columns.items():
-        if kind not in COLUMN_TYPES:
-            raise SourceError(
-                f"column {name!r}: unknown type {kind!r}",
-                key="columns",
-                name=name,
-                nearest=nearest(str(kind), COLUMN_TYPES),
-                expected=", ".join(COLUMN_TYPES),
-            )
 
 
 def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:

@@ -20,7 +20,6 @@ from pipedist.datasets.sources.columns import (
     CellError,
     Cells,
     Column,
-    check_types,
     column_of_cells,
     no_such_column,
 )
@@ -47,12 +46,7 @@ from pipedist.datasets.sources.row_files import (
 
 def open_csv(config: Config, folder: Path) -> RowSource:
     """Open csv files; `columns` of the config has the name and type of each column to be read."""
-    columns: dict[str, str] = dict(config.get("columns") or {})
-    if not columns:
-        raise SourceError(
-            "csv needs columns", key="columns", expected="name: type for each column to be read"
-        )
-    check_types(columns)
+    columns: dict[str, str] = config["columns"]
 
     def scan(rows: RowFiles) -> tuple[list[Offsets], Config]:
         starts, tables = [], []

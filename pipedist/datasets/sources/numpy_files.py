@@ -149,7 +149,7 @@ class NumpyReader(Reader):
 def open_npy(config: Config, folder: Path) -> ReaderSource:
     """Open `.npy` files."""
     arrays = []
-    for file in expand(config.get("path", ()), folder):
+    for file in expand(config["path"], folder):
         with _open(file) as stream:
             try:
                 stored = _stored(stream, file, file.label)
@@ -167,7 +167,7 @@ def open_npy(config: Config, folder: Path) -> ReaderSource:
 
 def open_npz(config: Config, folder: Path) -> ReaderSource:
     """Open `.npz` files, whose arrays have one leading dimension."""
-    files = expand(config.get("path", ()), folder)
+    files = expand(config["path"], folder)
     store = UnpackStore(config.get("unpacked_bytes_max"))
     try:
         members = [_members(file, store) for file in files]

@@ -25,7 +25,7 @@ from pipedist.datasets.sources.base import (
     rows_of,
     sealed,
 )
-from pipedist.datasets.sources.columns import CellError, Column, array_of_texts, check_types, no_such_column
+from pipedist.datasets.sources.columns import CellError, Column, array_of_texts, no_such_column
 from pipedist.datasets.sources.file_kinds import unreadable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand, is_remote
 
@@ -175,10 +175,9 @@ class ParquetReader(Reader):
 def open_parquet(config: Config, folder: Path) -> ReaderSource:
     """Open parquet files; without `columns` (name -> type or `OWN_TYPE`), all columns with their own types."""
     arrow = _pyarrow()
-    wanted: dict[str, str] = dict(config.get("columns") or {})
-    check_types({name: kind for name, kind in wanted.items() if kind != OWN_TYPE})
+    wanted: dict[str, str] = config.get("columns", {})
     everything = not wanted
-    files = expand(config.get("path", ()), folder)
+    files = expand(config["path"], folder)
     groups, first = [], None
     for number, data_file in enumerate(files):
         with _open(arrow, data_file) as file:

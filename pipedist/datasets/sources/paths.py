@@ -163,11 +163,8 @@ def expand(path: str | Iterable[str], folder: Path) -> list[DataFile]:
     Raises:
         SourceError: a pattern matches no file, or a file can't be examined.
     """
-    patterns = [path] if isinstance(path, str) else list(path)
-    if not patterns:
-        raise SourceError("no path is given", key="path", expected="a file name or glob pattern")
     found: dict[str, DataFile] = {}
-    for given in patterns:
+    for given in [path] if isinstance(path, str) else path:
         if is_remote(given):
             from pipedist.datasets.sources.remote import find
 

@@ -213,7 +213,7 @@ def open_rows(
     """
     store = UnpackStore(config.get("unpacked_bytes_max"))
     try:
-        files = unpack_all(expand(config.get("path", ()), folder), store)
+        files = unpack_all(expand(config["path"], folder), store)
         with closing(RowFiles(files, reader.rules, store.notice)) as rows:
             starts, settings = scan(rows)
         settings = {"kind": kind, "files": [file.to_config() for file in files], **settings}

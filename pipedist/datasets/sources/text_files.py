@@ -20,7 +20,7 @@ from pipedist.datasets.sources.base import (
     rows_of,
     sealed,
 )
-from pipedist.datasets.sources.columns import CellError, Column, check_types, column_of_values
+from pipedist.datasets.sources.columns import CellError, Column, column_of_values
 from pipedist.datasets.sources.paths import DataFile, expand
 from pipedist.datasets.sources.row_files import (
     Offsets,
@@ -55,18 +55,12 @@ class TextReader(RowReader):
 
     def _lines(self, chunk: RowChunk) -> list[str]:
         # str.splitlines also splits at form feeds and Unicode separators
-        lines = chunk.data.replace(b"\r\n", b"\n").split(b"\n")[:-1]
+        data = chunk.data.replace(b"\r\n", b"\n")
         try:
-            return [line.decode() for line in lines]
-        except UnicodeDecodeError:
-            for row, line in enumerate(lines):
-                try:
-                    line.decode()
-                except UnicodeDecodeError as error:
-                    raise SourceError(
-                        f"{self._rows.row_place(chunk, row)}: the line is not UTF-8 text", key="path"
-                    ) from error
-            raise
+            return data.decode().split("\n")[:-1]
+        except UnicodeDecodeError as error:
+            place = self._rows.row_place(chunk, data.count(b"\n", 0, error.start))
+            raise SourceError(f"{place}: the line is not UTF-8 text", key="path") from error
 
 
 class _TooLarge(ValueError):
@@ -85,8 +79,7 @@ _decode = json.JSONDecoder(parse_float=_float).decode
 
 def open_jsonl(config: Config, folder: Path) -> RowSource:
     """Open files of JSON objects, one per line; blank lines are skipped."""
-    columns: dict[str, str] = dict(config.get("columns") or {})
-    check_types(columns)
+    columns: dict[str, str] = config.get("columns", {})
 
     def scan(rows: RowFiles) -> tuple[list[Offsets], Config]:
         starts = _indexes(rows)
@@ -239,7 +232,7 @@ class RawFilesReader(Reader):
 
 def open_files(config: Config, folder: Path) -> RawFilesSource:
     """Open files of any kind, one per element, of at most `FILE_BYTES_MAX`."""
-    files = expand(config.get("path", ()), folder)
+    files = expand(config["path"], folder)
     for file in files:
         if file.size_bytes > FILE_BYTES_MAX:
             raise SourceError(
