@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipedist.datasets.sources.base import SourceError, nearest
+from pipedist.datasets.sources.base import SourceError, nearest, sealed
 
 Column = npt.NDArray[Any]
 
@@ -69,6 +69,15 @@ class Cells:
             byte = data.take(self.starts + position, mode="clip")
             result[:, position] = np.where(position < lengths, byte, 0)
         return result
+
+
+def joined(parts: Sequence[dict[str, Column]], order: npt.NDArray[np.int64] | None) -> dict[str, Column]:
+    """Return a shard of the rows of all parts; `order`: the row at each of its positions; None: unchanged."""
+    shard = {}
+    for name, first in parts[0].items():
+        column = first if len(parts) == 1 else np.concatenate([part[name] for part in parts])
+        shard[name] = sealed(column if order is None else column[order])
+    return shard
 
 
 def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:

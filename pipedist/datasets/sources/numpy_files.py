@@ -6,12 +6,12 @@ first. The config has the offset of each array of each file, so that readers par
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import struct
 import tokenize
 import zipfile
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +90,7 @@ class NumpyReader(Reader):
         self._arrays = {
             name: [Stored.from_config(each) for each in places] for name, places in config["arrays"].items()
         }
-        self._maps: OrderedDict[tuple[str, int], Array] = OrderedDict()
+        self._mapped = functools.lru_cache(max(FILES_OPEN_MAX, len(self._arrays)))(self._new_map)
         places = [stored.file for each in self._arrays.values() for stored in each]
         self._numbers = {file: number for number, file in enumerate(dict.fromkeys(places))}
         self._open = OpenFiles(list(self._numbers))
@@ -127,22 +127,17 @@ class NumpyReader(Reader):
         return sealed(result)
 
     def _map(self, name: str, file: int) -> Array:
-        key = (name, file)
-        array = self._maps.get(key)
-        stored = self._arrays[name][file]
-        number = self._numbers[stored.file]
-        if array is None:
-            array = self._maps[key] = stored.map(self._open.descriptor(number))
-            if len(self._maps) > max(FILES_OPEN_MAX, len(self._arrays)):
-                self._maps.popitem(last=False)
-        else:
-            self._maps.move_to_end(key)
-            self._open.check(number)
+        array = self._mapped(name, file)
+        self._open.check(self._numbers[self._arrays[name][file].file])
         return array
+
+    def _new_map(self, name: str, file: int) -> Array:
+        stored = self._arrays[name][file]
+        return stored.map(self._open.descriptor(self._numbers[stored.file]))
 
     def close(self) -> None:
         """Close the files; they stay mapped for shards that were read."""
-        self._maps.clear()
+        self._mapped.cache_clear()
         self._open.close()
 
 

@@ -7,6 +7,7 @@ missing value, as in csv.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from pipedist.datasets.sources.base import (
     rows_of,
     sealed,
 )
-from pipedist.datasets.sources.columns import CellError, Column, array_of_texts, no_such_column
+from pipedist.datasets.sources.columns import CellError, Column, array_of_texts, joined, no_such_column
 from pipedist.datasets.sources.file_kinds import unreadable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand, is_remote
 
@@ -57,7 +58,7 @@ class ParquetReader(Reader):
         self._groups: list[tuple[int, int, int]] = [tuple(group) for group in config["groups"]]
         self._columns: dict[str, str] = dict(config["columns"])
         self._layout = RowLayout([rows for _, _, rows in self._groups])
-        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._file = functools.lru_cache(FILES_OPEN_MAX)(self._open)
         self._watched = OpenFiles(self._files)  # detects changes: pyarrow opens the files itself
         self._tables: OrderedDict[int, Any] = OrderedDict()
         self._table_bytes: dict[int, int] = {}  # because computing a size takes longer than slicing
@@ -86,11 +87,7 @@ class ParquetReader(Reader):
                 for at in chosen
             ]
             order = np.argsort(np.concatenate(chosen))
-        shard = {}
-        for name in self._columns:
-            column = parts[0][name] if len(parts) == 1 else np.concatenate([part[name] for part in parts])
-            shard[name] = sealed(column if order is None else column[order])
-        return shard
+        return joined(parts, order)
 
     def _typed(
         self, group: int, table: Any, rows: Sequence[int] | npt.NDArray[np.int64]
@@ -153,22 +150,15 @@ class ParquetReader(Reader):
         if not is_remote(self._files[file].path):
             self._watched.check(file)
 
-    def _file(self, number: int) -> Any:
-        file = self._open.get(number)
-        if file is None:
-            file = self._open[number] = _open(self._arrow, self._files[number])
-            self._check(number)
-            if len(self._open) > FILES_OPEN_MAX:
-                self._open.popitem(last=False)[1].close()
-        else:
-            self._open.move_to_end(number)
+    def _open(self, number: int) -> Any:
+        file = _open(self._arrow, self._files[number])
+        self._check(number)
         return file
 
     def close(self) -> None:
         self._tables.clear()
         self._table_bytes.clear()
-        while self._open:
-            self._open.popitem()[1].close()
+        self._file.cache_clear()
         self._watched.close()
 
 
