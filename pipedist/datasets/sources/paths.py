@@ -171,9 +171,7 @@ def expand(path: str | Iterable[str], folder: Path) -> list[DataFile]:
             urls = find(given)
             if not urls:
                 raise SourceError(f"no file matches {given!r}", key="path")
-            found.update(
-                (each.url, DataFile(each.url, each.url, 0, each.size_bytes, each.stamp)) for each in urls
-            )
+            found.update((url, DataFile(url, url, 0, *version)) for url, version in urls.items())
             continue
         pattern = given.removeprefix("file://")
         names = [name for name in _matches(pattern, folder) if _is_file(name, folder)]
