@@ -268,11 +268,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         return only
 
     def _joined(self, components: Sequence[Tree]) -> Tree:
-        if self._identity:
-            return components[0]
-        if all(type(component) in _LEAVES for component in components):
-            return PerReplica(components)  # frequent, and faster
-        return values.per_replica(components)
+        return components[0] if self._identity else values.per_replica(components)
 
     def _components(self, value: Tree, *, mirrored: bool) -> Tree:
         """Return the value with each variable replaced by its values; if they are one, a Mirrored if `mirrored`."""
@@ -332,10 +328,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
                 )
 
 
-_LEAVES: Final = frozenset({np.ndarray, int, float, bool, str, bytes, complex})
-"""Types of results that are leaves other than None."""
-
-_ARGUMENTS: Final = _LEAVES | {PerReplica}
+_ARGUMENTS: Final = frozenset({np.ndarray, int, float, bool, str, bytes, complex, PerReplica})
 """Types of arguments that are leaves, and are sent unchanged."""
 
 
