@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from pipedist.core import trees
 from pipedist.core.types import Tree
-from pipedist.datasets.division import Division, chunk_sizes, permutation
+from pipedist.datasets.division import Division, chunks, permutation
 from pipedist.datasets.sources import Source, SourceError
 from pipedist.protocol.program import ReaderConfig, Shards
 
@@ -119,7 +119,7 @@ class IndexedFeed(Feed):
         self._orders: dict[int, NDArray[np.int64]] = {}
         self._reading = threading.Lock()  # held while a thread reads the source
         self._element_bytes = 0.0  # average, once values were sent; then bytes limit leases too
-        self._full_parts = sum(1 for n in chunk_sizes(division.batch, division.replicas) if n)
+        self._full_parts = chunks(division.batch, division.replicas)
         self.steps_total: int | None = division.steps_per_epoch * epochs
         self.reader = ReaderConfig(
             source=dict(source.config) if source.portable else None,
@@ -310,7 +310,7 @@ class SequentialFeed(Feed):
             step = self._next
             self._next += 1
             self._blocks[step] = block
-            parts = sum(1 for n in chunk_sizes(block.rows, self._replicas) if n)
+            parts = chunks(block.rows, self._replicas)
             offers.append(StepBatch(step, step + 1, parts, block.rows, block.size))
         return offers
 
