@@ -17,7 +17,7 @@ from pipedist.datasets.sources.paths import expand
 from pipedist.errors import PlanError, Problem, UsageError
 from pipedist.plan.callables import Callables, CallSignature, plan_states
 from pipedist.plan.model import PassPlan, Plan
-from pipedist.plan.phases import ConflictingTrainingInputs, dataset_of, links_of, phases
+from pipedist.plan.phases import ConflictingTrainingInputs, dataset_of, phases
 from pipedist.plan.view import plural
 from pipedist.spec import TORCH_IMPLEMENTATIONS, GatherSpec, ReduceSpec, RunSpec, Spec
 from pipedist.spec.training import training_of
@@ -47,7 +47,7 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         problems += _check_inputs(spec)
         ordered: tuple[tuple[PassPlan, ...], ...] = ()
         try:
-            ordered = phases(spec, training_of(tuple(spec.datasets), links_of(spec)))
+            ordered = phases(spec, training_of(tuple(spec.datasets), spec.links))
         except ConflictingTrainingInputs as error:
             place, expected = ("stages", error.stage, "of"), "one input for all updates"
             problems.append(spec.document.problem(place, str(error), expected=expected))
