@@ -57,10 +57,6 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         """The device of each replica, in order of replica id: `ctx.device` in its functions."""
         return self._devices or ("cpu",) * self._replicas
 
-    @property
-    def _variables_in_one_place(self) -> bool:
-        return self._identity
-
     @abstractmethod
     async def run(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import anyio
 import anyio.lowlevel
@@ -204,6 +204,9 @@ def joined(elements: Sequence[Tree | MissingElement]) -> Tree:
 class InputStrategy(ABC):
     """Owns R replicas, and distributes data among them."""
 
+    _identity: ClassVar[bool] = False
+    """Whether values stay plain, with a single replica, instead of PerReplica."""
+
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
 
@@ -211,11 +214,6 @@ class InputStrategy(ABC):
     def num_replicas_in_sync(self) -> int:
         """R, the number of replicas that a global batch is divided among."""
         return self._replicas
-
-    @property
-    @abstractmethod
-    def _identity(self) -> bool:
-        """Whether values stay plain, with a single replica, instead of PerReplica."""
 
     @property
     def _input_pipelines(self) -> int:
