@@ -12,13 +12,13 @@ import os
 import struct
 import tokenize
 import zipfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
@@ -39,8 +39,7 @@ Array = npt.NDArray[Any]
 BARE = ""  # the name of the one array of a `.npy` file
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True, array_like=True):
     """One array in a file, with dtype and shape as in the file."""
 
     file: DataFile
@@ -48,14 +47,6 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     fortran: bool  # column-major
-
-    def to_config(self) -> list[Any]:
-        return [self.file.to_config(), self.offset, self.dtype, list(self.shape), self.fortran]
-
-    @classmethod
-    def from_config(cls, config: Sequence[Any]) -> Stored:
-        file, offset, dtype, shape, fortran = config
-        return cls(DataFile(*file), offset, dtype, tuple(shape), fortran)
 
     def size_bytes(self) -> int:
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
@@ -77,7 +68,7 @@ def _source(arrays: dict[str, list[Stored]], store: UnpackStore) -> ReaderSource
     config = {
         "kind": "npz" if BARE not in arrays else "npy",
         "lengths": lengths,
-        "arrays": {name: [each.to_config() for each in stored] for name, stored in arrays.items()},
+        "arrays": {name: msgspec.to_builtins(stored) for name, stored in arrays.items()},
     }
     return ReaderSource(sum(lengths), config, NumpyReader(config), store.close)
 
@@ -88,7 +79,7 @@ class NumpyReader(Reader):
     def __init__(self, config: Config) -> None:
         self._layout = RowLayout(config["lengths"])
         self._arrays = {
-            name: [Stored.from_config(each) for each in places] for name, places in config["arrays"].items()
+            name: msgspec.convert(places, list[Stored]) for name, places in config["arrays"].items()
         }
         self._mapped = functools.lru_cache(max(FILES_OPEN_MAX, len(self._arrays)))(self._new_map)
         places = [stored.file for each in self._arrays.values() for stored in each]

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -54,14 +55,14 @@ class ParquetReader(Reader):
 
     def __init__(self, config: Config) -> None:
         self._arrow = _pyarrow()
-        self._files = [DataFile(*file) for file in config["files"]]
+        self._files = msgspec.convert(config["files"], list[DataFile])
         self._groups: list[tuple[int, int, int]] = [tuple(group) for group in config["groups"]]
         self._columns: dict[str, str] = dict(config["columns"])
         self._layout = RowLayout([rows for _, _, rows in self._groups])
         self._file = functools.lru_cache(FILES_OPEN_MAX)(self._open)
         self._watched = OpenFiles(self._files)  # detects changes: pyarrow opens the files itself
-        self._tables: OrderedDict[int, Any] = OrderedDict()
-        self._table_bytes: dict[int, int] = {}  # because computing a size takes longer than slicing
+        self._tables: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+        """Each with its bytes, because computing a size takes longer than slicing."""
 
     def read(self, location: Tree) -> dict[str, Column]:
         """Return {column: array[n]} of the elements with the ids `location`.
@@ -115,10 +116,9 @@ class ParquetReader(Reader):
         return sealed(numpy_column(self._arrow, empty, self._columns[name]))
 
     def _table(self, group: int) -> Any:
-        table = self._tables.get(group)
-        if table is not None:
+        if group in self._tables:
             self._tables.move_to_end(group)
-            return table
+            return self._tables[group][0]
         file, number, _ = self._groups[group]
         # the worker decides how many threads run
         opened = self._file(file)
@@ -130,11 +130,9 @@ class ParquetReader(Reader):
                 f"{self._files[file].label}: row group {number} can't be read: {error}", key="path"
             ) from error
         self._check(file)
-        self._tables[group] = table
-        self._table_bytes[group] = table.nbytes
-        while len(self._tables) > 1 and sum(self._table_bytes.values()) > ROW_GROUPS_BYTES_MAX:
-            dropped, _ = self._tables.popitem(last=False)
-            del self._table_bytes[dropped]
+        self._tables[group] = table, table.nbytes
+        while len(self._tables) > 1 and sum(size for _, size in self._tables.values()) > ROW_GROUPS_BYTES_MAX:
+            self._tables.popitem(last=False)
         return table
 
     def _free(self, group: int) -> None:
@@ -143,8 +141,8 @@ class ParquetReader(Reader):
         The next one is then decoded into its memory; new pages would take a quarter of the decoding time.
         """
         _, _, rows = self._groups[group]
-        if self._table_bytes[group] * self._layout.total > ROW_GROUPS_BYTES_MAX * rows:
-            del self._tables[group], self._table_bytes[group]
+        if self._tables[group][1] * self._layout.total > ROW_GROUPS_BYTES_MAX * rows:
+            del self._tables[group]
 
     def _check(self, file: int) -> None:
         if not is_remote(self._files[file].path):
@@ -157,7 +155,6 @@ class ParquetReader(Reader):
 
     def close(self) -> None:
         self._tables.clear()
-        self._table_bytes.clear()
         self._file.cache_clear()
         self._watched.close()
 
@@ -194,7 +191,7 @@ def open_parquet(config: Config, folder: Path) -> ReaderSource:
             groups += [[number, each, count] for each, count in enumerate(rows) if count]
     reader_config = {
         "kind": "parquet",
-        "files": [file.to_config() for file in files],
+        "files": msgspec.to_builtins(files),
         "groups": groups,
         "columns": [[name, kind] for name, kind in wanted.items()],
     }

@@ -11,9 +11,8 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from pipedist.datasets.sources.base import Config, Source, SourceError
 
@@ -37,7 +36,7 @@ def is_private(path: str) -> bool:
     return any(part.partition("://")[0] in _PRIVATE for part in path.split("::")) and is_remote(path)
 
 
-class DataFile(Struct, frozen=True):
+class DataFile(Struct, frozen=True, array_like=True):
     """A file of a source, or a part of one, and its version. Methods raise SourceError if it has changed."""
 
     label: str  # its name in errors and results: relative to the spec's folder if `path` was
@@ -45,9 +44,6 @@ class DataFile(Struct, frozen=True):
     offset: int  # position of its first byte
     size_bytes: int
     mtime_ns: int  # at the time the source was opened, or `UNPACKED`; for a URL, its stamp
-
-    def to_config(self) -> list[Any]:
-        return list(structs.astuple(self))
 
     def open(self) -> int:
         """Return a new descriptor for reading; for a URL, of a copy."""

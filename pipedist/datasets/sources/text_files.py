@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
     Config,
@@ -212,7 +214,7 @@ class RawFilesSource(ReaderSource):
     def locate(self, ids: Ids) -> Tree:
         rows = rows_of(ids, self.length)
         numbers = rows if isinstance(rows, range) else rows.tolist()
-        return [self._files[number].to_config() for number in numbers]
+        return msgspec.to_builtins([self._files[number] for number in numbers])
 
 
 class RawFilesReader(Reader):
@@ -226,7 +228,7 @@ class RawFilesReader(Reader):
 
         A path is relative to the spec's folder if the source's was, so that it is equal on every host.
         """
-        files = [DataFile(*config) for config in location]
+        files = msgspec.convert(location, list[DataFile])
         return {"path": [file.label for file in files], "bytes": [file.contents() for file in files]}
 
 
