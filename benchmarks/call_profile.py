@@ -45,7 +45,7 @@ PARTS = {
     "pipedist.scheduler.machine:Scheduler.handle": "scheduler",
     "pipedist.coordinator.outbound:encode": "codec: encode",
     "pipedist.coordinator.results:decode": "codec: decode",
-    "pipedist.coordinator.pass_handle:PassHandle.shards": "feed: shards",
+    "pipedist.coordinator.pass_handle:PassHandle.request": "feed: shards",
     "pipedist.coordinator.pass_handle:PassHandle.arrived": "results: keep",
     "pipedist.coordinator.results:ResultStore.take": "results: take",
     "async pipedist.datasets.feeds:IndexedFeed.pull": "feed: steps",

@@ -22,12 +22,9 @@ import numpy.typing as npt
 from msgspec import Struct
 
 
-def chunk_sizes(rows: int, parts: int) -> list[int]:
-    """Return the sizes of `parts` shards: ceil(rows / parts) each, the last ones shorter or 0."""
-    if rows < 0 or parts < 1:
-        raise ValueError(f"can't cut {rows} elements into {parts} shards")
-    size = -(-rows // parts)
-    return [min(size, max(0, rows - index * size)) for index in range(parts)]
+def chunks(rows: int, replicas: int) -> int:
+    """Return the number of non-empty shards of a step of `rows` (>= 1) elements."""
+    return -(-rows // -(-rows // replicas))
 
 
 class Division(Struct, frozen=True):
@@ -42,12 +39,6 @@ class Division(Struct, frozen=True):
     replicas: int  # R, shards per step, >= 1
     drop_remainder: bool = False  # drop an epoch's last step if it has fewer than B elements
 
-    def __post_init__(self) -> None:
-        for name, least in (("length", 0), ("batch", 1), ("replicas", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer >= {least}, not {value!r}")
-
     @property
     def steps_per_epoch(self) -> int:
         return self.length // self.batch if self.drop_remainder else -(-self.length // self.batch)
@@ -59,8 +50,7 @@ class Division(Struct, frozen=True):
 
     def parts(self, step: int) -> int:
         """Return the number of non-empty shards of `step`: those of replicas 0..parts-1."""
-        rows = self.rows(step)
-        return -(-rows // -(-rows // self.replicas))
+        return chunks(self.rows(step), self.replicas)
 
     def calls(self, steps: int) -> int:
         """Return the number of non-empty shards of steps [0, steps)."""

@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 
 from pipedist.core import trees
 from pipedist.core.types import Tree
-from pipedist.datasets.division import Division, chunk_sizes, permutation
+from pipedist.datasets.division import Division, chunks, permutation
 from pipedist.datasets.sources import Source, SourceError
-from pipedist.errors import LocalProtocolError
 from pipedist.protocol.program import ReaderConfig, Shards
 
 READ_S = 0.01
@@ -72,23 +71,20 @@ class Feed(Protocol):
     async def pull(self, count: int) -> list[StepBatch]:
         """Return the next steps, at most `count`; none at the end of the dataset."""
 
-    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        """Return the data sent for calls [lo, hi)."""
-
     def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
         """Return the data sent for calls [lo, hi), or the function that reads it, for a thread.
 
-        `elements`: those of a single call that are sent; none: all.
+        `elements`: those of a single `separable` call that are sent; none: all.
         """
-        return self.some(lo, elements, local=local) if elements else self.shards(lo, hi, local=local)
+
+    def shards(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards:
+        """Return the data of `request`, read in this thread."""
+        found = self.request(lo, hi, local=local, elements=elements)
+        return found() if callable(found) else found
 
     def separable(self, call: int) -> int:
-        """Return how many elements of a call `some` can send separately; 0 if it cannot."""
+        """Return how many elements of a call can be sent separately; 0 if none can."""
         return 0
-
-    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        """Return the data sent for some elements of a call, by their positions in its shard."""
-        raise LocalProtocolError(f"the elements of call {call} cannot be sent separately")
 
     def release(self, before: int) -> None:
         """Discard the data of steps before `before`."""
@@ -123,7 +119,7 @@ class IndexedFeed(Feed):
         self._orders: dict[int, NDArray[np.int64]] = {}
         self._reading = threading.Lock()  # held while a thread reads the source
         self._element_bytes = 0.0  # average, once values were sent; then bytes limit leases too
-        self._full_parts = sum(1 for n in chunk_sizes(division.batch, division.replicas) if n)
+        self._full_parts = chunks(division.batch, division.replicas)
         self.steps_total: int | None = division.steps_per_epoch * epochs
         self.reader = ReaderConfig(
             source=dict(source.config) if source.portable else None,
@@ -175,14 +171,6 @@ class IndexedFeed(Feed):
                 "more than the memory available: shuffle fewer, or set `shuffle: false`",
                 key="shuffle",
             ) from error
-
-    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        found = self.request(lo, hi, local=local)
-        return found() if callable(found) else found
-
-    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        found = self.request(call, call + 1, local=local, elements=elements)
-        return found() if callable(found) else found
 
     def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
         """Return ids, locations or values of calls [lo, hi), the smallest that suffices."""
@@ -322,7 +310,7 @@ class SequentialFeed(Feed):
             step = self._next
             self._next += 1
             self._blocks[step] = block
-            parts = sum(1 for n in chunk_sizes(block.rows, self._replicas) if n)
+            parts = chunks(block.rows, self._replicas)
             offers.append(StepBatch(step, step + 1, parts, block.rows, block.size))
         return offers
 
@@ -369,8 +357,12 @@ class SequentialFeed(Feed):
             finally:
                 self._reading.release()
 
-    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
+    def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards:
         shards = [self._shard(call) for call in range(lo, hi)]
+        if elements:
+            [(block, start, _)] = shards
+            rows = start + positions(elements)
+            return Shards(ids=[block.first_id + rows], values=[_rows(block.value, rows)])
         return Shards(
             ids=[range(block.first_id + start, block.first_id + stop) for block, start, stop in shards],
             values=[_rows(block.value, slice(start, stop)) for block, start, stop in shards],
@@ -379,11 +371,6 @@ class SequentialFeed(Feed):
     def separable(self, call: int) -> int:
         _, start, stop = self._shard(call)
         return stop - start
-
-    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        block, start, _ = self._shard(call)
-        rows = start + positions(elements)
-        return Shards(ids=[block.first_id + rows], values=[_rows(block.value, rows)])
 
     def _shard(self, call: int) -> tuple[_Block, int, int]:
         """Return the block of a call, and the range of its rows."""

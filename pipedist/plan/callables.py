@@ -34,42 +34,35 @@ class CallSignature(Struct, frozen=True):
     serves_calls: bool = False
 
 
-class Callables:
-    """Imports and checks the functions of a spec."""
+def find(
+    spec: Spec,
+    problems: list[Problem],
+    fn: str | Callable[..., Any],
+    form: CallSignature,
+    place: tuple[str, ...],
+    arguments: tuple[str, ...],
+) -> FunctionRef | None:
+    """Return a reference to a checked function; None, and a problem, if it can't be imported.
 
-    def __init__(self, spec: Spec, problems: list[Problem]) -> None:
-        self._spec = spec
-        self._problems = problems
+    `place` and `arguments` are the paths of the function's name and of its keyword arguments in the spec.
+    """
 
-    def find(
-        self,
-        fn: str | Callable[..., Any],
-        form: CallSignature,
-        place: tuple[str, ...],
-        arguments: tuple[str, ...],
-    ) -> FunctionRef | None:
-        """Return a reference to a function; None, and a problem, if it can't be imported.
+    def report(path: tuple[str, ...], message: str) -> None:
+        problems.append(spec.document.problem(path, message))
 
-        Args:
-            place, arguments: paths of the function's name and of its keyword arguments in the spec.
-        """
-
-        def report(path: tuple[str, ...], message: str) -> None:
-            self._problems.append(self._spec.document.problem(path, message))
-
-        try:
-            ref = reference(fn)
-            found = load(ref, [str(self._spec.code)]) if ref.name else fn
-        except (FunctionNotFound, UsageError) as error:
-            report(place, str(error))
-            return None
-        if not callable(found):
-            return ref
-        if form.serves_calls and (wrong := uncallable(found, ref.label)):
-            report(place, wrong)
-        elif complaint := _unfit(found, form):
-            report(arguments if form.names else place, complaint)
+    try:
+        ref = reference(fn)
+        found = load(ref, [str(spec.code)]) if ref.name else fn
+    except (FunctionNotFound, UsageError) as error:
+        report(place, str(error))
+        return None
+    if not callable(found):
         return ref
+    if form.serves_calls and (wrong := uncallable(found, ref.label)):
+        report(place, wrong)
+    elif complaint := _unfit(found, form):
+        report(arguments if form.names else place, complaint)
+    return ref
 
 
 def _unfit(fn: Callable[..., Any], form: CallSignature) -> str | None:
@@ -93,7 +86,7 @@ def _unfit(fn: Callable[..., Any], form: CallSignature) -> str | None:
 
 
 def plan_states(
-    spec: Spec, callables: Callables, functions: dict[str, FunctionRef], problems: list[Problem]
+    spec: Spec, functions: dict[str, FunctionRef], problems: list[Problem]
 ) -> dict[str, StatePlan]:
     """Return the plan of each state; `functions` and `problems` receive the update functions and the problems."""
     states = {}
@@ -102,13 +95,13 @@ def plan_states(
             continue
         place = ("stages", name)
         with_ = CallSignature(("state", "value"), tuple(stage.with_))
-        update = callables.find(stage.update, with_, (*place, "update"), (*place, "with"))
+        update = find(spec, problems, stage.update, with_, (*place, "update"), (*place, "with"))
         if update is not None:
             functions[name] = update
         until = None
         if stage.until is not None:
             at = (*place, "until")
-            until = callables.find(stage.until, CallSignature(("old", "new")), at, at)
+            until = find(spec, problems, stage.until, CallSignature(("old", "new")), at, at)
         init: FunctionRef | None = None
         arguments: dict[str, Tree] = {}
         value: Tree = None
@@ -118,7 +111,7 @@ def plan_states(
             case InitFunction(function, arguments):
                 form = CallSignature((), tuple(arguments))
                 at = (*place, "init")
-                init = callables.find(function, form, (*at, "function"), (*at, "with"))
+                init = find(spec, problems, function, form, (*at, "function"), (*at, "with"))
             case InitFile(path):
                 try:
                     value = read_value(Path(spec.folder) / path)

@@ -15,9 +15,9 @@ from pipedist.core.types import FunctionRef
 from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.datasets.sources.paths import expand
 from pipedist.errors import PlanError, Problem, UsageError
-from pipedist.plan.callables import Callables, CallSignature, plan_states
+from pipedist.plan.callables import CallSignature, find, plan_states
 from pipedist.plan.model import PassPlan, Plan
-from pipedist.plan.phases import ConflictingTrainingInputs, dataset_of, links_of, phases
+from pipedist.plan.phases import ConflictingTrainingInputs, dataset_of, phases
 from pipedist.plan.view import plural
 from pipedist.spec import TORCH_IMPLEMENTATIONS, GatherSpec, ReduceSpec, RunSpec, Spec
 from pipedist.spec.training import training_of
@@ -40,14 +40,13 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
     with ExitStack() as stack:
         stack.enter_context(code_on_path([str(spec.code)]))
         sources = _open_sources(spec, problems, stack)
-        callables = Callables(spec, problems)
-        functions = _import_functions(spec, callables)
-        states = plan_states(spec, callables, functions, problems)
+        functions = _import_functions(spec, problems)
+        states = plan_states(spec, functions, problems)
         problems += _check_outputs(spec, functions)
         problems += _check_inputs(spec)
         ordered: tuple[tuple[PassPlan, ...], ...] = ()
         try:
-            ordered = phases(spec, training_of(tuple(spec.datasets), links_of(spec)))
+            ordered = phases(spec, training_of(tuple(spec.datasets), spec.links))
         except ConflictingTrainingInputs as error:
             place, expected = ("stages", error.stage, "of"), "one input for all updates"
             problems.append(spec.document.problem(place, str(error), expected=expected))
@@ -96,7 +95,7 @@ def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict
     return sources
 
 
-def _import_functions(spec: Spec, callables: Callables) -> dict[str, FunctionRef]:
+def _import_functions(spec: Spec, problems: list[Problem]) -> dict[str, FunctionRef]:
     """Return references to the functions of runs and combines."""
     functions: dict[str, FunctionRef] = {}
     for name, stage in spec.stages.items():
@@ -104,10 +103,10 @@ def _import_functions(spec: Spec, callables: Callables) -> dict[str, FunctionRef
         ref = None
         if isinstance(stage, RunSpec):
             form = CallSignature(("shard",), tuple(stage.with_), serves_calls=True)
-            ref = callables.find(stage.run, form, (*place, "run"), (*place, "with"))
+            ref = find(spec, problems, stage.run, form, (*place, "run"), (*place, "with"))
         elif isinstance(stage, ReduceSpec) and stage.combine is not None:
             at = (*place, "reduce")
-            ref = callables.find(stage.combine, CallSignature(("a", "b"), name="combine"), at, at)
+            ref = find(spec, problems, stage.combine, CallSignature(("a", "b"), name="combine"), at, at)
         if ref is not None:
             functions[name] = ref
     return functions

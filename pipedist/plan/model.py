@@ -12,7 +12,7 @@ from pipedist.core.gpus import Supply
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
-from pipedist.spec import QUARANTINE_DEFAULT, CollectivesSpec, RunSpec, Spec, StateRef, references
+from pipedist.spec import QUARANTINE_DEFAULT, CollectivesSpec, RunSpec, Spec
 
 Granularity = Literal["step", "epoch", "run"]
 """How often a state changes, or how much of a pass may start at a time."""
@@ -128,14 +128,7 @@ class Plan(Struct, frozen=True):
         """Return the states that the calls of a pass read while they change."""
         if not (pass_.updates or pass_.follows):
             return ()
-        found = [
-            ref.name
-            for name in pass_.runs
-            if isinstance(stage := self.spec.stages[name], RunSpec)
-            for ref in references(stage.with_)
-            if isinstance(ref, StateRef)
-        ]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(state for name in pass_.runs for state in self.spec.links[name].reads))
 
     def granularity(self, pass_: PassPlan) -> Granularity:
         """Return how much of a pass may start before the updates that it feeds are applied.

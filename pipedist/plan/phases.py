@@ -15,9 +15,8 @@ from __future__ import annotations
 from graphlib import TopologicalSorter
 
 from pipedist.plan.model import PassPlan
-from pipedist.spec import RunSpec, Spec, StageRef, StateRef, UpdateSpec, references
-from pipedist.spec.stages import STAGES
-from pipedist.spec.training import Links, TrainingStages
+from pipedist.spec import RunSpec, Spec, UpdateSpec
+from pipedist.spec.training import TrainingStages
 
 
 class ConflictingTrainingInputs(Exception):
@@ -29,20 +28,6 @@ class ConflictingTrainingInputs(Exception):
             f"the updates are fed by {of!r} here and by {other!r} elsewhere, and one of these is kept "
             "from an earlier phase: they can't be read in one pass"
         )
-
-
-def links_of(spec: Spec) -> dict[str, Links]:
-    """Return the dependencies of each stage."""
-    links = {}
-    for name, stage in spec.stages.items():
-        found = references(getattr(stage, "with_", {}))
-        waits = [ref.name for ref in found if isinstance(ref, StageRef)]
-        if isinstance(stage, RunSpec):
-            waits += stage.after
-        reads = tuple(ref.name for ref in found if isinstance(ref, StateRef))
-        verb = next(verb for verb, model in STAGES.items() if type(stage) is model)
-        links[name] = Links(verb, stage.of, tuple(waits), reads, getattr(stage, "per", "run"))
-    return links
 
 
 def dataset_of(spec: Spec, name: str) -> str:
@@ -92,7 +77,7 @@ class _Places:
     def __init__(self, spec: Spec, training: TrainingStages | None) -> None:
         self._spec = spec
         self._training = training
-        self._links = links_of(spec)
+        self._links = spec.links
         self.phase: dict[str, int] = {}
         self.root: dict[str, str] = {}
         self.training_pass: tuple[int, str] | None = None

@@ -8,7 +8,7 @@ from pipedist.core.gpus import spelled
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.sources.paths import hindrance
 from pipedist.plan.model import PassPlan, Plan
-from pipedist.spec import GatherSpec, ReduceSpec, StageRef, StateRef, references
+from pipedist.spec import GatherSpec, ReduceSpec, StageRef, references
 
 _WHEN = {"step": "after each step", "epoch": "after each epoch", "run": "once, at the end"}
 _REPLICAS_SHOWN = 8
@@ -162,9 +162,9 @@ def _call(plan: Plan, name: str) -> str:
     return f"{plan.functions[name].label} of {plan.spec.stages[name].of}"
 
 
-def _refs(plan: Plan, name: str, kind: type[StageRef] | type[StateRef]) -> list[str]:
+def _awaited(plan: Plan, name: str) -> list[str]:
     found = references(getattr(plan.spec.stages[name], "with_", {}))
-    return [ref.name for ref in found if isinstance(ref, kind)]
+    return [ref.name for ref in found if isinstance(ref, StageRef)]
 
 
 def _after(plan: Plan, name: str) -> tuple[str, ...]:
@@ -173,8 +173,8 @@ def _after(plan: Plan, name: str) -> tuple[str, ...]:
 
 def _waits(plan: Plan, name: str) -> str:
     parts = (
-        ("with", _refs(plan, name, StageRef)),
-        ("with state", _refs(plan, name, StateRef)),
+        ("with", _awaited(plan, name)),
+        ("with state", plan.spec.links[name].reads),
         ("after", _after(plan, name)),
     )
     return "".join(f", {word} {', '.join(names)}" for word, names in parts if names)
@@ -203,8 +203,8 @@ def as_mermaid(plan: Plan) -> str:
         lines.append("  end")
     for name, stage in spec.stages.items():
         lines.append(f"  {ids[stage.of]} --> {ids[name]}")
-        lines += [f"  {ids[ref]} -.->|with| {ids[name]}" for ref in _refs(plan, name, StageRef)]
-        lines += [f"  {ids[ref]} -.->|state| {ids[name]}" for ref in _refs(plan, name, StateRef)]
+        lines += [f"  {ids[ref]} -.->|with| {ids[name]}" for ref in _awaited(plan, name)]
+        lines += [f"  {ids[ref]} -.->|state| {ids[name]}" for ref in plan.spec.links[name].reads]
         lines += [f"  {ids[other]} -.->|after| {ids[name]}" for other in _after(plan, name)]
     for name, path in spec.outputs.items():
         lines += [f'  {ids[name]} --> o{ids[name]}[/"{_quoted(path)}"/]']

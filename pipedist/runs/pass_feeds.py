@@ -219,7 +219,7 @@ class SpoolFeed(Feed):
                 break
         return read
 
-    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
+    def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards:
         """Return the kept values of calls [lo, hi)."""
         ids: list[Tree] = []
         values = []
@@ -394,10 +394,6 @@ class GatedFeed(Feed):
             replace(steps, first=at, elements=steps.elements - elements, bytes=steps.bytes - size),
         )
 
-    def shards(self, lo: int, hi: int, *, local: bool) -> Shards:
-        found = self.request(lo, hi, local=local)
-        return found() if callable(found) else found
-
     def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
         found = self._feed.request(lo, hi, local=local, elements=elements)
         if self._states is None:
@@ -407,10 +403,6 @@ class GatedFeed(Feed):
 
     def separable(self, call: int) -> int:
         return self._feed.separable(call)
-
-    def some(self, call: int, elements: ElementRanges, *, local: bool) -> Shards:
-        found = self.request(call, call + 1, local=local, elements=elements)
-        return found() if callable(found) else found
 
     def release(self, before: int) -> None:
         self._feed.release(before)

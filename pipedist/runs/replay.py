@@ -260,7 +260,8 @@ class _Lookup:
             raise UsageError("values of an earlier phase can't be split into elements: remove --element")
         places = [(at, at + 1) for at, element in enumerate(ids) if element not in skipped]
         chosen = tuple(element for element in ids if element not in skipped)
-        return feed.some(call, places, local=True), chosen, () if elements else tuple(sorted(skipped))
+        shown = feed.shards(call, call + 1, local=True, elements=places)
+        return shown, chosen, () if elements else tuple(sorted(skipped))
 
     def _states(self, epoch: int) -> dict[str, tuple[int, Tree]]:
         training = self._plan.training

@@ -18,7 +18,6 @@ from pipedist.core import platform_id
 from pipedist.core.platform_id import Platform
 from pipedist.journal.history import FORMAT, NAME, Header
 from pipedist.plan import PassPlan, Plan
-from pipedist.plan.phases import links_of
 from pipedist.runs.identity import (
     SpecSource,
     changed_files,
@@ -92,7 +91,7 @@ def described(plan: Plan, pass_: PassPlan, modules: Mapping[str, Mapping[str, st
 
 def _needs(plan: Plan, pass_: PassPlan, names: list[str]) -> Iterator[str]:
     """Yield the paths in the spec that affect the values of stages of a pass."""
-    spec, links, training = plan.spec, links_of(plan.spec), plan.training
+    spec, links, training = plan.spec, plan.spec.links, plan.training
     yield from ("replicas", "seed", "threads_per_replica")
     waiting = [*names, pass_.dataset]
     # updates decide the number of epochs: of the passes of a training, and of later reads of its dataset

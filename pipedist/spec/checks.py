@@ -76,6 +76,25 @@ class Checks:
         self._note = problems.add
         self._note_key = partial(problems.add, at_key=True)
         self._acyclic = True
+        self._waits: list[tuple[Path, str, str, str]] = [
+            (path, str(path[1]), reference.name, str(reference))
+            for path, reference in references
+            if isinstance(reference, StageRef)
+        ]
+        """(place, waiting stage, awaited stage, the text at the place to point at or "")."""
+        for name, stage in stages.items():
+            self._waits += [(("stages", name, "after"), name, other, "") for other in stage.after]
+        states = [(path[1], ref.name) for path, ref in references if isinstance(ref, StateRef)]
+        self.links = {
+            name: Links(
+                stage.verb,
+                stage.of,
+                tuple(awaited for _, waiting, awaited, _ in self._waits if waiting == name),
+                tuple(state for reading, state in states if reading == name),
+                stage.per,
+            )
+            for name, stage in stages.items()
+        }
 
     def check(self, *, outputs: Mapping[object, object], cluster: Mapping[object, object]) -> None:
         self._names()
@@ -190,24 +209,7 @@ class Checks:
 
     def _states(self) -> None:
         """States are fed and read as the language requires."""
-        waits: list[tuple[Path, str, str, str]] = [
-            (path, str(path[1]), reference.name, str(reference))
-            for path, reference in self._references
-            if isinstance(reference, StageRef)
-        ]
-        for name, stage in self._stages.items():
-            waits += [(("stages", name, "after"), name, other, "") for other in stage.after]
-        states = [(path[1], ref.name) for path, ref in self._references if isinstance(ref, StateRef)]
-        links = {
-            name: Links(
-                stage.verb,
-                stage.of,
-                tuple(awaited for _, waiting, awaited, _ in waits if waiting == name),
-                tuple(state for reading, state in states if reading == name),
-                stage.per,
-            )
-            for name, stage in self._stages.items()
-        }
+        links = self.links
         training = training_of(tuple(self._datasets), links)
         if training is None:
             return
@@ -215,7 +217,7 @@ class Checks:
         self._until(links)
         self._held_out(training, links)
         if self._acyclic:  # else stages already wait for each other without the training
-            self._waits_for_training(training, links, waits)
+            self._waits_for_training(training, links)
 
     def _one_feeder(self, training: TrainingStages, links: Mapping[str, Links]) -> None:
         """One dataset feeds all updates."""
@@ -260,17 +262,9 @@ class Checks:
                         at_key=not is_written,
                     )
 
-    def _waits_for_training(
-        self,
-        training: TrainingStages,
-        links: Mapping[str, Links],
-        waits: Sequence[tuple[Path, str, str, str]],
-    ) -> None:
-        """A stage that takes part in the training cannot wait for its end.
-
-        Each wait is (place, waiting stage, awaited stage, the text at the place to point at or "").
-        """
-        for path, name, awaited, token in waits:
+    def _waits_for_training(self, training: TrainingStages, links: Mapping[str, Links]) -> None:
+        """A stage that takes part in the training cannot wait for its end."""
+        for path, name, awaited, token in self._waits:
             if name not in training.members | training.early or awaited not in links:
                 continue
             if any(other in training.members for other in ancestry(awaited, links)):

@@ -36,15 +36,6 @@ def _columns(**options: Any) -> Any:
     )
 
 
-def _path() -> Any:
-    return Field(
-        description="The files that hold the data: a glob (`**` includes subfolders) or a list of globs, "
-        "relative to the spec's folder. Matches are expanded once and sorted; several files are one dataset in "
-        "that order; no match is an error.",
-        examples=["data/*.csv"],
-    )
-
-
 def _unpacked() -> Any:
     return Field(
         default=None,
@@ -69,20 +60,28 @@ class RangeSource(Section):
     )
 
 
-class NpySource(Section):
+class FileSource(Section):
+    """Files that hold the data."""
+
+    path: Paths = Field(
+        description="The files that hold the data: a glob (`**` includes subfolders) or a list of globs, "
+        "relative to the spec's folder. Matches are expanded once and sorted; several files are one dataset in "
+        "that order; no match is an error.",
+        examples=["data/*.csv"],
+    )
+
+
+class NpySource(FileSource):
     """`.npy` files, divided along the first axis. A shard of n elements is array[n, ...]."""
 
-    path: Paths = _path()
 
-
-class NpzSource(Section):
+class NpzSource(FileSource):
     """`.npz` files of arrays of one length. A shard of n elements is a dict of array[n, ...]."""
 
-    path: Paths = _path()
     unpacked_bytes_max: _UnpackedBytes | None = _unpacked()
 
 
-class CsvSource(Section):
+class CsvSource(FileSource):
     """CSV files with a header row; fields are separated by commas only, and quoted with `"`.
 
     `.gz` and one-member `.zip` files are read too. A missing value (empty, NA, NaN) is NaN in a float column,
@@ -91,21 +90,19 @@ class CsvSource(Section):
     declared one. A shard of n elements is a dict of columns, array[n].
     """
 
-    path: Paths = _path()
     columns: Annotated[dict[str, ColumnType], ExpectedShape(_COLUMNS_EXPECTED, filled_mapping)] = _columns(
         min_length=1
     )
     unpacked_bytes_max: _UnpackedBytes | None = _unpacked()
 
 
-class ParquetSource(Section):
+class ParquetSource(FileSource):
     """Parquet files. A shard of n elements is a dict of columns, array[n].
 
     A null is NaN in floats, "" in `str`, NaT in dates, and an error in other types; a time with a zone is read
     in UTC.
     """
 
-    path: Paths = _path()
     columns: (
         Annotated[dict[str, Literal[ColumnType, "own"]], ExpectedShape(_COLUMNS_EXPECTED, mapping)] | None
     ) = Field(
@@ -116,31 +113,27 @@ class ParquetSource(Section):
     )
 
 
-class JsonlSource(Section):
+class JsonlSource(FileSource):
     """Files with one JSON object per line. A shard of n elements is a list of n objects.
 
     With `columns`, it is a dict of columns, array[n], of the keys of the objects themselves, not of nested
     objects. A key that is absent or null is a missing value; a column whose key no object has is an error.
     """
 
-    path: Paths = _path()
     columns: Annotated[dict[str, ColumnType], ExpectedShape(_COLUMNS_EXPECTED, mapping)] | None = _columns(
         default=None
     )
     unpacked_bytes_max: _UnpackedBytes | None = _unpacked()
 
 
-class TextSource(Section):
+class TextSource(FileSource):
     """Text files; each line is an element. A shard of n elements is a list of n texts."""
 
-    path: Paths = _path()
     unpacked_bytes_max: _UnpackedBytes | None = _unpacked()
 
 
-class FilesSource(Section):
+class FilesSource(FileSource):
     """Whole files; each file is an element. A shard of n elements is `{path: list[str], bytes: list[bytes]}`."""
-
-    path: Paths = _path()
 
 
 class FunctionSource(Section):

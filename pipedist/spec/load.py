@@ -31,6 +31,7 @@ from pipedist.spec.model import (
 )
 from pipedist.spec.scalars import describe
 from pipedist.spec.stages import StageSpec
+from pipedist.spec.training import Links
 from pipedist.spec.validation import Validation
 
 KEY_FILE = "cluster.key"
@@ -42,7 +43,7 @@ class Spec:
     """A spec without problems, interpolated, with all defaults filled in.
 
     `folder` (for a dict: the current directory), `code` and the cluster's `key_file` are absolute. `outputs` are
-    normalised paths relative to the output folder, by stage.
+    normalised paths relative to the output folder, by stage. `links` are the dependencies of each stage.
     """
 
     __hash__ = None  # type: ignore[assignment]  # it has mappings
@@ -60,6 +61,7 @@ class Spec:
     outputs: Mapping[str, str]
     params: Mapping[str, Tree]
     document: Document = field(repr=False, compare=False)
+    links: Mapping[str, Links] = field(repr=False, compare=False)
 
 
 def load(
@@ -145,7 +147,7 @@ class Loader:
         checks.check(outputs=as_dict(tree.get("outputs")), cluster=as_dict(tree.get("cluster")))
         problems.raise_all()
         assert section is not None, "a spec without a model has a problem"
-        return self._spec(stem, section, values)
+        return self._spec(stem, section, values, checks.links)
 
     def _canonical(self, validation: Validation) -> dict[str, Any]:
         """Return the document with known keys at its top, and the short form `dataset` written out."""
@@ -211,7 +213,9 @@ class Loader:
                 summaries[name] = summarize(verb, stage)
         return summaries
 
-    def _spec(self, stem: str, section: SpecSection, params: Mapping[str, Tree]) -> Spec:
+    def _spec(
+        self, stem: str, section: SpecSection, params: Mapping[str, Tree], links: Mapping[str, Links]
+    ) -> Spec:
         cluster = section.cluster
         if cluster.key_file is not None:
             cluster = cluster.model_copy(update={"key_file": self._below(cluster.key_file)})
@@ -229,6 +233,7 @@ class Loader:
             outputs=MappingProxyType({n: posixpath.normpath(p) for n, p in section.outputs.items()}),
             params=MappingProxyType(dict(params)),
             document=self._document,
+            links=links,
         )
 
     def _below(self, path: str) -> str:

@@ -57,10 +57,6 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         """The device of each replica, in order of replica id: `ctx.device` in its functions."""
         return self._devices or ("cpu",) * self._replicas
 
-    @property
-    def _variables_in_one_place(self) -> bool:
-        return self._identity
-
     @abstractmethod
     async def run(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -268,11 +264,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         return only
 
     def _joined(self, components: Sequence[Tree]) -> Tree:
-        if self._identity:
-            return components[0]
-        if all(type(component) in _LEAVES for component in components):
-            return PerReplica(components)  # frequent, and faster
-        return values.per_replica(components)
+        return components[0] if self._identity else values.per_replica(components)
 
     def _components(self, value: Tree, *, mirrored: bool) -> Tree:
         """Return the value with each variable replaced by its values; if they are one, a Mirrored if `mirrored`."""
@@ -332,10 +324,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
                 )
 
 
-_LEAVES: Final = frozenset({np.ndarray, int, float, bool, str, bytes, complex})
-"""Types of results that are leaves other than None."""
-
-_ARGUMENTS: Final = _LEAVES | {PerReplica}
+_ARGUMENTS: Final = frozenset({np.ndarray, int, float, bool, str, bytes, complex, PerReplica})
 """Types of arguments that are leaves, and are sent unchanged."""
 
 

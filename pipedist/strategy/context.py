@@ -36,10 +36,8 @@ class VariableOwner(ABC):
     def num_replicas_in_sync(self) -> int:
         """R, the number of replicas."""
 
-    @property
-    @abstractmethod
-    def _variables_in_one_place(self) -> bool:
-        """Whether there is one copy of every variable, also of an on_read one."""
+    _variables_in_one_place: ClassVar[bool] = False
+    """Whether there is one copy of every variable, also of an on_read one."""
 
     def _make_variable(self, *_args: Any, **_options: Any) -> object | None:
         """Return a variable of the strategy's own kind; None if it uses `pipedist.Variable`."""

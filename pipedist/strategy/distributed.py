@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 import anyio
 import anyio.lowlevel
@@ -66,7 +66,7 @@ class DistributedDataset(AsyncIterableOnly):
         """Return an iterator over the steps, from the first one."""
         require_outside("iterating a distributed dataset", _OUTSIDE)
         return DistributedIterator(
-            ReadAhead(_Steps(self._pipelines, self._replicas_per_pipeline, self._identity), self._buffer)
+            ReadAhead(_trees(self._pipelines, self._replicas_per_pipeline, self._identity), self._buffer)
         )
 
     def __reduce__(self) -> NoReturn:
@@ -182,17 +182,9 @@ async def until_ready(reader: ReadAhead[Tree]) -> None:
         unsubscribe()
 
 
-class _Steps:
-    """The steps as trees; holds no iterator, so that an unused iterator can be garbage collected."""
-
-    def __init__(self, pipelines: Sequence[Dataset], replicas_per_pipeline: int, identity: bool) -> None:
-        self._pipelines = pipelines
-        self._replicas = replicas_per_pipeline
-        self._identity = identity
-
-    def __iter__(self) -> Iterator[Tree]:
-        for elements in steps(self._pipelines, self._replicas):
-            yield elements[0] if self._identity else joined(elements)
+def _trees(pipelines: Sequence[Dataset], replicas_per_pipeline: int, identity: bool) -> Iterator[Tree]:
+    for elements in steps(pipelines, replicas_per_pipeline):
+        yield elements[0] if identity else joined(elements)
 
 
 def joined(elements: Sequence[Tree | MissingElement]) -> Tree:
@@ -212,6 +204,9 @@ def joined(elements: Sequence[Tree | MissingElement]) -> Tree:
 class InputStrategy(ABC):
     """Owns R replicas, and distributes data among them."""
 
+    _identity: ClassVar[bool] = False
+    """Whether values stay plain, with a single replica, instead of PerReplica."""
+
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
 
@@ -219,11 +214,6 @@ class InputStrategy(ABC):
     def num_replicas_in_sync(self) -> int:
         """R, the number of replicas that a global batch is divided among."""
         return self._replicas
-
-    @property
-    @abstractmethod
-    def _identity(self) -> bool:
-        """Whether values stay plain, with a single replica, instead of PerReplica."""
 
     @property
     def _input_pipelines(self) -> int:

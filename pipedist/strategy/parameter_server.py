@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from pipedist.core import trees
 from pipedist.core.arguments import check_int
@@ -210,6 +210,9 @@ class ParameterServerStrategy(Strategy):
         TypeError, ValueError: an argument has the wrong type, or is out of range.
     """
 
+    _identity: ClassVar = True
+    _variables_in_one_place: ClassVar = True
+
     def __init__(
         self,
         cluster: WorkerCluster,
@@ -234,10 +237,6 @@ class ParameterServerStrategy(Strategy):
     def workers(self) -> int:
         """The number of logical workers."""
         return self._workers
-
-    @property
-    def _identity(self) -> bool:
-        return True
 
     def create_variable(
         self,

@@ -120,10 +120,6 @@ class Strategy(AsyncOnly, BaseStrategy):
         """The resolver given to the strategy; None if it has none."""
         return None
 
-    @property
-    def _identity(self) -> bool:
-        return False
-
     async def run(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Tree:

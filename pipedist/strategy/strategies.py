@@ -58,9 +58,7 @@ class CentralStorageStrategy(Strategy):
     assigned.
     """
 
-    @property
-    def _variables_in_one_place(self) -> bool:
-        return True
+    _variables_in_one_place: ClassVar = True
 
 
 class MirroredStrategy(Strategy):
@@ -188,12 +186,11 @@ class OneDeviceStrategy(Strategy):
         seed: as for `Strategy`.
     """
 
+    _identity: ClassVar = True
+    _variables_in_one_place: ClassVar = True
+
     def __init__(self, cluster: ClusterLike, device: str | None = None, *, seed: int = 0) -> None:
         super().__init__(cluster, 1, seed=seed, devices=None if device is None else [device])
-
-    @property
-    def _identity(self) -> bool:
-        return True
 
 
 NAMES: Final[Mapping[str, Callable[..., Strategy]]] = {
@@ -238,12 +235,11 @@ class DefaultStrategy(BaseStrategy):
 
     is_default: ClassVar = True
 
+    _identity: ClassVar = True
+    _variables_in_one_place: ClassVar = True
+
     def __init__(self) -> None:
         super().__init__(1)
-
-    @property
-    def _identity(self) -> bool:
-        return True
 
     async def run(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -118,11 +118,6 @@ class Variable(AnyVariable):
         self._users = 0
         """Number of unfinished runs that use it."""
 
-    @property
-    def has_copies(self) -> bool:
-        """Whether each replica has its own value."""
-        return self._traits.copies
-
     def value(self) -> Array:
         """Return the current value, read-only: an array, of shape () for a number.
 

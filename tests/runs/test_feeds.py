@@ -209,7 +209,7 @@ def test_some_elements_of_a_call_are_what_the_whole_has_at_these_places(
     whole = feed.shards(call, call + 1, local=False)
     assert whole.values is not None
     assert feed.separable(call) == 10
-    some = feed.some(call, [(0, 2), (7, 8)], local=local)
+    some = feed.shards(call, call + 1, elements=[(0, 2), (7, 8)], local=local)
     assert some.ids is not None
     assert np.asarray(some.ids[0]).tolist() == [np.asarray(feed._ids(call))[i] for i in (0, 1, 7)]
     if local:
@@ -223,7 +223,7 @@ def test_some_elements_of_a_text_are_located(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"line {i}\n" for i in range(10)))
     source = open_source("text", {"path": [str(tmp_path / "a.txt")]}, folder=tmp_path)
     feed = IndexedFeed(source, "d", Division(10, 10, 2, False), epochs=1, shuffle_seed=None)
-    some = feed.some(1, [(1, 3)], local=True)
+    some = feed.shards(1, 2, elements=[(1, 3)], local=True)
     assert some.locations is not None
     assert source.read(some.locations[0]) == ["line 6", "line 7"]
 
@@ -234,7 +234,7 @@ async def test_some_elements_of_a_sequential_feed() -> None:
     feed = SequentialFeed(source, batch=8, replicas=2, drop_remainder=False, epochs=1)
     await feed.pull(2)
     assert feed.separable(3) == 4
-    some = feed.some(3, [(0, 1), (2, 4)], local=False)
+    some = feed.shards(3, 4, elements=[(0, 1), (2, 4)], local=False)
     assert some.ids is not None
     assert some.values is not None
     assert some.ids[0].tolist() == [12, 14, 15]

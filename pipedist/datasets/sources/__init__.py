@@ -7,11 +7,11 @@ the same files, reads them. The module of a kind is imported when the kind is us
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError, nearest
+from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError
 from pipedist.datasets.sources.paths import is_private
 
 __all__ = ["Config", "Ids", "Reader", "Source", "SourceError", "open_reader", "open_source"]
@@ -31,19 +31,17 @@ _KINDS = {
 }
 
 
-def open_source(kind: str, config: Mapping[str, Any], *, folder: Path, code: Sequence[str] = ()) -> Source:
-    """Open a source: find its files, count its elements, and check its settings.
+def open_source(kind: str, config: Mapping[str, Any], *, folder: Path) -> Source:
+    """Open a source: find its files, count its elements, and compare its settings with the data.
 
     Args:
-        config: the source's settings, as in the spec: `path`, `columns`, `start`, `call`, ...
+        config: the settings, each valid as the spec's models require; `call` is a callable.
         folder: the folder that a relative `path` starts from.
-        code: additional folders with the modules of a `function`.
 
     Raises:
         SourceError: the settings don't fit the data, or the data can't be read.
     """
-    open_kind = _part(kind, 1)
-    source: Source = open_kind(dict(config), code if kind == "function" else folder)
+    source: Source = _part(kind, 1)(dict(config), folder)
     path = config.get("path", ())
     if source.portable and any(map(is_private, [path] if isinstance(path, str) else path)):
         source.portable, source.why_not_portable = False, "memory:// URLs can be read in this process only"
@@ -57,11 +55,5 @@ def open_reader(config: Config) -> Reader:
 
 
 def _part(kind: str, part: int) -> Any:
-    parts = _KINDS.get(kind, ("", "", ""))
-    if not parts[part]:
-        raise SourceError(
-            f"unknown kind of source {kind!r}",
-            nearest=nearest(str(kind), _KINDS),
-            expected=", ".join(_KINDS),
-        )
+    parts = _KINDS[kind]
     return getattr(importlib.import_module(f"pipedist.datasets.sources.{parts[0]}"), parts[part])

@@ -15,18 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipedist.datasets.sources.base import SourceError, nearest
+from pipedist.datasets.sources.base import SourceError, nearest, sealed
 
 Column = npt.NDArray[Any]
 
 MISSING = (b"", b"NA", b"NaN")  # the texts of a missing value
-
-COLUMN_TYPES = (
-    "str",
-    "bool",
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
-    *(f"float{bits}" for bits in (16, 32, 64)),
-)
 
 _MATRIX_BYTES_MAX = 32  # longer cells are converted one by one, which is faster
 
@@ -78,17 +71,13 @@ class Cells:
         return result
 
 
-def check_types(columns: dict[str, str]) -> None:
-    """Raise SourceError if the type of a column, by name, is not one of `COLUMN_TYPES`."""
-    for name, kind in columns.items():
-        if kind not in COLUMN_TYPES:
-            raise SourceError(
-                f"column {name!r}: unknown type {kind!r}",
-                key="columns",
-                name=name,
-                nearest=nearest(str(kind), COLUMN_TYPES),
-                expected=", ".join(COLUMN_TYPES),
-            )
+def joined(parts: Sequence[dict[str, Column]], order: npt.NDArray[np.int64] | None) -> dict[str, Column]:
+    """Return a shard of the rows of all parts; `order`: the row at each of its positions; None: unchanged."""
+    shard = {}
+    for name, first in parts[0].items():
+        column = first if len(parts) == 1 else np.concatenate([part[name] for part in parts])
+        shard[name] = sealed(column if order is None else column[order])
+    return shard
 
 
 def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:

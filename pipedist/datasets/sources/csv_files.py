@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pipedist.core.types import Tree
-from pipedist.datasets.sources.base import Config, SourceError, sealed
+from pipedist.datasets.sources.base import Config, SourceError
 from pipedist.datasets.sources.columns import (
     CellError,
     Cells,
     Column,
-    check_types,
     column_of_cells,
+    joined,
     no_such_column,
 )
 from pipedist.datasets.sources.paths import DataFile
@@ -47,12 +47,7 @@ from pipedist.datasets.sources.row_files import (
 
 def open_csv(config: Config, folder: Path) -> RowSource:
     """Open csv files; `columns` of the config has the name and type of each column to be read."""
-    columns: dict[str, str] = dict(config.get("columns") or {})
-    if not columns:
-        raise SourceError(
-            "csv needs columns", key="columns", expected="name: type for each column to be read"
-        )
-    check_types(columns)
+    columns: dict[str, str] = config["columns"]
 
     def scan(rows: RowFiles) -> tuple[list[Offsets], Config]:
         starts, tables = [], []
@@ -107,14 +102,9 @@ class CsvReader(RowReader):
         """
         chunks = list(self._rows.chunks(location)) or [RowChunk(0, b"", 0)]
         parts = [self._parse(chunk) for chunk in chunks]
-        order = shard_order(chunks)
-        shard = {}
-        for at, name in enumerate(self._columns):
-            column = parts[0][at] if len(parts) == 1 else np.concatenate([part[at] for part in parts])
-            shard[name] = sealed(column if order is None else column[order])
-        return shard
+        return joined(parts, shard_order(chunks))
 
-    def _parse(self, chunk: RowChunk) -> list[Column]:
+    def _parse(self, chunk: RowChunk) -> dict[str, Column]:
         fields, positions = self._tables[chunk.file]
         try:
             cells = column_cells(chunk.data, chunk.rows, fields, positions)
@@ -122,10 +112,10 @@ class CsvReader(RowReader):
             raise SourceError(
                 f"{self._rows.byte_place(chunk, error.offset)}: {error.message}", key="path"
             ) from error
-        columns = []
+        columns = {}
         for column, position, (name, kind) in zip(cells, positions, self._columns.items(), strict=True):
             try:
-                columns.append(column_of_cells(column, kind))
+                columns[name] = column_of_cells(column, kind)
             except CellError as error:
                 place = self._rows.row_place(chunk, error.row)
                 raise SourceError(

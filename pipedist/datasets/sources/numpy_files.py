@@ -6,19 +6,19 @@ first. The config has the offset of each array of each file, so that readers par
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import struct
 import tokenize
 import zipfile
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
@@ -39,8 +39,7 @@ Array = npt.NDArray[Any]
 BARE = ""  # the name of the one array of a `.npy` file
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True, array_like=True):
     """One array in a file, with dtype and shape as in the file."""
 
     file: DataFile
@@ -48,14 +47,6 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     fortran: bool  # column-major
-
-    def to_config(self) -> list[Any]:
-        return [self.file.to_config(), self.offset, self.dtype, list(self.shape), self.fortran]
-
-    @classmethod
-    def from_config(cls, config: Sequence[Any]) -> Stored:
-        file, offset, dtype, shape, fortran = config
-        return cls(DataFile(*file), offset, dtype, tuple(shape), fortran)
 
     def size_bytes(self) -> int:
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
@@ -77,7 +68,7 @@ def _source(arrays: dict[str, list[Stored]], store: UnpackStore) -> ReaderSource
     config = {
         "kind": "npz" if BARE not in arrays else "npy",
         "lengths": lengths,
-        "arrays": {name: [each.to_config() for each in stored] for name, stored in arrays.items()},
+        "arrays": {name: msgspec.to_builtins(stored) for name, stored in arrays.items()},
     }
     return ReaderSource(sum(lengths), config, NumpyReader(config), store.close)
 
@@ -88,9 +79,9 @@ class NumpyReader(Reader):
     def __init__(self, config: Config) -> None:
         self._layout = RowLayout(config["lengths"])
         self._arrays = {
-            name: [Stored.from_config(each) for each in places] for name, places in config["arrays"].items()
+            name: msgspec.convert(places, list[Stored]) for name, places in config["arrays"].items()
         }
-        self._maps: OrderedDict[tuple[str, int], Array] = OrderedDict()
+        self._mapped = functools.lru_cache(max(FILES_OPEN_MAX, len(self._arrays)))(self._new_map)
         places = [stored.file for each in self._arrays.values() for stored in each]
         self._numbers = {file: number for number, file in enumerate(dict.fromkeys(places))}
         self._open = OpenFiles(list(self._numbers))
@@ -127,29 +118,24 @@ class NumpyReader(Reader):
         return sealed(result)
 
     def _map(self, name: str, file: int) -> Array:
-        key = (name, file)
-        array = self._maps.get(key)
-        stored = self._arrays[name][file]
-        number = self._numbers[stored.file]
-        if array is None:
-            array = self._maps[key] = stored.map(self._open.descriptor(number))
-            if len(self._maps) > max(FILES_OPEN_MAX, len(self._arrays)):
-                self._maps.popitem(last=False)
-        else:
-            self._maps.move_to_end(key)
-            self._open.check(number)
+        array = self._mapped(name, file)
+        self._open.check(self._numbers[self._arrays[name][file].file])
         return array
+
+    def _new_map(self, name: str, file: int) -> Array:
+        stored = self._arrays[name][file]
+        return stored.map(self._open.descriptor(self._numbers[stored.file]))
 
     def close(self) -> None:
         """Close the files; they stay mapped for shards that were read."""
-        self._maps.clear()
+        self._mapped.cache_clear()
         self._open.close()
 
 
 def open_npy(config: Config, folder: Path) -> ReaderSource:
     """Open `.npy` files."""
     arrays = []
-    for file in expand(config.get("path", ()), folder):
+    for file in expand(config["path"], folder):
         with _open(file) as stream:
             try:
                 stored = _stored(stream, file, file.label)
@@ -167,7 +153,7 @@ def open_npy(config: Config, folder: Path) -> ReaderSource:
 
 def open_npz(config: Config, folder: Path) -> ReaderSource:
     """Open `.npz` files, whose arrays have one leading dimension."""
-    files = expand(config.get("path", ()), folder)
+    files = expand(config["path"], folder)
     store = UnpackStore(config.get("unpacked_bytes_max"))
     try:
         members = [_members(file, store) for file in files]

@@ -7,11 +7,13 @@ missing value, as in csv.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -25,7 +27,7 @@ from pipedist.datasets.sources.base import (
     rows_of,
     sealed,
 )
-from pipedist.datasets.sources.columns import CellError, Column, array_of_texts, check_types, no_such_column
+from pipedist.datasets.sources.columns import CellError, Column, array_of_texts, joined, no_such_column
 from pipedist.datasets.sources.file_kinds import unreadable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand, is_remote
 
@@ -53,14 +55,14 @@ class ParquetReader(Reader):
 
     def __init__(self, config: Config) -> None:
         self._arrow = _pyarrow()
-        self._files = [DataFile(*file) for file in config["files"]]
+        self._files = msgspec.convert(config["files"], list[DataFile])
         self._groups: list[tuple[int, int, int]] = [tuple(group) for group in config["groups"]]
         self._columns: dict[str, str] = dict(config["columns"])
         self._layout = RowLayout([rows for _, _, rows in self._groups])
-        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._file = functools.lru_cache(FILES_OPEN_MAX)(self._open)
         self._watched = OpenFiles(self._files)  # detects changes: pyarrow opens the files itself
-        self._tables: OrderedDict[int, Any] = OrderedDict()
-        self._table_bytes: dict[int, int] = {}  # because computing a size takes longer than slicing
+        self._tables: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+        """Each with its bytes, because computing a size takes longer than slicing."""
 
     def read(self, location: Tree) -> dict[str, Column]:
         """Return {column: array[n]} of the elements with the ids `location`.
@@ -86,11 +88,7 @@ class ParquetReader(Reader):
                 for at in chosen
             ]
             order = np.argsort(np.concatenate(chosen))
-        shard = {}
-        for name in self._columns:
-            column = parts[0][name] if len(parts) == 1 else np.concatenate([part[name] for part in parts])
-            shard[name] = sealed(column if order is None else column[order])
-        return shard
+        return joined(parts, order)
 
     def _typed(
         self, group: int, table: Any, rows: Sequence[int] | npt.NDArray[np.int64]
@@ -118,10 +116,9 @@ class ParquetReader(Reader):
         return sealed(numpy_column(self._arrow, empty, self._columns[name]))
 
     def _table(self, group: int) -> Any:
-        table = self._tables.get(group)
-        if table is not None:
+        if group in self._tables:
             self._tables.move_to_end(group)
-            return table
+            return self._tables[group][0]
         file, number, _ = self._groups[group]
         # the worker decides how many threads run
         opened = self._file(file)
@@ -133,11 +130,9 @@ class ParquetReader(Reader):
                 f"{self._files[file].label}: row group {number} can't be read: {error}", key="path"
             ) from error
         self._check(file)
-        self._tables[group] = table
-        self._table_bytes[group] = table.nbytes
-        while len(self._tables) > 1 and sum(self._table_bytes.values()) > ROW_GROUPS_BYTES_MAX:
-            dropped, _ = self._tables.popitem(last=False)
-            del self._table_bytes[dropped]
+        self._tables[group] = table, table.nbytes
+        while len(self._tables) > 1 and sum(size for _, size in self._tables.values()) > ROW_GROUPS_BYTES_MAX:
+            self._tables.popitem(last=False)
         return table
 
     def _free(self, group: int) -> None:
@@ -146,39 +141,30 @@ class ParquetReader(Reader):
         The next one is then decoded into its memory; new pages would take a quarter of the decoding time.
         """
         _, _, rows = self._groups[group]
-        if self._table_bytes[group] * self._layout.total > ROW_GROUPS_BYTES_MAX * rows:
-            del self._tables[group], self._table_bytes[group]
+        if self._tables[group][1] * self._layout.total > ROW_GROUPS_BYTES_MAX * rows:
+            del self._tables[group]
 
     def _check(self, file: int) -> None:
         if not is_remote(self._files[file].path):
             self._watched.check(file)
 
-    def _file(self, number: int) -> Any:
-        file = self._open.get(number)
-        if file is None:
-            file = self._open[number] = _open(self._arrow, self._files[number])
-            self._check(number)
-            if len(self._open) > FILES_OPEN_MAX:
-                self._open.popitem(last=False)[1].close()
-        else:
-            self._open.move_to_end(number)
+    def _open(self, number: int) -> Any:
+        file = _open(self._arrow, self._files[number])
+        self._check(number)
         return file
 
     def close(self) -> None:
         self._tables.clear()
-        self._table_bytes.clear()
-        while self._open:
-            self._open.popitem()[1].close()
+        self._file.cache_clear()
         self._watched.close()
 
 
 def open_parquet(config: Config, folder: Path) -> ReaderSource:
     """Open parquet files; without `columns` (name -> type or `OWN_TYPE`), all columns with their own types."""
     arrow = _pyarrow()
-    wanted: dict[str, str] = dict(config.get("columns") or {})
-    check_types({name: kind for name, kind in wanted.items() if kind != OWN_TYPE})
+    wanted: dict[str, str] = config.get("columns", {})
     everything = not wanted
-    files = expand(config.get("path", ()), folder)
+    files = expand(config["path"], folder)
     groups, first = [], None
     for number, data_file in enumerate(files):
         with _open(arrow, data_file) as file:
@@ -205,7 +191,7 @@ def open_parquet(config: Config, folder: Path) -> ReaderSource:
             groups += [[number, each, count] for each, count in enumerate(rows) if count]
     reader_config = {
         "kind": "parquet",
-        "files": [file.to_config() for file in files],
+        "files": msgspec.to_builtins(files),
         "groups": groups,
         "columns": [[name, kind] for name, kind in wanted.items()],
     }

@@ -11,9 +11,8 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from msgspec import Struct, structs
+from msgspec import Struct
 
 from pipedist.datasets.sources.base import Config, Source, SourceError
 
@@ -37,7 +36,7 @@ def is_private(path: str) -> bool:
     return any(part.partition("://")[0] in _PRIVATE for part in path.split("::")) and is_remote(path)
 
 
-class DataFile(Struct, frozen=True):
+class DataFile(Struct, frozen=True, array_like=True):
     """A file of a source, or a part of one, and its version. Methods raise SourceError if it has changed."""
 
     label: str  # its name in errors and results: relative to the spec's folder if `path` was
@@ -45,9 +44,6 @@ class DataFile(Struct, frozen=True):
     offset: int  # position of its first byte
     size_bytes: int
     mtime_ns: int  # at the time the source was opened, or `UNPACKED`; for a URL, its stamp
-
-    def to_config(self) -> list[Any]:
-        return list(structs.astuple(self))
 
     def open(self) -> int:
         """Return a new descriptor for reading; for a URL, of a copy."""
@@ -163,20 +159,15 @@ def expand(path: str | Iterable[str], folder: Path) -> list[DataFile]:
     Raises:
         SourceError: a pattern matches no file, or a file can't be examined.
     """
-    patterns = [path] if isinstance(path, str) else list(path)
-    if not patterns:
-        raise SourceError("no path is given", key="path", expected="a file name or glob pattern")
     found: dict[str, DataFile] = {}
-    for given in patterns:
+    for given in [path] if isinstance(path, str) else path:
         if is_remote(given):
             from pipedist.datasets.sources.remote import find
 
             urls = find(given)
             if not urls:
                 raise SourceError(f"no file matches {given!r}", key="path")
-            found.update(
-                (each.url, DataFile(each.url, each.url, 0, each.size_bytes, each.stamp)) for each in urls
-            )
+            found.update((url, DataFile(url, url, 0, *version)) for url, version in urls.items())
             continue
         pattern = given.removeprefix("file://")
         names = [name for name in _matches(pattern, folder) if _is_file(name, folder)]

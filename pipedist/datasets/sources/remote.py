@@ -16,8 +16,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any
 
-from msgspec import Struct
-
 from pipedist.datasets.sources.base import SourceError
 
 _COPY_BYTES = 4 << 20
@@ -31,31 +29,23 @@ _STAMPS = (
 _systems: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-class RemoteFile(Struct, frozen=True):
-    """A file behind a URL."""
-
-    url: str
-    size_bytes: int
-    stamp: int  # an integer of its version, equal on every host
-
-
-def find(pattern: str) -> list[RemoteFile]:
-    """Return the file of a URL, or the files that it matches as a glob, sorted."""
+def find(pattern: str) -> dict[str, tuple[int, int]]:
+    """Return the file of a URL, or the files that it matches as a glob: {URL: `current_version`}."""
     first, chain, rest = pattern.partition("::")
     system, root = _system(pattern)
     with _errors_of(pattern):
         names = [root] if system.exists(root) else system.glob(root)
         details = {name: system.info(name) for name in names}
     protocol = first.partition("://")[0]
-    return [
-        RemoteFile(f"{protocol}://{name.lstrip('/')}{chain}{rest}", int(each["size"]), _stamp(each))
-        for name, each in sorted(details.items())
+    return {
+        f"{protocol}://{name.lstrip('/')}{chain}{rest}": (int(each["size"]), _stamp(each))
+        for name, each in details.items()
         if each.get("type") == "file" and each.get("size") is not None
-    ]
+    }
 
 
 def current_version(url: str) -> tuple[int, int]:
-    """Return the current size, in bytes, and stamp of a file."""
+    """Return a file's size, in bytes, and stamp: an integer of its version, equal on every host."""
     system, path = _system(url, fresh=True)
     with _errors_of(url):
         system.invalidate_cache()

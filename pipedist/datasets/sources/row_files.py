@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -159,7 +160,7 @@ class RowReader(Reader):
 
     def __init__(self, config: Config) -> None:
         self._columns: dict[str, str] = dict(config.get("columns", ()))
-        self._rows = RowFiles([DataFile(*file) for file in config["files"]], self.rules)
+        self._rows = RowFiles(msgspec.convert(config["files"], list[DataFile]), self.rules)
 
     def close(self) -> None:
         self._rows.close()
@@ -213,10 +214,10 @@ def open_rows(
     """
     store = UnpackStore(config.get("unpacked_bytes_max"))
     try:
-        files = unpack_all(expand(config.get("path", ()), folder), store)
+        files = unpack_all(expand(config["path"], folder), store)
         with closing(RowFiles(files, reader.rules, store.notice)) as rows:
             starts, settings = scan(rows)
-        settings = {"kind": kind, "files": [file.to_config() for file in files], **settings}
+        settings = {"kind": kind, "files": msgspec.to_builtins(files), **settings}
         return RowSource(starts, settings, reader(settings), store.close)
     except BaseException:
         store.close()

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
     Config,
@@ -20,7 +22,7 @@ from pipedist.datasets.sources.base import (
     rows_of,
     sealed,
 )
-from pipedist.datasets.sources.columns import CellError, Column, check_types, column_of_values
+from pipedist.datasets.sources.columns import CellError, Column, column_of_values
 from pipedist.datasets.sources.paths import DataFile, expand
 from pipedist.datasets.sources.row_files import (
     Offsets,
@@ -55,18 +57,12 @@ class TextReader(RowReader):
 
     def _lines(self, chunk: RowChunk) -> list[str]:
         # str.splitlines also splits at form feeds and Unicode separators
-        lines = chunk.data.replace(b"\r\n", b"\n").split(b"\n")[:-1]
+        data = chunk.data.replace(b"\r\n", b"\n")
         try:
-            return [line.decode() for line in lines]
-        except UnicodeDecodeError:
-            for row, line in enumerate(lines):
-                try:
-                    line.decode()
-                except UnicodeDecodeError as error:
-                    raise SourceError(
-                        f"{self._rows.row_place(chunk, row)}: the line is not UTF-8 text", key="path"
-                    ) from error
-            raise
+            return data.decode().split("\n")[:-1]
+        except UnicodeDecodeError as error:
+            place = self._rows.row_place(chunk, data.count(b"\n", 0, error.start))
+            raise SourceError(f"{place}: the line is not UTF-8 text", key="path") from error
 
 
 class _TooLarge(ValueError):
@@ -85,8 +81,7 @@ _decode = json.JSONDecoder(parse_float=_float).decode
 
 def open_jsonl(config: Config, folder: Path) -> RowSource:
     """Open files of JSON objects, one per line; blank lines are skipped."""
-    columns: dict[str, str] = dict(config.get("columns") or {})
-    check_types(columns)
+    columns: dict[str, str] = config.get("columns", {})
 
     def scan(rows: RowFiles) -> tuple[list[Offsets], Config]:
         starts = _indexes(rows)
@@ -219,7 +214,7 @@ class RawFilesSource(ReaderSource):
     def locate(self, ids: Ids) -> Tree:
         rows = rows_of(ids, self.length)
         numbers = rows if isinstance(rows, range) else rows.tolist()
-        return [self._files[number].to_config() for number in numbers]
+        return msgspec.to_builtins([self._files[number] for number in numbers])
 
 
 class RawFilesReader(Reader):
@@ -233,13 +228,13 @@ class RawFilesReader(Reader):
 
         A path is relative to the spec's folder if the source's was, so that it is equal on every host.
         """
-        files = [DataFile(*config) for config in location]
+        files = msgspec.convert(location, list[DataFile])
         return {"path": [file.label for file in files], "bytes": [file.contents() for file in files]}
 
 
 def open_files(config: Config, folder: Path) -> RawFilesSource:
     """Open files of any kind, one per element, of at most `FILE_BYTES_MAX`."""
-    files = expand(config.get("path", ()), folder)
+    files = expand(config["path"], folder)
     for file in files:
         if file.size_bytes > FILE_BYTES_MAX:
             raise SourceError(

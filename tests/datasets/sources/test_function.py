@@ -13,9 +13,8 @@ from pipedist.datasets.sources import Source, SourceError, open_source
 from tests.datasets.sources.reading import assert_sealed
 
 
-def _open(call: Callable[..., Any] | str, code: Path | None = None, **kwargs: Any) -> Source:
-    config = {"call": call, "with": kwargs}
-    return open_source("function", config, folder=Path(), code=[str(code)] if code else [])
+def _open(call: Callable[..., Any], **kwargs: Any) -> Source:
+    return open_source("function", {"call": call, "with": kwargs}, folder=Path())
 
 
 def test_a_tree_of_arrays_has_random_access() -> None:
@@ -173,12 +172,3 @@ def test_a_factory_returns_one_kind_and_elements_have_leaves() -> None:
         list(source.blocks(4))
     with pytest.raises(SourceError, match="element 0 has no leaf"):
         list(_open(lambda: iter([None])).blocks(1))
-
-
-def test_a_factory_is_found_by_its_name(tmp_path: Path) -> None:
-    (tmp_path / "factory_of_sources_test.py").write_text(
-        "import numpy\ndef load(n): return numpy.arange(n)\n"
-    )
-    with code_on_path([str(tmp_path)]):
-        source = _open("factory_of_sources_test:load", tmp_path, n=3)
-    assert source.read(range(3)).tolist() == [0, 1, 2]

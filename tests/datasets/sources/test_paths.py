@@ -90,15 +90,6 @@ def test_a_dangling_link_is_an_error(folder: Path, path: str | list[str]) -> Non
     assert "annexed.txt" in [file.label for file in expand(path, folder)]
 
 
-@pytest.mark.parametrize("kind", ["npy", "npz", "csv", "parquet", "jsonl", "text", "files"])
-def test_every_kind_of_file_needs_a_path(kind: str, tmp_path: Path) -> None:
-    columns = {"columns": {"x": "str"}} if kind == "csv" else {}
-    for config in ({}, {"path": []}):
-        with pytest.raises(SourceError, match="no path is given") as caught:
-            open_source(kind, {**config, **columns}, folder=tmp_path)
-        assert caught.value.key == "path"
-
-
 def test_unpacked_data_has_no_name_and_disappears_with_the_source(tmp_path: Path) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
