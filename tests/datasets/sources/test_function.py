@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist.core.functions import code_on_path
 from pipedist.datasets.sources import Source, SourceError, open_source
 from tests.datasets.sources.reading import assert_sealed
 
