@@ -257,7 +257,7 @@ class PassJournal:
             {file: log.end() for file, log in self._logs.items() if file not in gone},
             complete=complete,
             dropped=gone,
-            quarantined=tuple(each for each in quarantined.items() if first <= each[1] < steps),
+            quarantined={element: step for element, step in quarantined.items() if first <= step < steps},
         )
         return PendingSnapshot(self, snapshot, (steps, elements), versions)
 

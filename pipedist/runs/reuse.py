@@ -22,14 +22,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from dataclasses import replace as changed
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
-from pipedist.journal.history import Header, History, PassHistory, StoredValue, read_history
+from pipedist.journal.history import Header, History, PassHistory, read_history
 from pipedist.journal.writer import Journal, file_name
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.identity import changed_files, changed_module, differences, listed, modules_of
@@ -44,13 +44,13 @@ SPARES_MAX = 16
 """Number of spares; the oldest ones are dropped."""
 
 
-@dataclass(frozen=True)
-class EarlierPass:
+class EarlierPass(Struct, frozen=True):
     """A pass of an earlier run that has committed steps.
 
     Args:
         described: its description in the header.
-        spec, inputs, code: those of its run, as in the header; a spare has only those that it depends on.
+        spec, inputs: those of its run, as in the header; a spare has only the inputs that it depends on.
+        history: with the modules that made its steps; a spare has only those that it depends on.
         is_spare: no pass of the latest run.
     """
 
@@ -58,7 +58,6 @@ class EarlierPass:
     described: Mapping[str, Any]
     spec: Mapping[str, Any]
     inputs: Mapping[str, Any]
-    code: Mapping[str, str]
     history: PassHistory
     is_spare: bool = False
 
@@ -73,16 +72,12 @@ class EarlierPass:
         """Return whether the values of a run stage are stored."""
         return run in self.pass_.runs and self.log(run) in self.history.logs
 
-    def plain(self) -> dict[str, Any]:
-        """Return the entry of a spare in a header."""
+    def as_spare(self) -> EarlierPass:
         places = {path for paths in self.described["needs"].values() for path in paths}
-        return {
-            "pass": dict(self.described),
-            "spec": dict(self.spec),
-            "inputs": {place: self.inputs[place] for place in sorted(places) if place in self.inputs},
-            "code": {name: self.code[name] for name in self.described["modules"] if name in self.code},
-            "history": self.history.plain(),
-        }
+        inputs = {place: stamps for place, stamps in self.inputs.items() if place in places}
+        modules = self.described["modules"]
+        code = {name: digest for name, digest in self.history.code.items() if name in modules}
+        return replace(self, inputs=inputs, history=replace(self.history, code=code), is_spare=True)
 
 
 def _sources(history: History) -> Iterator[EarlierPass]:
@@ -90,12 +85,10 @@ def _sources(history: History) -> Iterator[EarlierPass]:
     for key, each in header.passes.items():
         found = history.passes.get(key)
         if found is not None and found.steps + found.complete:
-            code = found.code or header.code
-            yield EarlierPass(pass_of(key, each), each, header.spec, header.inputs, code, found)
-    for key, spare in header.spares.items() if history.ended is None else ():
-        each, found = spare["pass"], PassHistory.of(spare["history"])
-        parts = (spare["spec"], spare["inputs"], spare["code"], found)
-        yield EarlierPass(pass_of(key, each), each, *parts, is_spare=True)
+            found = replace(found, code=found.code or header.code)
+            yield EarlierPass(pass_of(key, each), each, header.spec, header.inputs, found)
+    if history.ended is None:
+        yield from convert(header.spares, dict[str, EarlierPass]).values()
 
 
 @dataclass
@@ -140,7 +133,8 @@ def reuse_run(
         if piece.source is not None:
             taken[piece.pass_.key] = _taken(folder.journal, plan, piece.pass_, piece.source)
     passes = {p.key: described(plan, p, modules) for p in plan.passes}
-    header = replace(header, passes=passes, spares=_spares(folder.journal, sources, pieces))
+    spares = _spares(folder.journal, sources, pieces)
+    header = replace(header, passes=passes, spares=spares)
     # Up to here, files were only added to the folder. This replaces the journal, atomically.
     Journal.replace(folder.journal, header, taken)
     complete = [p for p in plan.passes if p.key in taken and taken[p.key].complete]
@@ -149,7 +143,7 @@ def reuse_run(
     again = read_history(folder.journal)
     assert again is not None  # it was just written
     journal = Journal.reopen(folder.journal, again, code=header.code)
-    spared = (PassHistory.of(spare["history"]) for spare in header.spares.values())
+    spared = (spare.history for spare in spares.values())
     journal.keep(name for found in (*taken.values(), *spared) for name in found.files())
     return RunJournal(journal, again, stamp_of(header)), plan, "\n".join(map(_line, pieces))
 
@@ -322,7 +316,9 @@ class _Division:
         why += changed_files(source.inputs, now.inputs, wanted)
         modules = dict.fromkeys(m for path in wanted for m in self._modules.get(path, ()))
         why += [
-            changed_module(m, Path(self._spec.code)) for m in modules if source.code.get(m) != now.code.get(m)
+            changed_module(m, Path(self._spec.code))
+            for m in modules
+            if source.history.code.get(m) != now.code.get(m)
         ]
         return why or self._moved
 
@@ -377,17 +373,15 @@ def _taken(journal: Path, plan: Plan, pass_: PassPlan, source: EarlierPass) -> P
     if not (pass_.updates or pass_.follows or pass_.gang):
         names = {*pass_.runs, *(name for name in pass_.folds if grows(plan, name))}
         wanted = {source.log(name) for name in names}
-        found = changed(found, logs={name: end for name, end in found.logs.items() if name in wanted})
+        found = replace(found, logs={name: end for name, end in found.logs.items() if name in wanted})
     if source.key == pass_.key:
         return found
     return _renamed(journal, found, source.key, pass_.key, shutil.copyfile)
 
 
-def _spares(
-    journal: Path, sources: Sequence[EarlierPass], pieces: Sequence[Piece]
-) -> dict[str, Mapping[str, Any]]:
+def _spares(journal: Path, sources: Sequence[EarlierPass], pieces: Sequence[Piece]) -> dict[str, EarlierPass]:
     """Return the passes that no piece continues, or not with all stages."""
-    spares: dict[str, Mapping[str, Any]] = {}
+    spares: dict[str, EarlierPass] = {}
     taken = {piece.source.key: piece.pass_ for piece in pieces if piece.source is not None}
     keys = {source.key for source in sources}
     for source in sources:
@@ -400,8 +394,8 @@ def _spares(
             key = next(key for n in count(1) if (key := f"spare{n}/{source.pass_.root}") not in keys)
             keys.add(key)
             found = _renamed(journal, source.history, source.key, key, _link)
-            source = changed(source, pass_=replace(source.pass_, key=key), history=found)
-        spares[key] = source.plain()
+            source = replace(source, pass_=replace(source.pass_, key=key), history=found)
+        spares[key] = source.as_spare()
     return dict(list(spares.items())[:SPARES_MAX])
 
 
@@ -424,7 +418,6 @@ def _renamed(journal: Path, found: PassHistory, old: str, new: str, copy: Any) -
         with (journal / name(file)).open("rb") as written:
             os.fsync(written.fileno())
     parts = {
-        key: StoredValue(part.inline, name(part.file) if part.file else "", part.end)
-        for key, part in found.parts.items()
+        key: replace(part, file=name(part.file)) if part.file else part for key, part in found.parts.items()
     }
-    return changed(found, parts=parts, logs={name(file): end for file, end in found.logs.items()})
+    return replace(found, parts=parts, logs={name(file): end for file, end in found.logs.items()})
