@@ -173,9 +173,8 @@ class Journal:
         """
         with self._lock, self._writing():
             stale: list[str] = []
-            entries = []
-            for snapshot in snapshots:
-                entry = {
+            entries = [
+                {
                     "pass": snapshot.key,
                     "calls": (snapshot.first * snapshot.replicas, snapshot.last * snapshot.replicas),
                     "elements": snapshot.elements,
@@ -185,7 +184,8 @@ class Journal:
                     "dropped": snapshot.dropped,
                     "quarantined": snapshot.quarantined,
                 }
-                entries.append(entry)
+                for snapshot in snapshots
+            ]
             ends = [(name, end.bytes) for snapshot in snapshots for name, end in snapshot.logs.items()]
             with self._names:
                 unsynced = [(name, at, self._logs[name]) for name, at in ends if at > self._synced[name]]

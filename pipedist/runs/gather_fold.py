@@ -99,7 +99,7 @@ class GatherFold(Fold):
         self, first: int, steps: Sequence[Sequence[Tree]], made: Sequence[Tree], unlike: Sequence[Tree]
     ) -> None:
         """Check that components fit, of which `unlike` are all kinds; the error names step and replica."""
-        kinds = {_fit(part, self._axis) for part in unlike}
+        kinds = {_kind(part, self._axis) for part in unlike}
         if None not in kinds and kinds <= self._fitting:
             return
         try:
@@ -116,11 +116,9 @@ class GatherFold(Fold):
 
     def _blocks(self, parts: Sequence[Tree]) -> Iterator[tuple[int, Tree]]:
         """Yield (index of its first part, block) for each write, without None."""
-        if len(parts) > 1 and _is_one_kind(parts, self._axis):
-            yield 0, self._together(parts)
-            return
-        kinds = [_kind(part, self._axis) for part in parts]
-        for kind, run in groupby(range(len(parts)), kinds.__getitem__):
+        looks = [_look(part) for part in parts]
+        kinds = {look: _block_kind(part, self._axis) for look, part in zip(looks, parts, strict=True)}
+        for kind, run in groupby(range(len(parts)), lambda place: kinds[looks[place]]):
             places = list(run)
             if kind is None or len(places) == 1:
                 yield from ((place, parts[place]) for place in places if parts[place] is not None)
@@ -177,8 +175,8 @@ def _look(part: Tree) -> object:
     return id(part)
 
 
-def _fit(part: Tree, axis: int) -> object:
-    """Return a key that fitting parts share; None: the part must be tried."""
+def _kind(part: Tree, axis: int) -> tuple[object, tuple[np.dtype[Any], ...], object] | None:
+    """Return a key that fitting parts share, with their dtypes; None: the part must be tried."""
     leaves, structure = ([part], None) if type(part) is np.ndarray else trees.flatten(part)
     if not all(type(leaf) is np.ndarray and -leaf.ndim <= axis < leaf.ndim for leaf in leaves):
         return None
@@ -193,35 +191,13 @@ def _outline(leaf: Any) -> np.ndarray[Any, np.dtype[Any]]:
     return np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
 
-def _is_one_kind(parts: Sequence[Tree], axis: int) -> bool:
-    """Return whether all parts are tiny arrays of one kind: a fast path."""
-    return (
-        set(map(type, parts)) == {np.ndarray}
-        and _kind(parts[0], axis) is not None
-        and {part.dtype for part in parts} == {parts[0].dtype}
-        and {part.shape for part in parts} == {parts[0].shape}
-    )
-
-
-def _kind(part: Tree, axis: int) -> object:
+def _block_kind(part: Tree, axis: int) -> object:
     """Return a key of tiny parts to write together; None: write it alone."""
-    if type(part) is np.ndarray:
-        return _kind_of_array(part, axis) if part.nbytes <= BLOCK_PART_BYTES_MAX else None
-    leaves, structure = trees.flatten(part)
-    if not leaves or not all(type(leaf) is np.ndarray for leaf in leaves):
+    kind = _kind(part, axis)
+    if kind is None or array_bytes(part) > BLOCK_PART_BYTES_MAX:
         return None
-    if sum(leaf.nbytes for leaf in leaves) > BLOCK_PART_BYTES_MAX:
-        return None
-    kinds = [_kind_of_array(leaf, axis) for leaf in leaves]
-    return None if None in kinds else (structure, kinds)
-
-
-def _kind_of_array(array: np.ndarray[tuple[int, ...], np.dtype[Any]], axis: int) -> object:
-    shape = array.shape
-    if not -len(shape) <= axis < len(shape) or array.dtype.kind not in "biufc":
-        return None
-    axis %= len(shape)
-    return array.dtype, shape[:axis], shape[axis + 1 :]
+    _, dtypes, _ = kind
+    return kind if dtypes and all(dtype.kind in "biufc" for dtype in dtypes) else None
 
 
 def _place_of(steps: Sequence[Sequence[Tree]], place: int) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, convert
 from msgspec.structs import replace
 
+from pipedist.core.files import link_or_copy
 from pipedist.journal.history import Header, History, PassHistory, read_history
 from pipedist.journal.writer import Journal, file_name
 from pipedist.plan import PassPlan, Plan
@@ -230,11 +231,10 @@ class _Division:
         return self._missing[:1] or (["the earlier run had no such pass"] if known else [])
 
     def _divided(self, pass_: PassPlan, late: int = 0) -> list[Piece]:
-        base = self._base(pass_)
-        if base is None:
+        found = self._base(pass_)
+        if found is None:
             return [self._begun(pass_, self._why(pass_), late)]
-        stored = [n for n in pass_.runs if base.has_values(n) and not self._changes(pass_, n, base)]
-        folds = [name for name in pass_.folds if not self._unusable(pass_, name, base)]
+        base, folds, stored = found
         kept = [name for name in pass_.kept if name in stored]
         rest: dict[str, tuple[list[str], list[str]]] = {}
         for place, names in enumerate((pass_.folds, pass_.kept)):
@@ -257,9 +257,9 @@ class _Division:
                 pieces += self._divided(part, late + 1)
         return pieces
 
-    def _base(self, pass_: PassPlan) -> EarlierPass | None:
-        """Return the earlier pass with the same input that is of most use."""
-        found: list[tuple[tuple[int, int, bool], EarlierPass]] = []
+    def _base(self, pass_: PassPlan) -> tuple[EarlierPass, list[str], list[str]] | None:
+        """Return the earlier pass with the same input that is of most use, with its usable folds and runs."""
+        found: list[tuple[EarlierPass, list[str], list[str]]] = []
         for source in self.sources:
             there = source.pass_
             if (there.dataset, there.root) != (pass_.dataset, pass_.root):
@@ -270,8 +270,13 @@ class _Division:
             stored = [n for n in pass_.runs if source.has_values(n) and not self._changes(pass_, n, source)]
             folds = [name for name in pass_.folds if not self._unusable(pass_, name, source)]
             if folds or stored:
-                found.append(((len(folds) + len(stored), source.history.steps, not source.is_spare), source))
-        return max(found, key=lambda each: each[0])[1] if found else None
+                found.append((source, folds, stored))
+
+        def use(each: tuple[EarlierPass, list[str], list[str]]) -> tuple[int, int, bool]:
+            source, folds, stored = each
+            return len(folds) + len(stored), source.history.steps, not source.is_spare
+
+        return max(found, key=use, default=None)
 
     def _chain(self, pass_: PassPlan, name: str) -> list[str]:
         """Return the runs of a pass that a stage reads, the nearest one first."""
@@ -393,18 +398,10 @@ def _spares(journal: Path, sources: Sequence[EarlierPass], pieces: Sequence[Piec
                 continue
             key = next(key for n in count(1) if (key := f"spare{n}/{source.pass_.root}") not in keys)
             keys.add(key)
-            found = _renamed(journal, source.history, source.key, key, _link)
+            found = _renamed(journal, source.history, source.key, key, link_or_copy)
             source = replace(source, pass_=replace(source.pass_, key=key), history=found)
         spares[key] = source.as_spare()
     return dict(list(spares.items())[:SPARES_MAX])
-
-
-def _link(source: Path, target: Path) -> None:
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copyfile(source, target)
 
 
 def _renamed(journal: Path, found: PassHistory, old: str, new: str, copy: Any) -> PassHistory:
