@@ -3,9 +3,9 @@
 NumPy wraps silently; here intermediate overflow has no effect, and a final value that does not fit is an
 error.
 
-Sums. A sum is int64 limbs and a bound on the magnitude of every element. While the bound is below 2**63
-there is one limb, and an addition is one int64 addition. Beyond it there are four, `limbs[0] + limbs[1] *
-2**32 + ...`, each except the last in [0, 2**32): enough for 2**64 components.
+Sums. A sum is int64 limbs, `limbs[0] + limbs[1] * 2**32 + ...`, each except the last in [0, 2**32), and
+a bound on the magnitude of every element. While the bound is below 2**63 there is one limb, and an
+addition is one int64 addition; limbs are added only when the bound requires it.
 
 Products. Magnitudes of integers only grow, except through a zero: a product is a uint64 magnitude, a sign,
 and a mark if the magnitude has passed 2**64. A marked element fits no dtype; only a zero can reset it.
@@ -50,16 +50,16 @@ def sum_rows(x: Ints, axes: tuple[int, ...]) -> tuple[Limbs, int]:
         return np.asarray(total)[None], bound
     low = np.add.reduce((x & x.dtype.type(_LIMB_MASK)).astype(np.int64), axis=axes)
     high = np.add.reduce((x >> x.dtype.type(LIMB_BITS)).astype(np.int64), axis=axes)
-    return _four_limbs(low, high), bound
+    return _carry(np.stack([low, high])), bound
 
 
 def add(a: Limbs, a_bound: int, b: Limbs, b_bound: int) -> tuple[Limbs, int]:
     """Return the limbs of `a + b` and their bound; shapes after the first axis must be equal."""
     bound = a_bound + b_bound
-    if bound <= _ONE_LIMB_MAX:
+    count = max(_limbs_for(bound), len(a), len(b))
+    if count == 1:
         return a + b, bound
-    wide = [limbs if len(limbs) > 1 else _four_limbs(limbs[0]) for limbs in (a, b)]
-    return _carry(wide[0] + wide[1]), bound
+    return _carry(_widen(a, count) + _widen(b, count)), bound
 
 
 def to_integers(limbs: Limbs) -> NDArray[Any]:
@@ -182,10 +182,25 @@ def _magnitude(x: Ints) -> int:
     return max(-int(x.min()), int(x.max()), 0)
 
 
-def _four_limbs(low: Any, high: Any = 0) -> Limbs:
-    """Return the limbs of `low + high * 2**32`."""
-    zeros = np.zeros_like(low)
-    return _carry(np.stack([low, zeros + high, zeros, zeros]))
+def _limbs_for(bound: int) -> int:
+    if bound <= _ONE_LIMB_MAX:
+        return 1
+    # The last limb holds bits from 32 * (count - 1) on, and needs one spare bit for a carry.
+    return max(2, -(-(bound.bit_length() - 62) // LIMB_BITS) + 1)
+
+
+def _widen(limbs: Limbs, count: int) -> Limbs:
+    if len(limbs) == count:
+        return limbs
+    wide = np.empty((count, *limbs.shape[1:]), np.int64)
+    last = len(limbs) - 1
+    wide[:last] = limbs[:last]
+    rest = limbs[last]
+    for index in range(last, count - 1):
+        wide[index] = rest & _LIMB_MASK
+        rest = rest >> LIMB_BITS
+    wide[count - 1] = rest
+    return wide
 
 
 def _carry(limbs: Limbs) -> Limbs:
