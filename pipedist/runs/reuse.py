@@ -203,24 +203,24 @@ class _Division:
 
     def _whole(self, pass_: PassPlan) -> Piece:
         """Return a pass that is reused as a whole, without removed folds, or not at all."""
-        why: list[str] = []
         same = ["dataset", "root", "runs", "updates", "follows", "gang"]
         same += ["phase"] if pass_.updates or pass_.follows else []
-        for source in self.sources:
+
+        def continues(source: EarlierPass) -> bool:
             there = source.pass_
-            if source.is_spare or source.key in self._used or not {*pass_.folds} <= {*there.folds}:
-                continue
-            if any(getattr(there, name) != getattr(pass_, name) for name in same):
-                continue
-            for name in (*pass_.runs, *pass_.updates):
-                why += self._changes(pass_, name, source)
-            for name in pass_.folds:
-                why += self._unusable(pass_, name, source)
-            why += [f"the values of {n} were not stored" for n in pass_.kept if not source.has_values(n)]
-            if not why:
-                return Piece(replace(pass_, key=self._key_for(pass_, source)), source)
-            break
-        return self._begun(pass_, why)
+            is_free = not source.is_spare and source.key not in self._used
+            is_same = all(getattr(there, name) == getattr(pass_, name) for name in same)
+            return is_free and is_same and {*pass_.folds} <= {*there.folds}
+
+        source = next(filter(continues, self.sources), None)
+        if source is None:
+            return self._begun(pass_, [])
+        why = [line for name in (*pass_.runs, *pass_.updates) for line in self._changes(pass_, name, source)]
+        why += [line for name in pass_.folds for line in self._unusable(pass_, name, source)]
+        why += [f"the values of {n} were not stored" for n in pass_.kept if not source.has_values(n)]
+        if why:
+            return self._begun(pass_, why)
+        return Piece(replace(pass_, key=self._key_for(pass_, source)), source)
 
     def _begun(self, pass_: PassPlan, why: Sequence[str], late: int = 0) -> Piece:
         """Return a pass that begins with its first step."""
@@ -355,6 +355,9 @@ class _Division:
         for source in self.sources:
             if name in source.pass_.runs:
                 return self._changes(pass_, name, source) or [f"the values of {name} were not stored"]
+        for source in self.sources:
+            if name in source.spec["stages"] and not source.is_spare:  # the earlier run did not reach it
+                return self._changes(pass_, name, source)
         return [f"{name} is new"] if self.sources else []
 
 
