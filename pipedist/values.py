@@ -169,8 +169,6 @@ def reduce(op: ReduceOp | str, tree: Tree, axis: int | Sequence[int] | None, rep
         OverflowError: an integer result does not fit its dtype.
     """
     reduction = Reduction.of(op, axis)
-    if isinstance(tree, PerReplica):
-        return _reduce_leaf(reduction, tree, replicas)
     if replicas > 1 and tree is None:
         return _reduce_plain(reduction, tree)
     return _leaf_by_leaf(lambda leaf: _reduce_leaf(reduction, leaf, replicas), tree)
@@ -196,7 +194,7 @@ def gather(tree: Tree, axis: int, replicas: int) -> Tree:
         _check_length(leaf, replicas)
         return concatenate(leaf.components, number) if isinstance(leaf, PerReplica) else leaf
 
-    return gathered(tree) if isinstance(tree, PerReplica) else _leaf_by_leaf(gathered, tree)
+    return _leaf_by_leaf(gathered, tree)
 
 
 def _leaf_by_leaf(fn: Callable[[Any], Any], tree: Tree) -> Tree:

@@ -88,8 +88,7 @@ class GatherFold(Fold):
                 try:
                     await append_to(self._sink, block)
                 except OutputError as error:
-                    step, replica = _place_of(steps, place)
-                    raise OutputError(f"{error} (step {first + step}, replica {replica})") from error
+                    raise OutputError(f"{error} ({_place_of(first, steps, place)})") from error
         if self.kept or not self._streams:
             self._parts += made
             if len(self._parts) - self._whole >= TINY_PARTS:
@@ -110,8 +109,7 @@ class GatherFold(Fold):
             place = next((place for place, part in enumerate(made) if part is not None), None)
             if place is not None:
                 self._head = [trees.tree_map(_outline, made[place])]
-                step, replica = _place_of(steps, place)
-                self._head_place = f"step {first + step}, replica {replica}"
+                self._head_place = _place_of(first, steps, place)
         self._fitting |= kinds - {None}
 
     def _blocks(self, parts: Sequence[Tree]) -> Iterator[tuple[int, Tree]]:
@@ -200,9 +198,9 @@ def _block_kind(part: Tree, axis: int) -> object:
     return kind if dtypes and all(dtype.kind in "biufc" for dtype in dtypes) else None
 
 
-def _place_of(steps: Sequence[Sequence[Tree]], place: int) -> tuple[int, int]:
-    for step, parts in enumerate(steps):
+def _place_of(first: int, steps: Sequence[Sequence[Tree]], place: int) -> str:
+    for step, parts in enumerate(steps, first):
         if place < len(parts):
-            return step, place
+            return f"step {step}, replica {place}"
         place -= len(parts)
     raise IndexError(place)

@@ -36,7 +36,7 @@ from pipedist.plan import PassPlan, Plan
 from pipedist.runs.identity import changed_files, changed_module, differences, listed, modules_of
 from pipedist.runs.pass_folds import can_write, grows, keeps
 from pipedist.runs.pass_journal import RunJournal
-from pipedist.runs.run_header import described, pass_of, stamp_of
+from pipedist.runs.run_header import described, stamp_of
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
@@ -87,7 +87,7 @@ def _sources(history: History) -> Iterator[EarlierPass]:
         found = history.passes.get(key)
         if found is not None and found.steps + found.complete:
             found = replace(found, code=found.code or header.code)
-            yield EarlierPass(pass_of(key, each), each, header.spec, header.inputs, found)
+            yield EarlierPass(convert(each, PassPlan), each, header.spec, header.inputs, found)
     if history.ended is None:
         yield from convert(header.spares, dict[str, EarlierPass]).values()
 
