@@ -33,7 +33,7 @@ from pipedist.core.files import link_or_copy
 from pipedist.journal.history import Header, History, PassHistory, read_history
 from pipedist.journal.writer import Journal, file_name
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.identity import changed_files, changed_module, differences, listed, modules_of
+from pipedist.runs.identity import changed_files, changed_modules, differences, listed, modules_of
 from pipedist.runs.pass_folds import can_write, grows, keeps
 from pipedist.runs.pass_journal import RunJournal
 from pipedist.runs.run_header import described, stamp_of
@@ -86,7 +86,6 @@ def _sources(history: History) -> Iterator[EarlierPass]:
     for key, each in header.passes.items():
         found = history.passes.get(key)
         if found is not None and found.steps + found.complete:
-            found = replace(found, code=found.code or header.code)
             yield EarlierPass(convert(each, PassPlan), each, header.spec, header.inputs, found)
     if history.ended is None:
         yield from convert(header.spares, dict[str, EarlierPass]).values()
@@ -320,11 +319,7 @@ class _Division:
             why += differences(_at(source.spec, path), _at(now.spec, path), path)
         why += changed_files(source.inputs, now.inputs, wanted)
         modules = dict.fromkeys(m for path in wanted for m in self._modules.get(path, ()))
-        why += [
-            changed_module(m, Path(self._spec.code))
-            for m in modules
-            if source.history.code.get(m) != now.code.get(m)
-        ]
+        why += changed_modules(source.history.code, now.code, modules, Path(self._spec.code))
         return why or self._moved
 
     def _unusable(self, pass_: PassPlan, name: str, source: EarlierPass) -> list[str]:
