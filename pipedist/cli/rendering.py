@@ -41,6 +41,8 @@ SCANNED_BYTES_MAX = 4 * 2**20  # size of a text file whose rows are counted
 RECORDS_MAX = 20  # rows of a table of records that are shown
 FIELDS_MAX = 32  # columns of a table of records
 
+_REASONS = {"error": "raised", "timeout": "timed out", "death": "whose worker died", "slow": "slow"}
+
 _SCALARS = frozenset({int, float, complex, bool, str, bytes, type(None), np.ndarray})
 
 
@@ -54,7 +56,12 @@ class Row:
     file: Path | None = None
 
 
-def render(rows: Iterable[Row], ledger: Mapping[str, int], timings: Mapping[str, float]) -> str:
+def render(
+    rows: Iterable[Row],
+    ledger: Mapping[str, int],
+    timings: Mapping[str, float],
+    retries: Mapping[str, Mapping[str, int]] = {},
+) -> str:
     """Return the results as text for standard output, with its width and colours."""
     from rich.console import Console
     from rich.text import Text
@@ -88,6 +95,10 @@ def render(rows: Iterable[Row], ledger: Mapping[str, int], timings: Mapping[str,
     console.print()
     kinds = ", ".join(f"{ledger[kind]:,} {kind}" for kind in ("committed", "quarantined", "lost"))
     console.print(Text(f"{_counted(ledger['elements'], 'element')}: {kinds}"))
+    for stage, counts in retries.items():
+        reasons = ", ".join(f"{count:,} {_REASONS[reason]}" for reason, count in counts.items())
+        calls = _counted(sum(counts.values()), "call")
+        console.print(Text(f"stage {stage}: {calls} executed again ({reasons})"))
     if timings:
         times = (f"{name.removesuffix('_s')} {duration(seconds)}" for name, seconds in timings.items())
         console.print(Text(", ".join(times)))

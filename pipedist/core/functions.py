@@ -198,7 +198,7 @@ def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
     except Exception as error:
         raise FunctionNotFound(
             f"{ref.label} was sent by value but can't be loaded here: {type(error).__name__}: {error}; "
-            f"the modules that it uses must be importable on the worker's host{_process_suffix()}"
+            f"the modules that it uses must be importable in workers{_process_suffix() or ' on this host'}"
         ) from error
     finally:
         importing.reset(inside)

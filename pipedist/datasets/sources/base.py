@@ -166,7 +166,15 @@ def plain_array(leaf: Any, what: str, key: str) -> npt.NDArray[Any]:
         raise SourceError(
             f"{what}: a masked array can't be read", key=key, expected=f"plain ones: {conversion_hint(leaf)}"
         )
-    array = np.asarray(leaf)
+    try:
+        array = np.asarray(leaf)
+    except Exception as error:  # of another library
+        hint = conversion_hint(leaf) or "numpy.asarray must convert it"
+        raise SourceError(
+            f"{what}: a {type(leaf).__name__} can't be converted to an array: {type(error).__name__}: {error}",
+            key=key,
+            expected=f"plain arrays: {hint}",
+        ) from error
     check_dtype(array.dtype, what, key)
     return array
 
