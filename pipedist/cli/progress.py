@@ -95,12 +95,10 @@ class Pacer:
         self._phase = totals.phase
         self._first = totals
         self._began_s: float | None = None
-        self._starts: deque[float] = deque()
-        """When the running calls began, the oldest first."""
+        self._starts: deque[float] = deque()  # when the running calls began, the oldest first
         self._executed = totals.calls_done - totals.calls_past
         self._returned = 0
-        self._busy_s = 0.0
-        """Time that slots spent on the calls returned."""
+        self._busy_s = 0.0  # time that slots spent on the calls returned
 
     def pace(self, totals: ProgressTotals, now_s: float) -> Pace:
         if totals.phase != self._phase:
@@ -178,8 +176,7 @@ class PlainReporter(Reporter):
         self._pacer = Pacer()
         self._began_s = clock_s()
         self._due_s = _FIRST_LINE_S
-        self._shown = (0, False)
-        """The phase of the last line, and whether its calls were done."""
+        self._shown = (0, False)  # the phase of the last line, and whether its calls were done
 
     def update(self, totals: ProgressTotals) -> None:
         elapsed_s = self._clock_s() - self._began_s

@@ -24,11 +24,8 @@ PORT_BASE: Final = 8888
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 VARIABLE: Final = "TF_CONFIG"
 
-_OUTSIDE: Final = "evaluator"
-"""A task of this type need not be in the cluster."""
-
-HOSTS_MAX: Final = 2**20
-"""Maximum hosts of an expression: more than any cluster has."""
+_OUTSIDE: Final = "evaluator"  # a task of this type need not be in the cluster
+HOSTS_MAX: Final = 2**20  # maximum hosts of an expression: more than any cluster has
 
 _HOST = re.compile(r"(?P<prefix>[^,\[\]]*)(?:\[(?P<ranges>[^\[\]]+)\])?")
 _SEPARATOR = re.compile(r",(?![^\[]*\])")

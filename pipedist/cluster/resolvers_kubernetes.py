@@ -26,8 +26,7 @@ class Pod:
     phase: str = "Running"
 
 
-ListPods = Callable[[str], Sequence[Pod]]
-"""Returns the pods of all namespaces that match a label selector."""
+ListPods = Callable[[str], Sequence[Pod]]  # returns the pods of all namespaces that match a label selector
 
 
 class KubernetesClusterResolver(ClusterResolver):

@@ -164,8 +164,7 @@ _SPEC = "/pipedist/spec"
 _OUT = "/pipedist/out"
 _ONLY_OWNER = 0o400
 _RESTARTS_MAX = 3
-CONFIG_BYTES_MAX = 1 << 20
-"""Maximum size of a ConfigMap."""
+CONFIG_BYTES_MAX = 1 << 20  # maximum size of a ConfigMap
 _NO_CONFIG_KEY = re.compile(r"[^-._a-zA-Z0-9]+")
 _LISTED_MAX = 5
 

@@ -124,8 +124,7 @@ class TaskCluster(Cluster):
         self.task_id: int = index
         """The index of this program in its job."""
         self._scheduling = f"{job}/0"
-        self._missing = set(tasks)
-        """Tasks without a heartbeat until now; in the scheduling program."""
+        self._missing = set(tasks)  # tasks without a heartbeat until now; in the scheduling program
         address = spec.task_address(job, 0)
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
@@ -144,14 +143,11 @@ class TaskCluster(Cluster):
         self._force = force
         self._supervisors: list[Supervisor] = []
         self._shared: SharedValues[Tree] = SharedValues()
-        self._called = 0
-        """Calls of `everywhere`."""
+        self._called = 0  # calls of `everywhere`
         self._turn = anyio.Lock()
         """Held by the running call of `everywhere`: results are numbered in the order of the calls."""
-        self._ended = 0
-        """Supervisors that have ended."""
-        self._error: BaseException | None = None
-        """The first exception of a supervisor."""
+        self._ended = 0  # supervisors that have ended
+        self._error: BaseException | None = None  # the first exception of a supervisor
         self._changed = anyio.Event()
 
     @property

@@ -14,13 +14,11 @@ from typing import Any
 from pipedist.errors import Problem, SpecError
 from pipedist.spec.scalars import printable
 
-Path = tuple[str | int, ...]
-"""The keys and list indices that lead from the document's root to a value."""
+Path = tuple[str | int, ...]  # the keys and list indices that lead from the document's root to a value
 
 EXCERPT_CHARACTERS_MAX = 100
 
-TEXT_CHARACTERS_MAX = 800
-"""The limit of a message, which may quote a long text of the spec."""
+TEXT_CHARACTERS_MAX = 800  # the limit of a message, which may quote a long text of the spec
 
 GIVEN_CHARACTERS_MAX = 200
 PROBLEMS_MAX = 100

@@ -190,8 +190,7 @@ _Path = Annotated[
     satisfies(lambda path: path and "\0" not in path),
     WithJsonSchema({"type": "string", "minLength": 1}),
 ]
-PathText = Annotated[_Path, Expected("a path")]
-"""A path, relative to the spec's folder."""
+PathText = Annotated[_Path, Expected("a path")]  # a path, relative to the spec's folder
 
 _Glob = Annotated[_Path, Expected("a glob")]
 Paths = Annotated[

@@ -29,8 +29,7 @@ TEXT_CHARACTERS_MAX = 65_536
 NODES_MAX = 1_000_000
 DEPTH_MAX = 32
 
-NAME = re.compile(r"[^\W\d][\w-]{0,99}")
-"""The names of datasets, stages and parameters."""
+NAME = re.compile(r"[^\W\d][\w-]{0,99}")  # the names of datasets, stages and parameters
 
 NAME_EXPECTED = "a name of at most 100 letters, digits, `_` and `-`, with a letter or `_` first"
 

@@ -34,8 +34,7 @@ from pipedist.spec.stages import StageSpec
 from pipedist.spec.training import Links
 from pipedist.spec.validation import Validation
 
-KEY_FILE = "cluster.key"
-"""The default name of the file with a cluster's keys, in the spec's folder."""
+KEY_FILE = "cluster.key"  # the default name of the file with a cluster's keys, in the spec's folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,8 +26,7 @@ _NANS = frozenset({".nan", ".NaN", ".NAN"})
 _DECIMAL = re.compile(r"[-+]?[0-9]+")
 _BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
-_PLAIN = re.compile(r"[\w./-]+(:[\w./-]+)*")
-"""Text that needs no quotes, also inside `{...}` and `[...]`."""
+_PLAIN = re.compile(r"[\w./-]+(:[\w./-]+)*")  # text that needs no quotes, also inside `{...}` and `[...]`
 _INFINITY = re.compile(r"[-+]?\.(?:inf|Inf|INF)")
 
 

@@ -93,8 +93,7 @@ class RemoteValue:
         return f"<RemoteValue of closure {self.number}, {self.label}: {state}>"
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""(args, kwargs)"""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # (args, kwargs)
 
 
 @dataclass(slots=True, eq=False)

@@ -37,8 +37,7 @@ from pipedist.strategy.parameter_server import ParameterServerStrategy, apply
 from pipedist.strategy.passes import SLOT, FunctionPasses
 from pipedist.strategy.per_worker import PerWorkerDataset, per_worker_datasets
 
-CLOSURES_MAX: Final = 256
-"""The length of tf.distribute's queue."""
+CLOSURES_MAX: Final = 256  # the length of tf.distribute's queue
 
 STALENESS: Final = 8
 
@@ -89,15 +88,11 @@ class ClusterCoordinator(AsyncOnly):
         self._passes: FunctionPasses | None = None
         self._scheduling = anyio.Lock()
         self._changed = anyio.Event()
-        self._number = 0
-        """Number of the next closure."""
-        self._dataset_reads = 0
-        """Number of closures that have read per-worker datasets."""
-        self._uncommitted: deque[ScheduledClosure] = deque()
-        """In order; `_unsent` are the last of them."""
+        self._number = 0  # number of the next closure
+        self._dataset_reads = 0  # number of closures that have read per-worker datasets
+        self._uncommitted: deque[ScheduledClosure] = deque()  # in order; `_unsent` are the last of them
         self._unsent: deque[ScheduledClosure] = deque()
-        self._error: Exception | None = None
-        """Error of the closure that failed, until it is raised."""
+        self._error: Exception | None = None  # error of the closure that failed, until it is raised
         self._advancing = False
         self._closed = False
 

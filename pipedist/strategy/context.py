@@ -28,8 +28,7 @@ class VariableOwner(ABC):
     is_default: ClassVar[bool] = False
     """The strategy outside of every scope: its variables stay in this process."""
 
-    unused_spaces: deque[int]
-    """Spaces of variables that were garbage collected; the next run drops them."""
+    unused_spaces: deque[int]  # spaces of variables that were garbage collected; the next run drops them
 
     @property
     @abstractmethod
@@ -52,8 +51,7 @@ _current: ContextVar[VariableOwner | None] = ContextVar("pipedist_strategy", def
 _default_runs: ContextVar[bool] = ContextVar("pipedist_default_runs", default=False)
 """Whether the replica context, if there is one, belongs to the default strategy."""
 
-_default: list[VariableOwner] = []
-"""The default strategy, once its module is imported."""
+_default: list[VariableOwner] = []  # the default strategy, once its module is imported
 
 
 class NotForReplicas(ValueError):

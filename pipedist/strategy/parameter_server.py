@@ -41,12 +41,9 @@ class CommitOrder:
     """The number of committed closures, and the part of it that the program has observed."""
 
     def __init__(self) -> None:
-        self.committed = 0
-        """Closures before this number have committed; the latest version of the variables."""
-        self.observed = 0
-        """The latest version that the program has observed."""
-        self.oldest_readable = 0
-        """Closures that are not sent yet read this version or a later one."""
+        self.committed = 0  # closures before this number have committed; the latest version of the variables
+        self.observed = 0  # the latest version that the program has observed
+        self.oldest_readable = 0  # closures that are not sent yet read this version or a later one
 
     def observe_latest(self) -> None:
         self.observed = self.committed
@@ -230,8 +227,7 @@ class ParameterServerStrategy(Strategy):
         self._workers = check_int("workers", cluster.workers if workers is None else workers, at_least=1)
         self._placed = 0
         self._has_coordinator = False
-        self._order = CommitOrder()
-        """Commit order of the closures; the coordinator writes it."""
+        self._order = CommitOrder()  # commit order of the closures; the coordinator writes it
 
     @property
     def workers(self) -> int:

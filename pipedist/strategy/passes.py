@@ -34,11 +34,8 @@ from pipedist.worker.variables import replica as variables
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator, PassHandle
 
-_TOKENS_MAX: Final = 512
-"""Functions that capture more are pickled for each run: comparing would cost as much."""
-
-_ARRAY_BYTES_MAX: Final = 2**14
-"""Larger captured arrays are not compared."""
+_TOKENS_MAX: Final = 512  # functions that capture more are pickled for each run: comparing would cost as much
+_ARRAY_BYTES_MAX: Final = 2**14  # larger captured arrays are not compared
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, np.generic, ModuleType)
 
@@ -207,8 +204,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
 PASSES_MAX: Final = 64
 """Functions kept loaded in the workers; if there are more, the least recently used is dropped."""
 
-SLOT: Final = "value"
-"""Name of a function's result in the message of a call."""
+SLOT: Final = "value"  # name of a function's result in the message of a call
 
 _SEED_SHIFT: Final = 32
 

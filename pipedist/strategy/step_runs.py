@@ -18,8 +18,7 @@ from pipedist.values import PerReplica
 if TYPE_CHECKING:
     from pipedist.coordinator import PassHandle, Slots
 
-STEPS_AHEAD: Final = 16
-"""Default limit of steps that are started before the result of the first is taken."""
+STEPS_AHEAD: Final = 16  # default limit of steps that are started before the result of the first is taken
 
 
 class PendingRun:
@@ -90,8 +89,7 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         self._waiting: deque[PendingRun | Exception | tuple[Any, ...]] = deque()
         """For each step that was read: its run, an error, or the arguments of a run to start later."""
         self._ended = False
-        self._lock = anyio.Lock(fast_acquire=True)
-        """Held by the caller that waits for the next result."""
+        self._lock = anyio.Lock(fast_acquire=True)  # held by the caller that waits for the next result
 
     def __aiter__(self) -> StepRuns:
         return self

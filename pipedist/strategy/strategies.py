@@ -309,8 +309,7 @@ class _SingleReplicaCollectives:
 
     def __init__(self, is_async: bool) -> None:
         self.is_async = is_async
-        self.unawaited = UnawaitedCollectives()
-        """Collectives that an async function has not awaited yet."""
+        self.unawaited = UnawaitedCollectives()  # collectives that an async function has not awaited yet
 
     def call(self, request: CollectiveRequest) -> Any:
         return self.unawaited.add(request, self._later(request)) if self.is_async else self._result(request)

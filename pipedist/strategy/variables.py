@@ -113,10 +113,8 @@ class Variable(AnyVariable):
         self._version = 0
         self._space: int | None = None
         """Number of its state at the coordinator; None before the first run that uses it."""
-        self._sent = -1
-        """The latest version that was given to the coordinator."""
-        self._users = 0
-        """Number of unfinished runs that use it."""
+        self._sent = -1  # the latest version that was given to the coordinator
+        self._users = 0  # number of unfinished runs that use it
 
     def value(self) -> Array:
         """Return the current value, read-only: an array, of shape () for a number.
@@ -169,8 +167,7 @@ class CapturedVariables:
     def __init__(self, strategy: VariableOwner, coordinator: Coordinator) -> None:
         self._strategy = strategy
         self.coordinator = coordinator
-        self.variables: dict[int, Variable] = {}
-        """The variables by the number of their state."""
+        self.variables: dict[int, Variable] = {}  # the variables by the number of their state
 
     def space_of(self, variable: Variable) -> int:
         """Add a variable of the run's strategy, and return the number of its state."""
@@ -234,8 +231,7 @@ class Transaction:
     def __init__(self, captured: CapturedVariables) -> None:
         coordinator = captured.coordinator
         self._variables = variables = captured.variables
-        self.states: dict[str, tuple[int, int]] = {}
-        """(space, version) of each variable's state, by its name."""
+        self.states: dict[str, tuple[int, int]] = {}  # (space, version) of each variable's state, by its name
         for space, variable in variables.items():
             if variable._sent != variable._version:
                 coordinator.states.put(space, variable._version, to_state(variable._traits, variable._copies))

@@ -71,14 +71,11 @@ from pipedist.worker.process_setup import (
 from pipedist.worker.progress import CallProgress, Overdue, end_of
 
 _READ_BYTES = 65_536
-_LAUNCHER_END_S = 2.0
-"""How long the process of a launcher whose socket has ended may take to end."""
-_EXIT_S_MAX = 1.0
-"""How long a process may take to end after it has closed its descriptors."""
+_LAUNCHER_END_S = 2.0  # how long the process of a launcher whose socket has ended may take to end
+_EXIT_S_MAX = 1.0  # how long a process may take to end after it has closed its descriptors
 _UNSENT_BYTES_MAX = 65_536
 """Messages for a launcher that reads none, beyond which the server reads no requests."""
-_FLUSH_S = 1.0
-"""How long the last messages may take to be sent."""
+_FLUSH_S = 1.0  # how long the last messages may take to be sent
 _CGROUPS = Path("/proc/self/cgroup")
 _CGROUP_MOUNT = Path("/sys/fs/cgroup")
 
@@ -122,14 +119,11 @@ class ForkServer:
         self.pid = os.getpid()
         self._control = control
         self._launcher_pid = launcher_pid
-        self._stopped_s_max = math.inf
-        """How long a worker may be stopped before it is killed, seconds."""
+        self._stopped_s_max = math.inf  # how long a worker may be stopped before it is killed, seconds
         self._check_s: float | None = None
         """How often to look for calls that take too long, seconds; None: never."""
-        self._directory = ""
-        """The directory of the launcher's sockets, removed if its process dies; "": none."""
-        self._is_dismissed = False
-        """The launcher has sent "end"."""
+        self._directory = ""  # the directory of the launcher's sockets, removed if its process dies; "": none
+        self._is_dismissed = False  # the launcher has sent "end"
         self._unpacker = msgpack.Unpacker()
         self._unsent = bytearray()
         self._gates: list[int] = []

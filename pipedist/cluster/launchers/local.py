@@ -31,8 +31,7 @@ from pipedist.worker.progress import Running, unpack_running
 
 _READ_BYTES = 65_536
 
-_GONE_S = 0.05
-"""How long a server whose socket has ended may take to end."""
+_GONE_S = 0.05  # how long a server whose socket has ended may take to end
 
 
 class LocalLauncher:
@@ -70,8 +69,7 @@ class LocalLauncher:
         self._memories: dict[tuple[str, int], int] = {}
         """The fork server's descriptor of each one's `Progress`; -1: none."""
         self._server: _Connection | None = None
-        self._old_servers: list[_Connection] = []
-        """Servers that have ended, whose process is not reaped yet."""
+        self._old_servers: list[_Connection] = []  # servers that have ended, whose process is not reaped yet
         self._check_s: float | None = None
         self._open = False
         self._closing = False

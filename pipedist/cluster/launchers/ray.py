@@ -41,20 +41,11 @@ from pipedist.errors import UsageError
 from pipedist.protocol.code_archive import CodeTooLarge, unpack
 from pipedist.protocol.code_archive import take as take_snapshot
 
-AUTO = "auto"
-"""The address of the Ray that runs on this host, or that RAY_ADDRESS names."""
-
-STORE_BYTES = 100 * 2**20
-"""The object store of a Ray that the cluster starts: the run puts nothing into it."""
-
-RESTARTS_MAX = 1000
-"""How often Ray starts an actor again."""
-
-_REPLY_S = 10.0
-"""How long the address of a Ray cluster may take to accept a connection."""
-
-_POLL_S = 0.5
-"""How soon a cancellation is noticed while Ray looks for resources."""
+AUTO = "auto"  # the address of the Ray that runs on this host, or that RAY_ADDRESS names
+STORE_BYTES = 100 * 2**20  # the object store of a Ray that the cluster starts: the run puts nothing into it
+RESTARTS_MAX = 1000  # how often Ray starts an actor again
+_REPLY_S = 10.0  # how long the address of a Ray cluster may take to accept a connection
+_POLL_S = 0.5  # how soon a cancellation is noticed while Ray looks for resources
 
 T = TypeVar("T")
 
@@ -110,15 +101,12 @@ class RayEngine(Engine):
         self._place_s = place_s
         self._code = code
         self._has_code = False
-        self._is_ours = False
-        """The connection is this engine's to close."""
-        self._scratch = Path()
-        """For a Ray of its own, and for the copy of the modules that are sent."""
+        self._is_ours = False  # the connection is this engine's to close
+        self._scratch = Path()  # for a Ray of its own, and for the copy of the modules that are sent
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pipedist-ray")
         self._group: Any = None
         self._actors: list[Any] = []
-        self._left = 0
-        """Supervisors that have left for good."""
+        self._left = 0  # supervisors that have left for good
 
     async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
         await self._call(self._make_group)

@@ -20,12 +20,10 @@ from typing import Final, Self
 
 from pipedist.worker import boot
 
-END_S: Final = 2.0
-"""How long a fork server may take to kill its workers and end; then it is killed."""
+END_S: Final = 2.0  # how long a fork server may take to kill its workers and end; then it is killed
 
 _lock = threading.Lock()
-_spares: list[ServerProcess] = []
-"""Servers that no launcher has taken over."""
+_spares: list[ServerProcess] = []  # servers that no launcher has taken over
 
 
 class ServerProcess:

@@ -29,18 +29,12 @@ from msgspec import Struct
 
 from pipedist.worker import boot
 
-STARTS_MAX = 5
-"""Supervisors that a signal may end before their worker is given up."""
-
-LAST_LINES = 5
-"""Lines of standard error that are kept, to explain why a supervisor left."""
-
-JOIN_S = 30.0
-"""How long the scheduler may take to reply for the first time, by default, seconds."""
+STARTS_MAX = 5  # supervisors that a signal may end before their worker is given up
+LAST_LINES = 5  # lines of standard error that are kept, to explain why a supervisor left
+JOIN_S = 30.0  # how long the scheduler may take to reply for the first time, by default, seconds
 
 _LINE_BYTES_MAX = 4096
-_DRAIN_S = 1.0
-"""How long to wait for the last lines of a supervisor that has ended."""
+_DRAIN_S = 1.0  # how long to wait for the last lines of a supervisor that has ended
 
 
 class JoinConfig(Struct, frozen=True):
