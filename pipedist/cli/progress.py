@@ -26,12 +26,7 @@ _INTERVAL_GROWTH = 1.5
 
 @dataclass(frozen=True, slots=True)
 class ProgressTotals:
-    """Progress of a run, summed over the passes of its current phase, whose total may be unknown (None).
-
-    Args:
-        calls_past: of the calls done, those that this process need not execute.
-        activity: the work on the results after the last call, or "".
-    """
+    """Progress of a run, summed over the passes of its current phase, whose total may be unknown (None)."""
 
     elements_done: int
     elements_total: int | None
@@ -40,8 +35,8 @@ class ProgressTotals:
     phase: int = 0
     phases: int = 1
     calls_total: int | None = None
-    calls_past: int = 0
-    activity: str = ""
+    calls_past: int = 0  # of the calls done, those that this process need not execute
+    activity: str = ""  # the work on the results after the last call, or ""
 
     @classmethod
     def of(cls, progress: Progress) -> Self:
@@ -66,18 +61,12 @@ def _sum(totals: Sequence[int | None]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Progress of a phase in time.
+    """Progress of a phase in time."""
 
-    Args:
-        elapsed_s: seconds since its first worker was ready.
-        elements_per_s, calls_per_s: means over this time, without what earlier processes did.
-        left_s: the estimated time until its last call returns; None if unknown.
-    """
-
-    elapsed_s: float
-    elements_per_s: float
+    elapsed_s: float  # since its first worker was ready
+    elements_per_s: float  # mean over this time, without what earlier processes did
     calls_per_s: float
-    left_s: float | None
+    left_s: float | None  # the estimated time until its last call returns; None if unknown
 
 
 class Pacer:

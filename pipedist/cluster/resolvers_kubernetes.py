@@ -14,16 +14,11 @@ LABELS: Final[Mapping[str, Sequence[str]]] = {"worker": ("job-name=tensorflow",)
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """The properties of a pod that the resolver uses.
-
-    Args:
-        ip: address of its host.
-        phase: "Running", "Pending", ...
-    """
+    """The properties of a pod that the resolver uses."""
 
     name: str
-    ip: str
-    phase: str = "Running"
+    ip: str  # address of its host
+    phase: str = "Running"  # or "Pending", ...
 
 
 ListPods = Callable[[str], Sequence[Pod]]  # returns the pods of all namespaces that match a label selector

@@ -27,19 +27,13 @@ _NAME_CHARACTERS_MAX = 40
 
 
 class JobRequest(Struct, frozen=True):
-    """The resources of a run in a batch system.
+    """The resources of a run in a batch system."""
 
-    Args:
-        name: lower-case letters, digits and "-", at most 40: valid in every batch system.
-        threads: BLAS and OpenMP threads of a worker, and the CPUs that are reserved for it.
-        gpus: number of GPUs of each node.
-    """
-
-    name: str
+    name: str  # lower-case letters, digits and "-", at most 40: valid in every batch system
     nodes: int
     workers_per_node: int
-    threads: int
-    gpus: int = 0
+    threads: int  # BLAS and OpenMP threads of a worker, and the CPUs that are reserved for it
+    gpus: int = 0  # number of GPUs of each node
 
     @classmethod
     def of(cls, spec: Spec, *, nodes: int, workers_per_node: int | None, gpus: int) -> JobRequest:

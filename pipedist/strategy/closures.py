@@ -98,21 +98,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # (args, kwargs)
 
 @dataclass(slots=True, eq=False)
 class ScheduledClosure:
-    """A closure that has not committed.
-
-    Args:
-        arguments: (args, kwargs), with RemoteValues, and with VariablePlaceholders for variables.
-        variables: by number.
-        reads: the version of the variables that it reads.
-        outcome: (result, error); None until it is known.
-    """
+    """A closure that has not committed."""
 
     function: FunctionRef
-    arguments: Arguments
-    variables: dict[int, ParameterVariable]
-    reads: int
+    arguments: Arguments  # (args, kwargs), with RemoteValues, and with VariablePlaceholders for variables
+    variables: dict[int, ParameterVariable]  # by number
+    reads: int  # the version of the variables that it reads
     value: RemoteValue
-    outcome: tuple[Tree, Exception | None] | None = None
+    outcome: tuple[Tree, Exception | None] | None = None  # (result, error); None until it is known
 
     def needs(self) -> list[RemoteValue]:
         return [leaf for leaf in trees.flatten(self.arguments)[0] if isinstance(leaf, RemoteValue)]

@@ -82,29 +82,19 @@ _CGROUP_MOUNT = Path("/sys/fs/cgroup")
 
 @dataclass(slots=True)
 class _Child:
-    """A worker of this server.
-
-    Args:
-        memory: descriptor of the memory of `progress`, which the launcher opens through /proc; -1: none.
-        life: read end of a pipe whose write end the worker holds, and an exec closes; -1: it is closed.
-        stopped_at: when it was stopped (SIGSTOP), None while it runs.
-        closed_at: when it closed its end of `life`, None before.
-        note: why the server killed it.
-        overdue: the call for which it was killed, because that took too long.
-        was_killed: the server has killed it.
-    """
+    """A worker of this server."""
 
     worker: str
     incarnation: int
     pid: int
     progress: CallProgress
-    memory: int
-    life: int
-    stopped_at: float | None = None
-    closed_at: float | None = None
-    note: str = ""
-    overdue: Overdue | None = None
-    was_killed: bool = False
+    memory: int  # descriptor of the memory of `progress`, which the launcher opens through /proc; -1: none
+    life: int  # read end of a pipe whose write end the worker holds, and an exec closes; -1: it is closed
+    stopped_at: float | None = None  # when it was stopped (SIGSTOP), None while it runs
+    closed_at: float | None = None  # when it closed its end of `life`, None before
+    note: str = ""  # why the server killed it
+    overdue: Overdue | None = None  # the call for which it was killed, because that took too long
+    was_killed: bool = False  # the server has killed it
 
     def close(self) -> None:
         _close_memory(self.progress, self.memory)

@@ -51,15 +51,11 @@ T = TypeVar("T")
 
 
 class RayResources(Struct, frozen=True):
-    """Resources that Ray reserves: equal bundles of resources by name.
-
-    Args:
-        placement: `pack`: on as few nodes as have the resources; `spread`: on as many.
-    """
+    """Resources that Ray reserves: equal bundles of resources by name."""
 
     workers: int
     bundle: Mapping[str, float]
-    placement: str
+    placement: str  # `pack`: on as few nodes as have the resources; `spread`: on as many
 
 
 class RayActor:

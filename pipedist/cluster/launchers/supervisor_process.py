@@ -38,19 +38,13 @@ _DRAIN_S = 1.0  # how long to wait for the last lines of a supervisor that has e
 
 
 class JoinConfig(Struct, frozen=True):
-    """How a worker joins a cluster.
-
-    Args:
-        keys: the text of a key file for workers.
-        code: folders that are appended to the worker's `sys.path`.
-        join_s: how long the scheduler may take to reply for the first time, seconds.
-    """
+    """How a worker joins a cluster."""
 
     endpoint: str
-    keys: str
+    keys: str  # the text of a key file for workers
     threads: int = 1
-    code: tuple[str, ...] = ()
-    join_s: float = JOIN_S
+    code: tuple[str, ...] = ()  # folders that are appended to the worker's `sys.path`
+    join_s: float = JOIN_S  # how long the scheduler may take to reply for the first time, seconds
 
     def __repr__(self) -> str:
         return f"JoinConfig({self.endpoint!r}, threads={self.threads}, code={self.code!r})"
