@@ -71,16 +71,6 @@ class EngineCluster(Cluster):
         listen = self._listen or f"tcp://{f'[{host}]' if ':' in host else host}:*"
         return dial_in(listen, self._keys.server, self._limits, force=self._force)
 
-    async def ready(self, count: int | None = None) -> None:
-        """Return as soon as `count` workers have joined.
-
-        None: all that are expected.
-
-        Raises:
-            WorkersLost: all have left.
-        """
-        await self.coordinator.wait_ready(self._workers if count is None else count)
-
 
 class RayCluster(EngineCluster):
     """Workers placed by Ray, one in each actor, as long as `async with` lasts.

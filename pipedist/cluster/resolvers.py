@@ -120,7 +120,11 @@ def _tasks(job: object, tasks: object) -> dict[int, str]:
     if not isinstance(job, str):
         raise TypeError(f"a job's name is {job!r}; expected a string")
     if isinstance(tasks, Mapping):
-        numbered = {_job_index(job, index): address for index, address in tasks.items()}
+        numbered = {}
+        for index, address in tasks.items():
+            if (place := index_or_none(index)) is None:
+                raise ValueError(f"a task index of job {job!r} is {index!r}; expected an int >= 0")
+            numbered[place] = address
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):
         numbered = dict(enumerate(tasks))
     else:
@@ -132,13 +136,6 @@ def _tasks(job: object, tasks: object) -> dict[int, str]:
         if not isinstance(address, str):
             raise TypeError(f"the address of task {index} of job {job!r} is {address!r}; expected a string")
     return dict(sorted(numbered.items()))
-
-
-def _job_index(job: object, index: object) -> int:
-    number = index_or_none(index)
-    if number is None:
-        raise ValueError(f"a task index of job {job!r} is {index!r}; expected an int >= 0")
-    return number
 
 
 def index_or_none(value: object) -> int | None:
@@ -178,7 +175,6 @@ class ClusterResolver(ABC):
     def cluster_spec(self) -> ClusterSpec:
         """Return the present tasks of the cluster."""
 
-    @abstractmethod
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
@@ -194,6 +190,13 @@ class ClusterResolver(ABC):
         Raises:
             ValueError: there is no such task.
         """
+        if task_type is None or task_id is None:
+            return self._default_master(rpc_layer)
+        return self._url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
+
+    def _default_master(self, rpc_layer: str | None) -> str:
+        """Return the address if no task is given; "": unknown."""
+        return ""
 
     @property
     def task_type(self) -> str | None:
@@ -242,7 +245,6 @@ def text_or_none(name: str, value: object) -> str | None:
 
 
 def number_or_none(name: str, value: object, *, at_least: int = 0) -> int | None:
-    """Return an argument that is an int or None; see `number`."""
     return None if value is None else number(name, value, at_least=at_least)
 
 
@@ -302,14 +304,8 @@ class SimpleClusterResolver(ClusterResolver):
         """Return the tasks."""
         return self._cluster_spec
 
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Return a task's address; without a task, the given `master`."""
-        address = self._master
-        if task_type is not None and task_id is not None:
-            address = self._cluster_spec.task_address(task_type, task_id)
-        return self._url(address, rpc_layer)
+    def _default_master(self, rpc_layer: str | None) -> str:
+        return self._url(self._master, rpc_layer)
 
 
 class UnionResolver(ClusterResolver):
@@ -368,12 +364,7 @@ class UnionResolver(ClusterResolver):
                         tasks[len(tasks)] = address
         return ClusterSpec(merged)
 
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Return a task's address; without a task, the first resolver's master."""
-        if task_type is not None and task_id is not None:
-            return self._url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
+    def _default_master(self, rpc_layer: str | None) -> str:
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     @property

@@ -77,17 +77,6 @@ class KubernetesClusterResolver(ClusterResolver):
                     addresses.append(f"{pod.ip}:{self._port}")
         return ClusterSpec(cluster)
 
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Return a task's address.
-
-        Without a task it is "", because the task of this process is unknown.
-        """
-        if task_type is None or task_id is None:
-            return ""
-        return self._url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
-
 
 def _api_server() -> ListPods:
     """Return a function that queries the API server with `kubernetes`."""

@@ -136,7 +136,13 @@ class TaskCluster(Cluster):
             raise UsageError(f"the address of {job}/0 is {address!r}: {error}") from None
         self._listen = f"tcp://{'127.0.0.1' if host == 'localhost' else host if is_loopback(host) else '*'}"
         self._listen += f":{port}"
-        self._key_file = _given_key_file(key_file, host, address)
+        named = os.environ.get(KEY_FILE_VARIABLE, "") if key_file is None else os.fspath(key_file)
+        if not named and not is_loopback(host):
+            raise UsageError(
+                f"the cluster needs keys: other hosts can reach {address}. Create them with `pipedist keys new`, "
+                f"copy the file to every host, and set `key_file` or {KEY_FILE_VARIABLE}."
+            )
+        self._key_file = os.path.abspath(named) if named else ""
         self._each = workers
         self._threads = threads_per_replica
         self._join_s = join_s
@@ -342,19 +348,6 @@ class TaskCluster(Cluster):
     def _wake(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
-
-
-def _given_key_file(given: str | os.PathLike[str] | None, host: str, address: str) -> str:
-    """Return the path of the key file; "" if none is named, and none is needed."""
-    named = os.fspath(given) if given is not None else os.environ.get(KEY_FILE_VARIABLE, "")
-    if named:
-        return os.path.abspath(named)
-    if not is_loopback(host):
-        raise UsageError(
-            f"the cluster needs keys: other hosts can reach {address}. Create them with `pipedist keys new`, "
-            f"copy the file to every host, and set `key_file` or {KEY_FILE_VARIABLE}."
-        )
-    return ""
 
 
 def is_loopback(host: str) -> bool:

@@ -40,9 +40,7 @@ _NAME = re.compile(rf"(?P<module>{_IDENTIFIERS}):(?P<attribute>{_IDENTIFIERS})")
 _process_note = ""  # see `set_process_note`
 _appended: list[str] = []  # the code folders that `append_code` put at the end of `sys.path`
 _code_uses: Counter[str] = Counter()  # number of open `code_on_path` contexts, by folder
-_code_seen: set[str] = (
-    set()
-)  # all code folders so far that `append_code` put there: modules may come from them
+_code_seen: set[str] = set()  # all folders that `append_code` put there so far: modules may be theirs
 _path_lock = threading.RLock()  # runs in several threads change `sys.path`
 
 

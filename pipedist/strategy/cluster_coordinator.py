@@ -132,7 +132,13 @@ class ClusterCoordinator(AsyncOnly):
             while len(self._uncommitted) >= self._closures_max:
                 await self._changed.wait()
             self._check_open()
-            closure = await self._prepared(fn, args, kwargs)
+            [arguments] = self._strategy._arguments(args, kwargs)
+            parts = ClosureBuilder(fn, arguments, self._order)
+            if parts.iterators:
+                await parts.take(self._dataset_reads % self._strategy.workers)
+                self._dataset_reads += 1  # after the await: a cancelled read does not count
+            reads = self._number - self._staleness if parts.variables else 0
+            closure = parts.scheduled(self._number, max(self._order.observed, reads))
             self._check_open()  # it may have been closed while an element was read
             self._number += 1
             self._uncommitted.append(closure)
@@ -209,17 +215,6 @@ class ClusterCoordinator(AsyncOnly):
             await self.aclose()
 
     # -- order of commits -------------------------------------------------------------------------------
-
-    async def _prepared(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> ScheduledClosure:
-        [arguments] = self._strategy._arguments(args, kwargs)
-        parts = ClosureBuilder(fn, arguments, self._order)
-        if parts.iterators:
-            await parts.take(self._dataset_reads % self._strategy.workers)
-            self._dataset_reads += 1  # after the await: a cancelled read does not count
-        reads = self._number - self._staleness if parts.variables else 0
-        return parts.scheduled(self._number, max(self._order.observed, reads))
 
     def _advance(self) -> None:
         if self._advancing:  # called from `_send_next`: the loop below sees the result

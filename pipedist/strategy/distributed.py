@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Final, NoReturn
 
@@ -65,9 +65,9 @@ class DistributedDataset(AsyncIterableOnly):
     def __aiter__(self) -> DistributedIterator:
         """Return an iterator over the steps, from the first one."""
         require_outside("iterating a distributed dataset", _OUTSIDE)
-        return DistributedIterator(
-            ReadAhead(_trees(self._pipelines, self._replicas_per_pipeline, self._identity), self._buffer)
-        )
+        identity, rows = self._identity, steps(self._pipelines, self._replicas_per_pipeline)
+        found = (elements[0] if identity else joined(elements) for elements in rows)
+        return DistributedIterator(ReadAhead(found, self._buffer))
 
     def __reduce__(self) -> NoReturn:
         raise NotForReplicas(f"using a distributed dataset inside a replica function: {_OUTSIDE}")
@@ -180,11 +180,6 @@ async def until_ready(reader: ReadAhead[Tree]) -> None:
         await ready.wait()
     finally:
         unsubscribe()
-
-
-def _trees(pipelines: Sequence[Dataset], replicas_per_pipeline: int, identity: bool) -> Iterator[Tree]:
-    for elements in steps(pipelines, replicas_per_pipeline):
-        yield elements[0] if identity else joined(elements)
 
 
 def joined(elements: Sequence[Tree | MissingElement]) -> Tree:

@@ -273,8 +273,9 @@ class FunctionPasses:
                 if self._open.get(function) is entry:
                     del self._open[function]
                 entry.handle.close()
-            if len(self._open) > PASSES_MAX:
-                self._shrink()
+            idle = [each for each, opened in self._open.items() if opened.users == 0]
+            for each in idle[: max(0, len(self._open) - PASSES_MAX)]:
+                self._open.pop(each).handle.close()
 
     def close(self) -> None:
         """Close every pass; their running calls fail."""
@@ -298,8 +299,3 @@ class FunctionPasses:
         self._opened += 1
         settings = PassSettings(self._replicas, ordered=False, fail_fast=False, pulled=False, gang=gang)
         return self.coordinator.open_pass(program, name=name, settings=settings)
-
-    def _shrink(self) -> None:
-        idle = [function for function, entry in self._open.items() if entry.users == 0]
-        for function in idle[: len(self._open) - PASSES_MAX]:
-            self._open.pop(function).handle.close()

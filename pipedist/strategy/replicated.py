@@ -159,7 +159,9 @@ class Strategy(AsyncOnly, BaseStrategy):
                         call.arguments, transaction.states, produced=produced, left=self._cancelled_steps
                     )
             except CallError as error:
-                _raise_unsendable(error, call.arguments)
+                if isinstance(error.__cause__, UnsendableError):
+                    for args, kwargs in call.arguments:  # if one can't be sent, this error has its path
+                        encode({"args": args, "kwargs": kwargs})
                 raise
         return self._result(call, results)
 
@@ -264,12 +266,3 @@ def _devices(devices: Sequence[str] | None) -> tuple[str, ...]:
     if not devices:
         raise ValueError("devices is empty: name one for each replica, or omit it")
     return tuple(devices)
-
-
-def _raise_unsendable(error: CallError, arguments: Sequence[Tree]) -> None:
-    """Raise UnsendableError, with the path of the argument, if the step failed because one can't be sent."""
-    if isinstance(error.__cause__, UnsendableError):
-        for args, kwargs in arguments:
-            encode(
-                {"args": args, "kwargs": kwargs}
-            )  # raises it, unless it was a result that could not be sent

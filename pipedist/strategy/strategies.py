@@ -125,12 +125,21 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[str] | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
+        tasks = accelerators = 0  # unknown
         if cluster_resolver is not None:
-            _check_resolver(cluster_resolver)
+            from pipedist.cluster.resolvers import ClusterResolver  # few strategies have one
+
+            if not isinstance(cluster_resolver, ClusterResolver):
+                raise TypeError(
+                    f"cluster_resolver is {cluster_resolver!r}; expected a pipedist.ClusterResolver"
+                )
+            spec = cluster_resolver.cluster_spec()
+            tasks = sum(spec.num_tasks(job) for job in spec.jobs if job in _REPLICA_JOBS)
+            accelerators = sum(cluster_resolver.num_accelerators().values())
         if workers is None:
-            workers = _task_count(cluster_resolver) or getattr(cluster, "workers", 1)
+            workers = tasks or getattr(cluster, "workers", 1)
         if replicas_per_worker is None:
-            replicas_per_worker = _accelerator_count(cluster_resolver) or 1
+            replicas_per_worker = accelerators or 1
         self._logical_workers = check_int("workers", workers, at_least=1)
         each = check_int("replicas_per_worker", replicas_per_worker, at_least=1)
         self._resolver = cluster_resolver
@@ -155,26 +164,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     def _input_pipelines(self) -> int:
         return self._logical_workers
-
-
-def _check_resolver(resolver: object) -> None:
-    from pipedist.cluster.resolvers import ClusterResolver  # few strategies have one
-
-    if not isinstance(resolver, ClusterResolver):
-        raise TypeError(f"cluster_resolver is {resolver!r}; expected a pipedist.ClusterResolver")
-
-
-def _task_count(resolver: ClusterResolver | None) -> int:
-    """Return the number of tasks that hold replicas."""
-    if resolver is None:
-        return 0
-    spec = resolver.cluster_spec()
-    return sum(spec.num_tasks(job) for job in spec.jobs if job in _REPLICA_JOBS)
-
-
-def _accelerator_count(resolver: ClusterResolver | None) -> int:
-    """Return the number of accelerators of each task, of all kinds."""
-    return 0 if resolver is None else sum(resolver.num_accelerators().values())
 
 
 class OneDeviceStrategy(Strategy):

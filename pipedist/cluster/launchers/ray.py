@@ -163,7 +163,12 @@ class RayEngine(Engine):
                         "--head`, or use `address: local`."
                     ) from None
                 self._start_local()
-        return self._own_address()
+        if self._address == LOCAL:
+            return "127.0.0.1"
+        if ray.util.client.ray.is_connected():  # this host is not a node of Ray
+            nodes = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+            return address_towards(nodes[0])
+        return str(ray.util.get_node_ip_address())
 
     def _start_local(self) -> None:
         import ray
@@ -191,16 +196,6 @@ class RayEngine(Engine):
         _connect_to(address, environment, self._place_s)
         self._is_ours = True
         self._has_code = bool(environment)
-
-    def _own_address(self) -> str:
-        import ray
-
-        if self._address == LOCAL:
-            return "127.0.0.1"
-        if ray.util.client.ray.is_connected():  # this host is not a node of Ray
-            nodes = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
-            return address_towards(nodes[0])
-        return str(ray.util.get_node_ip_address())
 
     # Group and actors are noted in this thread: the task that waits for them may be cancelled meanwhile.
 

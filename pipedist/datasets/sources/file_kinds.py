@@ -105,9 +105,7 @@ def _is_text(head: bytes) -> bool:
 
 
 UNPACKED_RATIO_MAX = 100
-UNPACKED_BYTES_MIN = (
-    1 << 30
-)  # default limit of one compressed file: this, or its size times UNPACKED_RATIO_MAX
+UNPACKED_BYTES_MIN = 1 << 30  # default limit of a compressed file: this, or UNPACKED_RATIO_MAX times its size
 STORE_BYTES_MAX = 1 << 40  # limit of one source
 _COPY_BYTES = 1 << 20
 _ALIGN_BYTES = 64

@@ -31,9 +31,7 @@ from pipedist.datasets.sources.columns import CellError, Column, array_of_texts,
 from pipedist.datasets.sources.file_kinds import unreadable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand, is_remote
 
-ROW_GROUPS_BYTES_MAX = (
-    256 << 20
-)  # limit of a reader's cache of decoded data; the last row group is always cached
+ROW_GROUPS_BYTES_MAX = 256 << 20  # limit of a reader's decoded data; the last row group is always cached
 
 
 def _pyarrow() -> Any:
