@@ -66,7 +66,6 @@ def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None
 
 
 def _count(name: str, text: str, *, least: int = 1, most: int | None = None, **more: Any) -> _Decorator:
-    """Return an option that is a number."""
     return click.option(name, metavar="N", type=click.IntRange(least, most), help=text, **more)
 
 

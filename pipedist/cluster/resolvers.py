@@ -244,8 +244,8 @@ def text_or_none(name: str, value: object) -> str | None:
     return value
 
 
-def number_or_none(name: str, value: object, *, at_least: int = 0) -> int | None:
-    return None if value is None else number(name, value, at_least=at_least)
+def task_id_or_none(value: object) -> int | None:
+    return None if value is None else number("task_id", value)
 
 
 def number(name: str, value: object, *, at_least: int = 0) -> int:
@@ -290,7 +290,7 @@ class SimpleClusterResolver(ClusterResolver):
         self._cluster_spec = cluster_spec
         self._master = text_or_none("master", master) or ""
         self._task_type = text_or_none("task_type", task_type)
-        self._task_id = number_or_none("task_id", task_id)
+        self._task_id = task_id_or_none(task_id)
         self._environment = text_or_none("environment", environment)
         if not isinstance(num_accelerators, Mapping | None):
             raise TypeError(
@@ -339,7 +339,7 @@ class UnionResolver(ClusterResolver):
                 raise TypeError(f"a union is made of cluster resolvers, not {resolver!r}")
         self._resolvers = resolvers
         self._task_type = text_or_none("task_type", task_type)
-        self._task_id = number_or_none("task_id", task_id)
+        self._task_id = task_id_or_none(task_id)
         self._rpc_layer = text_or_none("rpc_layer", rpc_layer)
 
     def cluster_spec(self) -> ClusterSpec:

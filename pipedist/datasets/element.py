@@ -143,7 +143,6 @@ def _checked(value: Any) -> Any:
 
 
 def spec_of(element: Tree) -> Tree:
-    """Return the tree of ArraySpecs of one element."""
     return trees.tree_map(lambda leaf: ArraySpec(leaf.dtype, leaf.shape), element)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from pipedist.errors import Problem, SpecError
 from pipedist.spec.scalars import printable
@@ -204,6 +204,11 @@ class Problems:
         """Return whether the value at `path`, or one that holds it, is known to be broken."""
         path = self.document.written(path)
         return any(path[:length] in self._broken for length in range(len(path) + 1))
+
+    def fail(self, path: Path, message: str, expected: str) -> NoReturn:
+        """Add a problem after which nothing else can be checked, and raise all."""
+        self.add(path, message, expected)
+        raise SpecError(self._sorted())
 
     def raise_all(self) -> None:
         """Raise the problems found so far, if there are any, as a SpecError."""

@@ -55,7 +55,6 @@ class Section(BaseModel):
 
 
 def summary(model: type[Section]) -> str:
-    """Return the docstring of a section as one line."""
     return " ".join((model.__doc__ or "").split())
 
 
@@ -102,7 +101,6 @@ class ExpectedShape(Expected):
 
 
 def message_error(message: str, expected: str) -> PydanticCustomError:
-    """Return an error with a complete message."""
     return PydanticCustomError(MESSAGE, "{message}", {MESSAGE: message, EXPECTED: expected})
 
 

@@ -153,9 +153,7 @@ class Loader:
         raw = self._document.value
         if not isinstance(raw, dict):
             message = f"the spec must be a mapping, got {describe(raw)}"
-            self._problems.add((), message, "a mapping that begins with `pipedist: 1`")
-            self._problems.raise_all()
-            return {}
+            self._problems.fail((), message, "a mapping that begins with `pipedist: 1`")
         if not self._document.lines:
             raw = self._with_text_keys(raw, ())
         canonical = validation.respelled_top(raw)

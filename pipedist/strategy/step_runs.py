@@ -55,7 +55,6 @@ class PendingRun:
             return self._join(self._results)
 
     def drop(self) -> None:
-        """Discard the result."""
         self._stack.close()
 
 

@@ -274,7 +274,6 @@ class SimulatedDriver(Driver):
                 self._reports.finished(self._slice.lease, self._run)
 
     def pass_of_slice(self) -> int:
-        """Return the pass of the calls that run, or 0."""
         return self._slice.pass_id if self._slice is not None else 0
 
 

@@ -114,7 +114,6 @@ class OpenFiles:
         self._checked: set[int] = set()  # the URLs among them
 
     def read(self, file: int, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop) of a file."""
         data_file = self.files[file]
         if is_remote(data_file.path) and file not in self._descriptors:  # without a copy
             from pipedist.datasets.sources.remote import read_range
@@ -126,7 +125,6 @@ class OpenFiles:
         return self.files[file].read(self.descriptor(file), start, stop)
 
     def check(self, file: int) -> None:
-        """Check that a file has not changed."""
         self.files[file].check_open(self.descriptor(file))
 
     def descriptor(self, file: int) -> int:
