@@ -9,8 +9,7 @@ import click
 
 from pipedist.errors import PipedistError
 
-_REUSE: Final = "--resume-reuse"
-"""The internal form of `--resume=reuse`: an option with an optional value would consume SPEC."""
+_REUSE: Final = "--resume-reuse"  # stands for `--resume=reuse`: an optional value would consume SPEC
 
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 

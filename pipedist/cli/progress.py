@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from pipedist.runs.result import Progress
 
 _FIRST_LINE_S = 2.0
-_INTERVAL_GROWTH = 1.5
-"""Plain lines come at times that grow by this factor: 10 in the first two minutes, 27 in a day, 32 in a week."""
+_INTERVAL_GROWTH = 1.5  # of the times of plain lines: 10 in the first two minutes, 27 in a day, 32 in a week
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # if standard output is no terminal: paths are never wrapped
 PLAIN_WIDTH = 1_000_000
 PLAIN_VALUE_WIDTH = 60  # of the column of values
-
 INLINE_SIZE_MAX = 16  # elements of an array that is shown in full
 INLINE_CHARACTERS_MAX = 120  # of the text of a tree that is shown in full
 LEAVES_MAX = 12  # leaves of a large tree that are listed

@@ -37,11 +37,8 @@ from pipedist.transport.keys import read_key_file, write_key_file
 from pipedist.worker.identity import SILENT_S
 from pipedist.worker.supervisor import Supervisor
 
-KEY_FILE_VARIABLE = "PIPEDIST_KEY_FILE"
-"""Environment variable with the path of the key file, if no argument has it."""
-
-_SCHEDULING = ("chief", "master", "worker")
-"""Task 0 of the first of these jobs that the cluster has schedules."""
+KEY_FILE_VARIABLE = "PIPEDIST_KEY_FILE"  # has the path of the key file, if no argument does
+_SCHEDULING = ("chief", "master", "worker")  # task 0 of the first of these jobs that there is schedules
 
 _LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 

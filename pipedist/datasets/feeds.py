@@ -34,9 +34,7 @@ READ_BYTES = 2**20  # with READ_S, the limit of one uninterrupted read of a sequ
 
 
 CLOSE_S = 1.0  # how long `aclose` waits for user code and reads, which cannot be interrupted
-
 ElementRanges = Sequence[tuple[int, int]]  # positions in a shard, as ranges [lo, hi)
-
 ShardRead = Callable[[], Shards]  # reads shards, may block, and may run in any thread
 
 

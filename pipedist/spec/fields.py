@@ -28,8 +28,7 @@ from pipedist.spec.scalars import listing
 EXPECTED: Final = "expected"
 """The type of the errors that `Expected` raises; their context has the phrase and the allowed words."""
 
-MESSAGE: Final = "message"
-"""The type of an error with a complete message; its context also has the expected value."""
+MESSAGE: Final = "message"  # type of an error whose context has a complete message and the expected value
 
 FUNCTION_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
 FUNCTION_EXPECTED = '"package.module:name", made of Python identifiers'

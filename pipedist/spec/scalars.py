@@ -15,8 +15,7 @@ from collections.abc import Iterable
 INTEGER_MIN = -(2**63)
 INTEGER_MAX = 2**64 - 1
 
-_DECIMAL_BITS_MAX = 1024
-"""Longer integers are written in hexadecimal: Python limits the length of decimal texts."""
+_DECIMAL_BITS_MAX = 1024  # longer integers are written in hexadecimal: Python limits decimal texts
 
 LIST_ITEMS_SHOWN = 4
 

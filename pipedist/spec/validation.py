@@ -62,8 +62,7 @@ class Validation:
         self._problems = problems
         self._origin = origin
         self._in_memory = in_memory
-        self._reported: set[Path] = set()
-        """Values with a problem that pydantic would report again, in other words."""
+        self._reported: set[Path] = set()  # values with a problem, which pydantic would report again
 
     def validate(self, tree: Mapping[str, Any]) -> SpecSection | None:
         """Return an interpolated tree without misspelled keys as a model, or None if it has problems."""

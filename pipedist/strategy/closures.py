@@ -135,8 +135,7 @@ class ClosureBuilder:
         for variable in self.variables.values():
             _require_own(variable, order)
         self._leaves, self._treedef = trees.flatten(arguments)
-        self.iterators: dict[PerWorkerIterator, Tree] = {}
-        """The per-worker iterators among the arguments, and the elements taken from them."""
+        self.iterators: dict[PerWorkerIterator, Tree] = {}  # those among the arguments, and their elements
         self._error: Exception | None = None
         for place, leaf in enumerate(self._leaves):
             match leaf:

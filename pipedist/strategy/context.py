@@ -35,8 +35,7 @@ class VariableOwner(ABC):
     def num_replicas_in_sync(self) -> int:
         """R, the number of replicas."""
 
-    _variables_in_one_place: ClassVar[bool] = False
-    """Whether there is one copy of every variable, also of an on_read one."""
+    _variables_in_one_place: ClassVar[bool] = False  # every variable has one copy, also an on_read one
 
     def _make_variable(self, *_args: Any, **_options: Any) -> object | None:
         """Return a variable of the strategy's own kind; None if it uses `pipedist.Variable`."""

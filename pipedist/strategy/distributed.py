@@ -199,8 +199,7 @@ def joined(elements: Sequence[Tree | MissingElement]) -> Tree:
 class InputStrategy(ABC):
     """Owns R replicas, and distributes data among them."""
 
-    _identity: ClassVar[bool] = False
-    """Whether values stay plain, with a single replica, instead of PerReplica."""
+    _identity: ClassVar[bool] = False  # values stay plain, with a single replica, instead of PerReplica
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas

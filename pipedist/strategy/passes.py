@@ -201,9 +201,7 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
-PASSES_MAX: Final = 64
-"""Functions kept loaded in the workers; if there are more, the least recently used is dropped."""
-
+PASSES_MAX: Final = 64  # functions kept loaded in the workers; the least recently used one is dropped
 SLOT: Final = "value"  # name of a function's result in the message of a call
 
 _SEED_SHIFT: Final = 32

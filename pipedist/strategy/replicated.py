@@ -89,10 +89,8 @@ class Strategy(AsyncOnly, BaseStrategy):
         self._communication = communication_options or CommunicationOptions()
         self._passes: FunctionPasses | None = None
         self._references = FunctionReferences()
-        self._variables_lock = anyio.Lock()
-        """Held by the run that uses variables; other such runs wait, in the order of their calls."""
-        self._cancelled_steps: deque[anyio.Event] = deque()
-        """Set when the step of a cancelled run that used variables ends."""
+        self._variables_lock = anyio.Lock()  # held by the run that uses variables; others wait in order
+        self._cancelled_steps: deque[anyio.Event] = deque()  # steps of cancelled runs with variables
 
     @classmethod
     def _check_cluster(cls, cluster: ClusterLike) -> None:

@@ -90,8 +90,7 @@ class MirroredStrategy(Strategy):
         return workers
 
 
-_REPLICA_JOBS: Final = ("chief", "master", "worker")
-"""Jobs whose tasks hold replicas; an evaluator or a parameter server does not."""
+_REPLICA_JOBS: Final = ("chief", "master", "worker")  # their tasks hold replicas; an evaluator does not
 
 
 class MultiWorkerMirroredStrategy(Strategy):

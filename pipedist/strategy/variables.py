@@ -40,8 +40,7 @@ from pipedist.worker.variables.rules import (
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator
 
-_COPIED_BYTES_MAX: Final = 2**16
-"""Received values up to this size are copied, so that the message can be freed."""
+_COPIED_BYTES_MAX: Final = 2**16  # received values up to this size are copied, so that the message is freed
 
 
 class Variable(AnyVariable):
@@ -111,8 +110,7 @@ class Variable(AnyVariable):
         )
         self._copies: list[Array] = [value] * (self._traits.replicas if self._traits.copies else 1)
         self._version = 0
-        self._space: int | None = None
-        """Number of its state at the coordinator; None before the first run that uses it."""
+        self._space: int | None = None  # its state at the coordinator; None before the first run that uses it
         self._sent = -1  # the latest version that was given to the coordinator
         self._users = 0  # number of unfinished runs that use it
 

@@ -29,7 +29,6 @@ from pipedist.worker.process_setup import make_hello
 from pipedist.worker.progress import CallProgress, Running
 
 CALL_S_MAX = 0.02  # the longest call without a declared cost; durations are mixed
-
 _LOOP_TURNS_MAX = 10  # turns of an event loop in which the tasks of an ended process may finish
 
 Received = tuple[Message, list[memoryview]]

@@ -20,10 +20,7 @@ from pipedist.cluster.launchers.supervisor_process import JoinConfig
 from pipedist.errors import UsageError
 
 LOCAL = "local"  # the address of an engine that a cluster starts for itself, on this host
-
-GRACE_S = 3.0
-"""How long the processes of a worker may take to end when the cluster closes; then they are killed."""
-
+GRACE_S = 3.0  # how long a worker's processes may take to end at the cluster's end; then they are killed
 PLACE_S = 60.0  # how long an engine may take to place the workers, by default
 CLOSE_S = 30.0  # how long an engine may take to end the workers, and then to close the connection
 

@@ -73,8 +73,7 @@ from pipedist.worker.progress import CallProgress, Overdue, end_of
 _READ_BYTES = 65_536
 _LAUNCHER_END_S = 2.0  # how long the process of a launcher whose socket has ended may take to end
 _EXIT_S_MAX = 1.0  # how long a process may take to end after it has closed its descriptors
-_UNSENT_BYTES_MAX = 65_536
-"""Messages for a launcher that reads none, beyond which the server reads no requests."""
+_UNSENT_BYTES_MAX = 65_536  # messages for a launcher that reads none; beyond it no requests are read
 _FLUSH_S = 1.0  # how long the last messages may take to be sent
 _CGROUPS = Path("/proc/self/cgroup")
 _CGROUP_MOUNT = Path("/sys/fs/cgroup")
@@ -116,8 +115,7 @@ class ForkServer:
         self._is_dismissed = False  # the launcher has sent "end"
         self._unpacker = msgpack.Unpacker()
         self._unsent = bytearray()
-        self._gates: list[int] = []
-        """Pipes whose end lets a worker begin, when the launcher has been sent its process id."""
+        self._gates: list[int] = []  # pipes whose end lets a worker begin, once its process id is sent
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._wake_up, self._wake_up_end = socket.socketpair()

@@ -64,10 +64,8 @@ class LocalLauncher:
         self._join_s = join_s
         self._stopped_s_max = stopped_s_max
         self._gpus = gpus
-        self._workers: dict[tuple[str, int], int] = {}
-        """Process id of each (worker, incarnation) that was started; 0: not known yet."""
-        self._memories: dict[tuple[str, int], int] = {}
-        """The fork server's descriptor of each one's `Progress`; -1: none."""
+        self._workers: dict[tuple[str, int], int] = {}  # process id of each (worker, incarnation); 0: unknown
+        self._memories: dict[tuple[str, int], int] = {}  # server's descriptor of each `Progress`; -1: none
         self._server: _Connection | None = None
         self._old_servers: list[_Connection] = []  # servers that have ended, whose process is not reaped yet
         self._check_s: float | None = None

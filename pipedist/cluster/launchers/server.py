@@ -85,8 +85,7 @@ class Spare:
     """
 
     def __init__(self, server: ServerProcess | None = None) -> None:
-        self.end = weakref.finalize(self, _end_spare, server)
-        """Ends the server, unless a launcher has it; may be called twice."""
+        self.end = weakref.finalize(self, _end_spare, server)  # unless a launcher has it; may be called twice
 
     def __enter__(self) -> Self:
         return self

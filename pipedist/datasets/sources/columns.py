@@ -20,7 +20,6 @@ from pipedist.datasets.sources.base import SourceError, nearest, sealed
 Column = npt.NDArray[Any]
 
 MISSING = (b"", b"NA", b"NaN")  # the texts of a missing value
-
 _MATRIX_BYTES_MAX = 32  # longer cells are converted one by one, which is faster
 
 _TRUTH = {b"true": True, b"false": False, b"1": True, b"0": False}

@@ -17,9 +17,7 @@ from msgspec import Struct
 from pipedist.datasets.sources.base import Config, Source, SourceError
 
 FILES_OPEN_MAX = 64  # limit of one reader; the least recently used file is closed
-
 READ_BYTES_MAX = 1 << 30  # limit of one system call; that of the kernel is just below 2 GiB
-
 UNPACKED = -1  # `mtime_ns` of a file that pipedist unpacked, which no other process can change
 
 

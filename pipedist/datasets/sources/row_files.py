@@ -238,7 +238,6 @@ def in_order(chunks: Sequence[RowChunk], rows: Sequence[T]) -> list[T]:
 
 
 BLOCK_BYTES = 1 << 23  # size of the blocks that are scanned
-
 ROW_BYTES_MAX = 1 << 28  # the longest line; a longer one shows that the file does not consist of lines
 LINE_FEED, CARRIAGE_RETURN, QUOTE, COMMA = 10, 13, 34, 44
 
