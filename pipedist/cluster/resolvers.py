@@ -338,8 +338,10 @@ class UnionResolver(ClusterResolver):
             if not isinstance(resolver, ClusterResolver):
                 raise TypeError(f"a union is made of cluster resolvers, not {resolver!r}")
         self._resolvers = resolvers
-        self._task_type = text_or_none("task_type", task_type)
-        self._task_id = task_id_or_none(task_id)
+        first = resolvers[0]
+        self._task_type = first.task_type if task_type is None else text_or_none("task_type", task_type)
+        self._task_id = first.task_id if task_id is None else task_id_or_none(task_id)
+        self._environment = first.environment
         self._rpc_layer = text_or_none("rpc_layer", rpc_layer)
 
     def cluster_spec(self) -> ClusterSpec:
@@ -368,30 +370,12 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].master(rpc_layer=rpc_layer)
 
     @property
-    def task_type(self) -> str | None:
-        """The job of this process; if not given, that of the first resolver."""
-        return self._resolvers[0].task_type if self._task_type is None else self._task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process in its job.
-
-        If not given, it is that of the first resolver.
-        """
-        return self._resolvers[0].task_id if self._task_id is None else self._task_id
-
-    @property
     def rpc_layer(self) -> str | None:
         """The given prefix.
 
         If not given, it is the first resolver's, which only that resolver's master gets.
         """
         return self._resolvers[0].rpc_layer if self._rpc_layer is None else self._rpc_layer
-
-    @property
-    def environment(self) -> str | None:
-        """The environment of the first cluster."""
-        return self._resolvers[0].environment
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return the accelerators of the first resolver."""
