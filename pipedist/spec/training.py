@@ -72,15 +72,11 @@ def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> Training
     evaluated = {roots[name] for name in readers} - {feeder, None}
     held_out = tuple(name for name in datasets if name in evaluated)
     core |= {name for name, root in roots.items() if root in held_out}
-    core_chain = _with_ancestors(core, links)
+    core_chain = {other for name in core for other in ancestry(name, links) if other in links}
     early = _awaited(core_chain, links, core)
     return TrainingStages(
         feeder, _ordered(updates, links), held_out, frozenset(core_chain - early), frozenset(early)
     )
-
-
-def _with_ancestors(names: Iterable[str], links: Mapping[str, Links]) -> set[str]:
-    return {a for name in names for a in ancestry(name, links) if a in links}
 
 
 def _readers(core: set[str], links: Mapping[str, Links]) -> set[str]:

@@ -17,7 +17,7 @@ from pipedist.core import trees
 from pipedist.core.misuse_hints import AsyncIterableOnly, AsyncOnly
 from pipedist.core.types import Tree
 from pipedist.datasets.input import InputContext, InputOptions, InputReplicationMode, ValueContext
-from pipedist.datasets.logical import Dataset, numpy_dataset
+from pipedist.datasets.logical import Dataset
 from pipedist.datasets.read_ahead import ReadAhead
 from pipedist.datasets.sharding import MISSING, MissingElement, divide, steps, steps_cardinality
 from pipedist.errors import OutOfRangeError
@@ -307,7 +307,14 @@ class InputStrategy(ABC):
             TypeError: a leaf is not a NumPy array.
             ValueError: a leaf is a scalar, or lengths differ.
         """
-        return numpy_dataset(numpy_input)
+        leaves, treedef = trees.flatten(numpy_input)
+        for name, leaf in zip(trees.treedef_paths(treedef), leaves, strict=True):
+            if not isinstance(leaf, np.ndarray | np.generic):
+                raise TypeError(
+                    f"make_numpy_dataset: {name or 'the value'} is {leaf!r} of type {type(leaf).__name__}; "
+                    "expected NumPy arrays (np.asarray converts it)"
+                )
+        return Dataset.from_tensor_slices(numpy_input)
 
     def _distributed(
         self, pipelines: Sequence[Dataset], each: int, options: InputOptions
