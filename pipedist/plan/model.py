@@ -14,8 +14,7 @@ from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
 from pipedist.spec import QUARANTINE_DEFAULT, CollectivesSpec, RunSpec, Spec
 
-Granularity = Literal["step", "epoch", "run"]
-"""How often a state changes, or how much of a pass may start at a time."""
+Granularity = Literal["step", "epoch", "run"]  # how often a state changes, or what may start at a time
 
 DEFAULT_COLLECTIVES: Final = CollectivesSpec(implementation="auto", timeout_s=None, bytes_per_pack=0)
 """The communication options of `collectives: true`."""

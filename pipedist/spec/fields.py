@@ -25,9 +25,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from pipedist.spec.scalars import listing
 
-EXPECTED: Final = "expected"
-"""The type of the errors that `Expected` raises; their context has the phrase and the allowed words."""
-
+EXPECTED: Final = "expected"  # type of `Expected`'s errors; their context has the phrase and allowed words
 MESSAGE: Final = "message"  # type of an error whose context has a complete message and the expected value
 
 FUNCTION_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"

@@ -26,7 +26,6 @@ from pipedist.spec.model import (
     LAUNCHERS,
     LAUNCHERS_OF,
     ClusterSection,
-    SpecSection,
     fits_engine,
 )
 from pipedist.spec.scalars import describe
@@ -146,7 +145,25 @@ class Loader:
         checks.check(outputs=as_dict(tree.get("outputs")), cluster=as_dict(tree.get("cluster")))
         problems.raise_all()
         assert section is not None, "a spec without a model has a problem"
-        return self._spec(stem, section, values, checks.links)
+        cluster = section.cluster
+        if cluster.key_file is not None:
+            cluster = cluster.model_copy(update={"key_file": self._below(cluster.key_file)})
+        return Spec(
+            name=section.name or stem,
+            replicas=section.replicas,
+            seed=section.seed,
+            threads_per_replica=section.threads_per_replica,
+            quarantine_max=section.quarantine_max,
+            folder=FilePath(self._folder),
+            code=FilePath(self._below(section.code)),
+            cluster=cluster,
+            datasets=MappingProxyType(section.datasets),
+            stages=MappingProxyType(section.stages),
+            outputs=MappingProxyType({n: posixpath.normpath(p) for n, p in section.outputs.items()}),
+            params=MappingProxyType(values),
+            document=self._document,
+            links=checks.links,
+        )
 
     def _canonical(self, validation: Validation) -> dict[str, Any]:
         """Return the document with known keys at its top, and the short form `dataset` written out."""
@@ -209,29 +226,6 @@ class Loader:
                 tree["stages"][name] = stage
                 summaries[name] = summarize(verb, stage)
         return summaries
-
-    def _spec(
-        self, stem: str, section: SpecSection, params: Mapping[str, Tree], links: Mapping[str, Links]
-    ) -> Spec:
-        cluster = section.cluster
-        if cluster.key_file is not None:
-            cluster = cluster.model_copy(update={"key_file": self._below(cluster.key_file)})
-        return Spec(
-            name=section.name or stem,
-            replicas=section.replicas,
-            seed=section.seed,
-            threads_per_replica=section.threads_per_replica,
-            quarantine_max=section.quarantine_max,
-            folder=FilePath(self._folder),
-            code=FilePath(self._below(section.code)),
-            cluster=cluster,
-            datasets=MappingProxyType(section.datasets),
-            stages=MappingProxyType(section.stages),
-            outputs=MappingProxyType({n: posixpath.normpath(p) for n, p in section.outputs.items()}),
-            params=MappingProxyType(dict(params)),
-            document=self._document,
-            links=links,
-        )
 
     def _below(self, path: str) -> str:
         return os.path.normpath(os.path.join(self._folder, path))

@@ -25,8 +25,7 @@ from pipedist.values import Mirrored, PerReplica, ReduceOp
 from pipedist.worker.strategy_views import ReplicaStrategy
 from pipedist.worker.variables.access import component as component_of
 
-_INLINE_BYTES_MAX: Final = 2**20
-"""Larger values are combined in a thread, so that the event loop keeps feeding the workers."""
+_INLINE_BYTES_MAX: Final = 2**20  # larger values are combined in a thread: the event loop feeds workers
 
 
 class BaseStrategy(InputStrategy, VariableOwner, TfNames):
@@ -43,8 +42,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         "unwrap": "`local_results`",
     }
 
-    pickles_identically: ClassVar = True
-    """A strategy that a function captures always pickles to the same bytes."""
+    pickles_identically: ClassVar = True  # one that a function captures always pickles to the same bytes
 
     def __init__(self, replicas: int, devices: tuple[str, ...] = ()) -> None:
         super().__init__(replicas)

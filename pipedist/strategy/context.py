@@ -25,8 +25,7 @@ from pipedist.worker.strategy_views import current_strategy as _merging
 class VariableOwner(ABC):
     """The part of a strategy that scopes and variables use."""
 
-    is_default: ClassVar[bool] = False
-    """The strategy outside of every scope: its variables stay in this process."""
+    is_default: ClassVar[bool] = False  # it is outside of every scope: its variables stay in this process
 
     unused_spaces: deque[int]  # spaces of variables that were garbage collected; the next run drops them
 

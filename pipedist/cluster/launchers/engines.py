@@ -23,9 +23,7 @@ LOCAL = "local"  # the address of an engine that a cluster starts for itself, on
 GRACE_S = 3.0  # how long a worker's processes may take to end at the cluster's end; then they are killed
 PLACE_S = 60.0  # how long an engine may take to place the workers, by default
 CLOSE_S = 30.0  # how long an engine may take to end the workers, and then to close the connection
-
-OnFailed = Callable[[str], None]
-"""Called on the event loop with the reason when an engine has no worker any more, and will not get one."""
+OnFailed = Callable[[str], None]  # called on the event loop with the reason why no worker is left
 
 
 class Watchers:

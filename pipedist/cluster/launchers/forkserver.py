@@ -109,8 +109,7 @@ class ForkServer:
         self._control = control
         self._launcher_pid = launcher_pid
         self._stopped_s_max = math.inf  # how long a worker may be stopped before it is killed, seconds
-        self._check_s: float | None = None
-        """How often to look for calls that take too long, seconds; None: never."""
+        self._check_s: float | None = None  # how often to look for calls that take too long; None: never
         self._directory = ""  # the directory of the launcher's sockets, removed if its process dies; "": none
         self._is_dismissed = False  # the launcher has sent "end"
         self._unpacker = msgpack.Unpacker()
