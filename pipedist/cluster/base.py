@@ -105,11 +105,7 @@ class Cluster(AsyncOnly, ABC):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop in which this cluster is open.
-
-        Raises:
-            UsageError: the cluster is not open.
-        """
+        """The event loop in which this cluster is open; UsageError if it is not open."""
         if self._coordinator is None or self._loop is None:
             raise UsageError(f"a cluster is used inside `async with {type(self).__name__}(...) as cluster:`")
         return self._loop

@@ -22,11 +22,9 @@ _ANY_ADDRESS = ("0.0.0.0", "[::]", "*")
 
 
 class EngineCluster(Cluster):
-    """A coordinator with keys of its own, and an engine that places workers.
+    """A coordinator with keys of its own, and an engine, not entered, that places workers.
 
-    Args:
-        engine: not entered.
-        listen: `tcp://ADDRESS:PORT`; None: the address that the engine's nodes reach, and any free port.
+    `listen`: None: the address that the engine's nodes reach, and any free port.
     """
 
     def __init__(

@@ -37,11 +37,7 @@ class JobRequest(Struct, frozen=True):
 
     @classmethod
     def of(cls, spec: Spec, *, nodes: int, workers_per_node: int | None, gpus: int) -> JobRequest:
-        """Return the request for a spec's run.
-
-        Args:
-            workers_per_node: None: the spec's workers divided among the nodes; 1 if they are `auto`.
-        """
+        """Return the request for a spec's run, with its workers divided among the nodes by default (1 for `auto`)."""
         if workers_per_node is None:
             wanted = spec.cluster.workers
             workers_per_node = 1 if wanted == "auto" else -(-wanted // nodes)
@@ -166,11 +162,7 @@ _LISTED_MAX = 5
 def jobset_commands(
     request: JobRequest, *, namespace: str, spec: str | None, key_file: str = "cluster.key"
 ) -> list[str]:
-    """Return the commands that create the objects of the manifest.
-
-    Args:
-        spec: path of the spec, whose modules are in the same folder; None: they are in the image.
-    """
+    """Return the commands that create the objects of the manifest; a `spec` of None is in the image."""
     at = f"kubectl --namespace {namespace}"
     commands = [
         f"pipedist keys new --output {key_file}",

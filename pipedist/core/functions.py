@@ -53,12 +53,9 @@ class FunctionNotFound(PipedistError):
 
 
 def reference(fn: Callable[..., Any] | str) -> FunctionRef:
-    """Return the reference with which `fn` is sent to workers.
+    """Return the reference with which `fn` is sent to workers, or raise UsageError.
 
     A name is not looked up here. A callable is sent by name if it can be imported under its own name, else by value.
-
-    Raises:
-        UsageError: the name has another form, `fn` is not callable, or it cannot be pickled.
     """
     if isinstance(fn, str):
         _split(fn)

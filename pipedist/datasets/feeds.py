@@ -60,11 +60,7 @@ class Feed(Protocol):
     reader: ReaderConfig  # configuration with which a worker reads a shard
 
     async def begin_at(self, step: int) -> None:
-        """Skip the steps before `step`, which are done; called before any other method.
-
-        Raises:
-            SourceError: the dataset has fewer steps.
-        """
+        """Skip the steps before `step`, which are done; called first. Raise SourceError if there are fewer steps."""
 
     async def pull(self, count: int) -> list[StepBatch]:
         """Return the next steps, at most `count`; none at the end of the dataset."""

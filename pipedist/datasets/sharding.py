@@ -109,11 +109,7 @@ def rebatch(dataset: Dataset, parts: int) -> Dataset:
 
 
 def divide(dataset: Dataset, num_pipelines: int, replicas_per_pipeline: int) -> list[Dataset]:
-    """Return the chunks of each input pipeline of a dataset of global batches, R consecutive ones per step.
-
-    Raises:
-        ValueError: the dataset is not batched, or FILE can't be applied.
-    """
+    """Return the chunks of each input pipeline, R consecutive ones per step; ValueError if batches can't be divided."""
     if dataset.node.batch_depth == 0:
         raise ValueError(
             "a dataset is distributed by global batches, but this one is not batched: "

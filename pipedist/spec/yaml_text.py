@@ -110,11 +110,7 @@ class _Scanner(Scanner):
 
 
 def read_yaml(data: bytes, name: str) -> tuple[Document, Problems]:
-    """Read a YAML document, and return it with its problems so far (duplicate keys, tags, ...).
-
-    Raises:
-        SpecError: the text is not YAML or exceeds a limit, so that the rest cannot be read.
-    """
+    """Read a YAML document, and return it with its problems so far; raise those after which nothing can be read."""
     document = Document(name, None, ("",))
     problems = Problems(document)
     if len(data) > DOCUMENT_BYTES_MAX:

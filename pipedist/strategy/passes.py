@@ -219,14 +219,8 @@ class FunctionPasses:
     """Opens a pass for a function, and keeps it open for later runs of the same function.
 
     Functions are the same if their references are equal: a function that is sent by value, and whose
-    captured objects have changed, is another function.
-
-    Args:
-        seed: pass number p gets the seed `seed * 2**32 + p`, so that `ctx.rng` differs between functions,
-            and between the runs of one.
-        gang: the calls of a step run at the same time, and may call collectives.
-        devices: the device of each replica, for `ctx.device`; empty: the CPU.
-        communication: options of collectives that have no options of their own.
+    captured objects have changed, is another function. Pass number p gets the seed `seed * 2**32 + p`, so that
+    `ctx.rng` differs between functions, and between the runs of one.
     """
 
     def __init__(
@@ -235,9 +229,9 @@ class FunctionPasses:
         replicas: int,
         seed: int,
         *,
-        gang: bool = False,
-        devices: tuple[str, ...] = (),
-        communication: CommunicationOptions | None = None,
+        gang: bool = False,  # the calls of a step run at the same time, and may call collectives
+        devices: tuple[str, ...] = (),  # of each replica, for `ctx.device`; empty: the CPU
+        communication: CommunicationOptions | None = None,  # of collectives without options of their own
     ) -> None:
         options = communication or CommunicationOptions()
         self.coordinator = coordinator

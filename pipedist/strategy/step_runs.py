@@ -22,12 +22,7 @@ STEPS_AHEAD: Final = 16  # default limit of steps that are started before the re
 
 
 class PendingRun:
-    """A run that was sent, and whose result is fetched later.
-
-    Args:
-        using: context of the pass that executes it.
-        join: makes the result of the run from the results of its calls.
-    """
+    """A run that was sent; `join` makes its result, which is fetched later, from those of its calls."""
 
     def __init__(
         self,

@@ -239,8 +239,7 @@ class Transaction:
     def commit(self, results: Sequence[Mapping[str, Tree]]) -> dict[int, int]:
         """Make the values assigned by the replicas the next versions.
 
-        Returns:
-            Space -> version of the variables without copies: the step's workers have these versions.
+        Returns space -> version of the variables without copies: the step's workers have these versions.
         """
         assigned = [result.get(SLOT) or {} for result in results]
         fresh: dict[int, list[Array]] = {}

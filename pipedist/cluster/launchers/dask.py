@@ -39,11 +39,7 @@ _POLL_S = 1.0  # how soon the end of Dask's scheduler is noticed
 
 
 class DaskPlugin(WorkerPlugin):
-    """The supervisor of one worker, as long as its Dask worker lives.
-
-    Args:
-        name: of the plugin, and of the topic on which it reports that the supervisor has left.
-    """
+    """The supervisor of one worker, as long as its Dask worker lives; reports on the topic `name` that it has left."""
 
     def __init__(self, name: str, join: JoinConfig) -> None:
         self.name = name

@@ -59,11 +59,7 @@ class RayResources(Struct, frozen=True):
 
 
 class RayActor:
-    """The supervisor of one worker; methods run in threads of the actor.
-
-    Args:
-        has_code: the actor's working folder is a copy of the spec's modules.
-    """
+    """The supervisor of one worker; methods run in threads of the actor, whose folder may have the spec's modules."""
 
     def __init__(self, join: JoinConfig, has_code: bool) -> None:
         code = (os.getcwd(),) if has_code else ()

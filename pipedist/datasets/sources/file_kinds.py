@@ -57,12 +57,7 @@ def refuse_binary(file: DataFile, descriptor: int) -> None:
 
 
 def unreadable(file: DataFile, wanted: str, why: object) -> SourceError:
-    """Return the error for a file that its source can't read.
-
-    Args:
-        wanted: the kind that the source reads: ".npy".
-        why: the reader's error, for a file of that kind or of an unknown one.
-    """
+    """Return the error for a file that its source can't read as `wanted` (".npy"); `why` is the reader's error."""
     descriptor = file.open()
     try:
         kind = kind_of(file.read(descriptor, 0, min(_HEAD_BYTES, file.size_bytes)))

@@ -251,11 +251,7 @@ def _is_text(types: Any, own: Any) -> bool:
 
 
 def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
-    """Return a ChunkedArray that is `readable` as an array; null is NaN in floats, "" in text, NaT in dates.
-
-    Raises:
-        CellError: a value is null and its type has no missing value, or does not fit its type.
-    """
+    """Return a `readable` ChunkedArray as an array, or raise CellError; null is NaN, "" in text, NaT in dates."""
     types = arrow.types
     if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
