@@ -122,21 +122,15 @@ class Cluster(AsyncOnly, ABC):
 
 
 def dial_in(
-    listen: str,
+    listen: str,  # `tcp://ADDRESS:PORT`; port `*` is any free port
     keys: ServerKeys,
     limits: SchedulerLimits | None = None,
     *,
     force: bool = False,
     rejoin_s: float = 0.0,
-    threads: int | None = None,
+    threads: int | None = None,  # BLAS and OpenMP threads that workers must have; None: not checked
 ) -> Coordinator:
-    """Return a coordinator, not entered, whose workers all dial in.
-
-    Args:
-        listen: `tcp://ADDRESS:PORT`; port `*` is any free port.
-        force, rejoin_s: as for `ConnectCluster`.
-        threads: BLAS and OpenMP threads that workers must have; None: not checked.
-    """
+    """Return a coordinator, not entered, whose workers all dial in; `force`, `rejoin_s`: as for `ConnectCluster`."""
     from pipedist.coordinator import Coordinator
     from pipedist.transport.router import Router
     from pipedist.worker.process_setup import boot_id

@@ -34,9 +34,8 @@ def auto_shard(
 ) -> Dataset:
     """Return the part of a dataset that input pipeline `index` of `num_pipelines` reads.
 
-    Raises:
-        ValueError: a number is out of range, or the policy is FILE and the dataset does not read
-            only files, or fewer than `num_pipelines` (for every index, before anything is read).
+    ValueError: the policy is FILE, and the dataset does not read only files, or fewer than `num_pipelines` (for every
+    index, before anything is read).
     """
     pipelines = check_int("num_pipelines", num_pipelines, at_least=1)
     place = check_int("index", index, at_least=0)

@@ -234,10 +234,8 @@ class Loader:
 def with_cluster(spec: Spec, choice: str) -> Spec:
     """Return a spec with the cluster of `--cluster NAME[:ADDRESS]`; keys of every launcher are kept.
 
-    The address is that of the engine with `ray` and `dask`, the endpoint of the driver with `connect`.
-
-    Raises:
-        UsageError: there is no such launcher, or the address does not fit it.
+    The address is that of the engine with `ray` and `dask`, the endpoint of the driver with `connect`. UsageError:
+    there is no such launcher, or the address does not fit it.
     """
     name, colon, address = choice.partition(":")
     if name not in LAUNCHERS:

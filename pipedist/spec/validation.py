@@ -116,16 +116,11 @@ class Validation:
         model: type[Section],
         path: Path,
         *,
-        names: Iterable[str] = (),
-        elsewhere: Iterable[str] = (),
+        names: Iterable[str] = (),  # allowed keys, for messages; default: those of the model
+        elsewhere: Iterable[str] = (),  # keys of other sections of this kind, which are not misspelled
         nested: bool = True,
     ) -> dict[Any, object]:
-        """Return a section in which each misspelled key is replaced by the key that it must mean.
-
-        Args:
-            names: allowed keys, for messages; default: those of the model.
-            elsewhere: keys of other sections of this kind: they are not misspelled.
-        """
+        """Return a section in which each misspelled key is replaced by the key that it must mean."""
         fields = keys_of(model)
         names, elsewhere = list(names) or list(fields), set(elsewhere)
         respelled: dict[Any, object] = {}

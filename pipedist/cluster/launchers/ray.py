@@ -323,15 +323,10 @@ def copy_code(code: Path, to: Path) -> None:
 
 
 def _connect_to(address: str, environment: Mapping[str, object], place_s: float) -> None:
-    """Connect this process to a Ray cluster.
+    """Connect this process to a Ray cluster; `environment` is the `runtime_env` of what it starts there.
 
-    Args:
-        environment: the `runtime_env` of what is started over the connection.
-        place_s: how long a client server may take to start its process for this one, seconds.
-
-    Raises:
-        ConnectionError: no Ray accepts a connection there.
-        UsageError: it has another version of Ray or Python, or Ray Client is not installed.
+    A client server may take `place_s` to start its process for this one. ConnectionError: no Ray accepts a
+    connection there; UsageError: it has another version of Ray or Python, or Ray Client is not installed.
     """
     import ray
 

@@ -53,9 +53,7 @@ class JoinConfig(Struct, frozen=True):
 class SupervisorProcess:
     """A supervisor process on this host, until `close` or until it leaves.
 
-    Args:
-        on_left: called with the reason, in a thread of its own, if the supervisor leaves although neither `close` nor
-            its scheduler has ended it.
+    `on_left` is called with the reason, in a thread of its own, if neither `close` nor its scheduler has ended it.
     """
 
     def __init__(self, join: JoinConfig, on_left: Callable[[str], None] = lambda _reason: None) -> None:

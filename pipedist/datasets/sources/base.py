@@ -52,10 +52,8 @@ class Reader(abc.ABC):
     def read(self, location: Tree) -> Tree:
         """Return the shard at `location`, as the spec language defines it.
 
-        The location is from the source's `locate`; for sources `by_id`, it is the element ids.
-
-        Raises:
-            SourceError: a file has changed or is missing, or its data is not as declared.
+        The location is from the source's `locate`; for sources `by_id`, it is the element ids. SourceError: a file
+        has changed or is missing, or its data is not as declared.
         """
 
     def close(self) -> None:
