@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipedist.runs.result import Progress
 
 _FIRST_LINE_S = 2.0
-_INTERVAL_GROWTH = 1.5  # of the times of plain lines: 10 in the first two minutes, 27 in a day, 32 in a week
+_INTERVAL_GROWTH = 1.5  # plain lines are 10 in the first two minutes, 27 in a day, 32 in a week
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ProgressTotals:
     phase: int = 0
     phases: int = 1
     calls_total: int | None = None
-    calls_past: int = 0  # of the calls done, those that this process need not execute
+    calls_past: int = 0  # those among the calls done that this process need not execute
     activity: str = ""  # the work on the results after the last call, or ""
 
     @classmethod

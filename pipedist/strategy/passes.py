@@ -230,7 +230,7 @@ class FunctionPasses:
         seed: int,
         *,
         gang: bool = False,  # the calls of a step run at the same time, and may call collectives
-        devices: tuple[str, ...] = (),  # of each replica, for `ctx.device`; empty: the CPU
+        devices: tuple[str, ...] = (),  # one for each replica, for `ctx.device`; empty: the CPU
         communication: CommunicationOptions | None = None,  # of collectives without options of their own
     ) -> None:
         options = communication or CommunicationOptions()
