@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # if standard output is no terminal: paths are never wrapped
 PLAIN_WIDTH = 1_000_000
 PLAIN_VALUE_WIDTH = 60  # of the column of values
-
 INLINE_SIZE_MAX = 16  # elements of an array that is shown in full
 INLINE_CHARACTERS_MAX = 120  # of the text of a tree that is shown in full
 LEAVES_MAX = 12  # leaves of a large tree that are listed
@@ -150,7 +149,8 @@ def summarize(value: Tree) -> str:
         return f"{len(value):,} bytes"
     if encoding.node(value) is None:
         return _scalar(encoding.to_json(value))
-    if _small(value):
+    leaves = [leaf for _, leaf in islice(_leaves(value), INLINE_SIZE_MAX + 1)]
+    if len(leaves) <= INLINE_SIZE_MAX and all(np.size(leaf) <= INLINE_SIZE_MAX for leaf in leaves):
         text = encoding.dumps(value, sort_keys=False)
         if len(text) <= INLINE_CHARACTERS_MAX:
             return text
@@ -329,8 +329,3 @@ def _scalar(value: encoding.Json) -> str:
     if not isinstance(value, str):
         return encoding.text(value)
     return value if len(value) <= INLINE_CHARACTERS_MAX else value[:INLINE_CHARACTERS_MAX] + "..."
-
-
-def _small(value: Tree) -> bool:
-    leaves = [leaf for _, leaf in islice(_leaves(value), INLINE_SIZE_MAX + 1)]
-    return len(leaves) <= INLINE_SIZE_MAX and all(np.size(leaf) <= INLINE_SIZE_MAX for leaf in leaves)
