@@ -37,9 +37,7 @@ from pipedist.errors import PipedistError
 _MAGIC: Final = b"pdgang\0\1"
 _HEADER: Final = struct.Struct("<8s16sQQQ")
 _HEADER_BYTES: Final = 4096
-ABORT_AT: Final = _HEADER_BYTES // 2
-"""Offset of the abort word, alone in its cache line because all members read it."""
-
+ABORT_AT: Final = _HEADER_BYTES // 2  # offset of the abort word, alone in its cache line
 BLOCK_BYTES: Final = 512
 PACK_BYTES: Final = 1 << 20  # size of a pack in a segment for few replicas
 _PACK_BYTES_MIN: Final = 64 << 10
@@ -126,8 +124,7 @@ class GangSegment:
         self.words = memoryview(memory)[:inputs_at].cast("Q")  # header and blocks
         self.address = _address(memory)
         self._packs: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, offset=inputs_at)
-        self.views: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
-        """Caches of members, by parity and layout."""
+        self.views: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})  # of members, by parity and layout
 
     def input(self, parity: int, replica: int) -> NDArray[np.uint8]:
         """Return a replica's pack, followed by those of the next replicas."""

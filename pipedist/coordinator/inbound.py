@@ -26,17 +26,10 @@ from pipedist.protocol import messages as msg
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 
-LOGGER = "pipedist.cluster"
-"""The logger of rejections; without a handler its lines go to stderr."""
-
-_REASONS_MAX = 8
-"""Distinct reasons that are logged; after that, the total is logged each time it doubles."""
-
-_DIGITS_MAX = 9
-"""Maximum digits of the number of a gang's member."""
-
-LogSink = Callable[[str, msg.LogLine], None]
-"""Called with each line that a replica function printed: (worker, line)."""
+LOGGER = "pipedist.cluster"  # the logger of rejections; without a handler its lines go to stderr
+_REASONS_MAX = 8  # distinct reasons that are logged; after that, the total is logged each time it doubles
+_DIGITS_MAX = 9  # maximum digits of the number of a gang's member
+LogSink = Callable[[str, msg.LogLine], None]  # gets each line that a replica function prints: (worker, line)
 
 
 class Post(Protocol):
@@ -142,8 +135,7 @@ class Rejections:
 
     def __init__(self, *, verbose: bool) -> None:
         self.count = 0
-        self.stale = 0
-        """Messages for leases that have ended: expected, so not logged."""
+        self.stale = 0  # messages for leases that have ended: expected, so not logged
         self._verbose = verbose
         self._logged: set[str] = set()
 
@@ -151,12 +143,10 @@ class Rejections:
         self.stale += 1
 
     def add(self, reason: str, repeated: str = "") -> None:
-        """Count a rejection, and log it.
+        """Count a rejection, and log it; `reason` may contain text of a peer.
 
-        Args:
-            reason: the peer, and why it was rejected; may contain text of a peer.
-            repeated: the part of it that stays the same on a repetition, as for a worker that is restarted again
-                and again, each time with another name; "": all of it.
+        `repeated` is the part of it that stays the same on a repetition, as for a worker that is restarted again and
+        again, each time with another name; "": all of it.
         """
         repeated = repeated or reason
         self.count += 1
@@ -176,8 +166,7 @@ class LogSinks:
     """Routes the output of replica functions to sinks, else to `sys.stderr`."""
 
     def __init__(self) -> None:
-        self._sinks: dict[int, LogSink] = {}
-        """By number: one function may be added twice."""
+        self._sinks: dict[int, LogSink] = {}  # by number: one function may be added twice
         self._added = 0
 
     def __len__(self) -> int:

@@ -16,12 +16,7 @@ from pipedist.worker.progress import Running
 
 
 class OpenPasses:
-    """Opens, finds and closes passes.
-
-    Args:
-        pass_of: the number of the pass of a lease that a worker holds; None: it holds no such lease.
-        pool: its workers are watched for timeouts while a pass has any.
-    """
+    """Opens, finds and closes passes; `pass_of`: the pass of a lease that a worker holds, or None."""
 
     def __init__(
         self, post: Callable[[Event], None], pass_of: Callable[[str, int], int | None], pool: WorkerPool

@@ -21,10 +21,8 @@ class GangGroups:
     __slots__ = ("_busy", "_last")
 
     def __init__(self) -> None:
-        self._last: GangGroup | None = None
-        """The latest group: it holds the pass's state, and memory that its workers share."""
-        self._busy: OrderedDict[int, GangGroup] = OrderedDict()
-        """Groups with unfinished gangs, by `id`; the least recently used first."""
+        self._last: GangGroup | None = None  # the latest: it holds the pass's state, and shared memory
+        self._busy: OrderedDict[int, GangGroup] = OrderedDict()  # by `id`; the least recently used first
 
     def __iter__(self) -> Iterator[GangGroup]:
         return iter(self._busy.values())

@@ -177,10 +177,7 @@ def _row_bytes(value: Tree, rows: int) -> float | None:
 
 # -- states ------------------------------------------------------------------------------
 
-VERSIONS_MAX = 2
-"""Number of latest versions stored for each state: for the executing lease and the next. An older one, sent for a
-repeated lease, is stored besides."""
-
+VERSIONS_MAX = 2  # latest versions stored per state, besides an older one for a repeated lease
 States = Mapping[str, Sequence[int]]  # the states that a lease reads: name -> [space, version]
 
 

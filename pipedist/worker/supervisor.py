@@ -67,17 +67,15 @@ _STOP_S = 0.5  # how long a Stop may take to arrive after the worker process has
 _PARENT_POLL_S = 0.5  # how soon the end of a parent process is noticed that has not closed standard input
 _STANDARD_INPUT = 0
 
-_FINAL = {
+_FINAL = {  # exit codes that end the supervisor too, and its own exit code then
     ExitCode.STOPPED: 0,
     ExitCode.REFUSED: 1,
     ExitCode.UNANSWERED: 1,
     ExitCode.PROTOCOL: 1,
     ExitCode.USAGE: 2,
 }
-"""Exit codes of the worker process that end the supervisor too, and its own exit code then."""
 
-_ENDS = frozenset(ExitCode) - {ExitCode.DEFECT}
-"""Exit codes of a worker process that has reported why it ends; any other code is a crash."""
+_ENDS = frozenset(ExitCode) - {ExitCode.DEFECT}  # a process with one of these has reported why it ends
 
 
 def run_worker(
@@ -151,17 +149,7 @@ def _leave_with_parent(parent: int, supervisor: Supervisor) -> None:
 
 
 class Supervisor:
-    """Keeps one worker process alive.
-
-    Args:
-        join_s: how long the scheduler may take to reply, seconds.
-        leave_s: how long the worker may take to finish its call, seconds.
-        rejoin_s: how long to wait for another scheduler when one is gone, seconds, at least.
-        task: role and index of the program that it belongs to, "worker/1"; "": none.
-        on_share: called with the number and the frames of a Share, in the thread of `run`.
-        inherited: descriptors that the worker process inherits.
-        code: folders that are appended to the worker's `sys.path`.
-    """
+    """Keeps one worker process alive."""
 
     def __init__(
         self,
@@ -169,14 +157,14 @@ class Supervisor:
         key_file: str,
         *,
         threads: int,
-        join_s: float,
-        leave_s: float = LEAVE_S,
-        rejoin_s: float = 0.0,
+        join_s: float,  # how long the scheduler may take to reply, seconds
+        leave_s: float = LEAVE_S,  # how long the worker may take to finish its call, seconds
+        rejoin_s: float = 0.0,  # how long to wait for another scheduler when one is gone, seconds, at least
         gpus: int = 0,
-        task: str = "",
-        on_share: Callable[[int, list[memoryview]], None] = lambda _number, _frames: None,
-        inherited: tuple[int, ...] = (),
-        code: tuple[str, ...] = (),
+        task: str = "",  # role and index of the program that it belongs to, "worker/1"; "": none
+        on_share: Callable[[int, list[memoryview]], None] = lambda _number, _frames: None,  # number, frames
+        inherited: tuple[int, ...] = (),  # descriptors that the worker process inherits
+        code: tuple[str, ...] = (),  # folders that are appended to the worker's `sys.path`
     ) -> None:
         self._endpoint = endpoint
         self._key_file = key_file

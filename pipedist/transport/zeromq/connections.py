@@ -19,8 +19,7 @@ from pipedist.protocol.wire import first_frame_bytes_max
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.endpoints import Endpoint
 
-COPY_BYTES_MAX: Final = 64 * KIB
-"""Frames up to this size are copied into ZeroMQ's queue: cheaper than sharing them."""
+COPY_BYTES_MAX: Final = 64 * KIB  # up to this size, copying into ZeroMQ's queue is cheaper than sharing
 
 
 class Outbox:
@@ -32,11 +31,7 @@ class Outbox:
         self.size_bytes = 0
 
     def add(self, parts: list[bytes | memoryview]) -> None:
-        """Keep a message.
-
-        Raises:
-            RemoteProtocolError: the queue is full; the text continues the peer's name.
-        """
+        """Keep a message, or raise RemoteProtocolError: the queue is full; the text continues the peer's name."""
         size_bytes = sum(map(size_of, parts))
         count, settings = len(self.messages), self._settings
         if count >= settings.outbox_messages_max or self.size_bytes + size_bytes > settings.outbox_bytes_max:
@@ -116,12 +111,11 @@ def hang_up(frame: zmq.Frame, endpoint: Endpoint) -> None:
             return  # it is gone already
 
 
-HANDSHAKE_FAILURES: Final[dict[int, str]] = {
+HANDSHAKE_FAILURES: Final[dict[int, str]] = {  # why a handshake failed, as seen by the server
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key was refused",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak the protocol, or has not this cluster's key",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it went away",
 }
-"""Why a handshake failed, as seen by the server."""
 
 FAILURE_EVENTS: Final = sum(HANDSHAKE_FAILURES)  # one bit each
 

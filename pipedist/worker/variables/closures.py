@@ -59,8 +59,7 @@ class _Execution:
         self.changes: list[Change] = []
 
 
-_running: ContextVar[_Execution | None] = ContextVar("pipedist_closure", default=None)
-"""Set while a closure with variables runs."""
+_running: ContextVar[_Execution | None] = ContextVar("pipedist_closure", default=None)  # set while one runs
 
 
 class ClosureVariable(AnyVariable):
