@@ -122,11 +122,11 @@ def _work(
         make_hello(
             settings.worker,
             settings.incarnation,
-            cache.offers(),
-            settings.gpus,
-            stored_digests(settings.code_root),
-            proof,
-            settings.threads,
+            cached=cache.offers(),
+            gpus=settings.gpus,
+            code_digests=stored_digests(settings.code_root),
+            proof=proof,
+            threads=settings.threads,
         ),
         WorkerLimits(join_s=settings.join_s),
     )

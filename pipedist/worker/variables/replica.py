@@ -178,9 +178,9 @@ class ReplicaVariables:
         require_aggregation(traits, method)
         label = f"{method} of variable {traits.name!r}"
         if traits.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            result = context._collective("broadcast", own, source=0, label=label)
+            result = context._request("broadcast", own, source=0, label=label)
         else:
-            result = context._collective("all_reduce", own, op=traits.aggregation.value, label=label)
+            result = context._request("all_reduce", own, op=traits.aggregation.value, label=label)
         if context.is_async:
             return self._later(space, traits, method, result)
         return self._set(space, traits, method, frozen(np.asarray(result)))
