@@ -18,8 +18,6 @@ limited by ELEMENTS_MAX alone: a dict by key may have millions of keys."""
 
 INT_BYTES_MAX = 4096  # bytes of one Python int: longer ones take quadratic time to print
 
-STRING_BYTES_MAX = 1 * MIB  # UTF-8 bytes of one str field of a message: a traceback, an exception's text
-
 
 class MessageLimits(Struct, frozen=True):
     """Maximum sizes of one multi-frame message."""

@@ -27,24 +27,22 @@ from pipedist.transport.config import SEGMENT_BYTES_MAX, SEGMENTS_MAX, SLOT_BYTE
 
 # <linux/fcntl.h>. The module `fcntl` lacks one of them, and elsewhere all: there this is only imported.
 _F_ADD_SEALS: Final = 1033
-_F_GET_SEALS: Final = 1034
-_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x10  # F_SEAL_SEAL, SHRINK, GROW, FUTURE_WRITE
+F_GET_SEALS: Final = 1034
+SIZE_SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, SHRINK, GROW
+_SEALS: Final = SIZE_SEALS | 0x10  # F_SEAL_FUTURE_WRITE
 
 
-def create_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
-    """Make memory that only this process can write to.
+def create_memory(name: str, size_bytes: int, seals: int = _SEALS) -> tuple[mmap.mmap, int]:
+    """Make memory of a fixed size; return the writable mapping, and the descriptor to hand over, or OSError.
 
-    Returns the writable mapping, and the descriptor to hand over. The name is for people who read /proc.
-
-    Raises:
-        OSError: no memory, no descriptor, or a kernel without these seals.
+    By default, only this process can write to it. The name is for people who read /proc.
     """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Without the pages at hand, a machine out of memory would kill us at the first write.
         os.posix_fallocate(descriptor, 0, size_bytes)
         memory = mmap.mmap(descriptor, size_bytes)
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
     except BaseException:
         os.close(descriptor)
         raise
@@ -57,7 +55,7 @@ def map_received(descriptor: int, size_bytes: int) -> mmap.mmap:
     The descriptor stays open. Raise RemoteProtocolError if it is not what `create_memory` makes.
     """
     try:
-        seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
+        seals = fcntl.fcntl(descriptor, F_GET_SEALS)
     except OSError:
         raise RemoteProtocolError("a descriptor that is no memory which can be sealed") from None
     if seals & _SEALS != _SEALS:
