@@ -116,7 +116,7 @@ class Coordinator:
         self._executor = CommandExecutor(
             self.post,
             self._fail_all,
-            self._rejections.count_stale,
+            self._rejections,
             pool=self._pool,
             states=self.states,
             gangs=self._gangs,
@@ -313,12 +313,10 @@ class Coordinator:
             return
         try:
             peer = self._pool.of_identity(identity)
-            if isinstance(message, msg.Hello):
-                self._inbound.handle_hello(identity, message)
-            elif peer is not None:
-                self._inbound.handle(peer, message, frames)
-            else:
+            if peer is None or isinstance(message, msg.Hello):
                 self._inbound.handle_unregistered(identity, message)
+            else:
+                self._inbound.handle(peer, message, frames)
         except RemoteProtocolError as error:
             self._router.drop(identity, f"peer {identity.hex()}: {error}")
             self._on_lost(identity, f"it broke the protocol: {error}")

@@ -59,11 +59,6 @@ class Inbound:
         self._rejections = rejections
         self._passes = passes
 
-    def handle_hello(self, identity: bytes, hello: msg.Hello) -> None:
-        """Let a worker join, or reject it."""
-        self._pool.check_name(hello)
-        self._pool.on_hello(identity, hello, on_admit=lambda: self._passes.add_cached(hello))
-
     def handle(self, peer: Peer, message: msg.Message, frames: list[memoryview]) -> None:
         """Handle a message of a worker that has joined."""
         match message:
@@ -73,7 +68,7 @@ class Inbound:
                 self._on_failed(peer, message)
             case msg.Exchange():
                 if not self._gangs.exchange(peer, message, frames):
-                    self._rejections.count_stale()
+                    self._rejections.stale += 1
             case msg.Stalled():
                 self._on_stalled(peer, message)
             case msg.Cancelled(lease):
@@ -91,8 +86,11 @@ class Inbound:
                 raise RemoteProtocolError(f"a worker may not send {type(message).__name__}")
 
     def handle_unregistered(self, identity: bytes, message: msg.Message) -> None:
-        """Handle a message of no member: only a supervisor may send one."""
+        """Handle a Hello, or a message of no member: only a supervisor may send one."""
         match message:
+            case msg.Hello():
+                self._pool.check_name(message)
+                self._pool.on_hello(identity, message, on_admit=lambda: self._passes.add_cached(message))
             case msg.Heartbeat(worker, incarnation) if worker not in self._pool.names:
                 self._pool.check_name(message)
                 self._pool.on_heartbeat(identity, worker, incarnation)
@@ -138,9 +136,6 @@ class Rejections:
         self.stale = 0  # messages for leases that have ended: expected, so not logged
         self._verbose = verbose
         self._logged: set[str] = set()
-
-    def count_stale(self) -> None:
-        self.stale += 1
 
     def add(self, reason: str, repeated: str = "") -> None:
         """Count a rejection, and log it; `reason` may contain text of a peer.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipedist.coordinator.gang_relay import GangRelay
+from pipedist.coordinator.inbound import Rejections
 from pipedist.coordinator.notices import Notices
 from pipedist.coordinator.pass_handle import PassHandle, ReadJob
 from pipedist.coordinator.passes import OpenPasses
@@ -38,7 +39,7 @@ class CommandExecutor:
         self,
         post: Callable[[Event], None],
         fail: Callable[[PipedistError], None],  # ends every pass with an error
-        count_stale: Callable[[], None],  # called for results that arrive after their lease has ended
+        rejections: Rejections,
         *,
         pool: WorkerPool,
         states: StateVersions,
@@ -48,7 +49,7 @@ class CommandExecutor:
     ) -> None:
         self._post = post
         self._fail = fail
-        self._count_stale = count_stale
+        self._rejections = rejections
         self._notices = notices
         self._pool = pool
         self._states = states
@@ -109,8 +110,8 @@ class CommandExecutor:
                 self._pool.evict(worker, incarnation, reason)
             case cmd.ClusterFailed(reason):
                 self._fail(WorkersLost(reason))
-            case cmd.DropResults():
-                self._count_stale()
+            case cmd.DropResults():  # they arrived after their lease had ended
+                self._rejections.stale += 1
             case _:
                 raise LocalProtocolError(f"the coordinator knows no command {command!r}")
 

@@ -162,24 +162,17 @@ class PassHandle:
     async def call_step(
         self,
         values: Sequence[Tree],  # R trees, one per replica
-        states: States | None = None,
+        states: States | None = None,  # only gangs read states
         *,
         produced: Callable[[list[Slots]], Mapping[int, int]] | None = None,
         left: deque[anyio.Event] | None = None,
     ) -> list[Slots]:
         """Execute one step of given values, one call each, and return the results.
 
-        Args:
-            states: name -> [space, version] of each state that the calls read; only gangs read states.
-            produced: called with the results; returns space -> version of each state that the step's workers hold
-                from now on, so that it is not sent to them. Its exceptions are passed on.
-            left: if the caller is cancelled, it gets an event that is set when the step ends.
-
-        Raises:
-            CallError: that of the lowest replica that failed; `__cause__` is the user's exception, or
-                UnsendableError if a value can't be serialized.
-            WorkersLost: no worker can be kept alive.
-            RunCancelled: the pass was closed.
+        `produced` gets them, and returns space -> version of each state that the step's workers hold from now on, so
+        that it is not sent to them; its exceptions are passed on. If the caller is cancelled, `left` gets an event that
+        is set when the step ends. Raise WorkersLost, RunCancelled, or the CallError of the lowest replica that failed;
+        its `__cause__` is the user's exception, or UnsendableError.
         """
         result: asyncio.Future[tuple[list[Slots], BaseException | None]]
         result = asyncio.get_running_loop().create_future()
@@ -295,31 +288,29 @@ class PassHandle:
                 self.counts.elements_offered += batch.elements
                 parts = self.settings.replicas if self.settings.gang else batch.parts
                 skipped = () if self.settings.gang else batch.skipped_replicas
-                for first, last in self._segments(batch.first, batch.last):
+                first = batch.first
+                while first < batch.last:
+                    last = (
+                        first + 1 if self._restored else batch.last
+                    )  # single steps while there are restored ones
                     size = batch.bytes * (last - first) // (batch.last - batch.first)
-                    done = self._restore_step(first, skipped)
-                    self._skip_replicas(first, last, skipped)
-                    holes = tuple(sorted((*skipped, *done)))
+                    holes = self._put_past(first, last, skipped)
                     self._post(ev.StepsAvailable(self.id, first, last, parts, size, holes))
+                    first = last
             await anyio.lowlevel.checkpoint()
         return True
 
-    def _segments(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of steps: one step at a time as long as there are restored results, then all others."""
-        while first < last:
-            end = first + 1 if self._restored else last
-            yield first, end
-            first = end
-
-    def _restore_step(self, step: int, skipped: Sequence[int]) -> list[int]:
-        """Store the restored results of a step, and return their replicas."""
+    def _put_past(self, first: int, last: int, skipped: Sequence[int]) -> tuple[int, ...]:
+        """Store restored results of the first step, and empty ones for skipped replicas; return all of these."""
         replicas = self.settings.replicas
-        done = [r for r in range(replicas) if step * replicas + r in self._restored and r not in skipped]
+        done = [r for r in range(replicas) if first * replicas + r in self._restored and r not in skipped]
+        self.counts.calls_past += len(done) + (last - first) * len(skipped)
         for replica in done:
-            chunk = self._restored.pop(step * replicas + replica)
-            self.counts.calls_past += 1
-            self._put(chunk)
-        return done
+            self._put(self._restored.pop(first * replicas + replica))
+        for step in range(first, last) if skipped else ():
+            for call in [step * replicas + replica for replica in skipped]:
+                self._store.put(Chunk(call, call + 1, [{}], 0))
+        return tuple(sorted((*skipped, *done)))
 
     @property
     def has_failed(self) -> bool:
@@ -383,14 +374,6 @@ class PassHandle:
                 f"{''.join(lines)}\n  Fix the function or the data, or raise `quarantine_max`, then rerun with --resume"
             )
         )
-
-    def _skip_replicas(self, first: int, last: int, skipped: Sequence[int]) -> None:
-        """Store empty results for skipped replicas."""
-        self.counts.calls_past += (last - first) * len(skipped)
-        for step in range(first, last) if skipped else ():
-            for replica in skipped:
-                call = step * self.settings.replicas + replica
-                self._store.put(Chunk(call, call + 1, [{}], 0))
 
     def on_death(self, running: Running, *, timed_out: bool) -> DeathOutcome:
         """Return the consequence of a worker's death for the call that it ran."""

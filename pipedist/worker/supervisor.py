@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from pipedist.core import gpus as accelerators
 from pipedist.core.temp_dirs import ScratchFolder
@@ -338,7 +338,7 @@ class Supervisor:
         except BaseException:  # Ctrl-C: leave at once, but report it
             process.end()
             self._log("interrupted: its calls will be reassigned")
-            self._report_end(Goodbye(self.worker, incarnation, "its supervisor is leaving"))
+            self._report_end(incarnation, "its supervisor is leaving")
             raise
         code = process.end()
         ending = ExitCode(code) if self._progress.is_over and code in _ENDS else None
@@ -347,11 +347,11 @@ class Supervisor:
             self._log(f"stopped by the scheduler: {order.reason}")
             return ExitCode.STOPPED
         if self.is_leaving() and ending is not ExitCode.STOPPED:
-            self._report_end(Goodbye(self.worker, incarnation, "its supervisor is leaving"))
+            self._report_end(incarnation, "its supervisor is leaving")
         elif ending is None:
             self._report_crash(process.describe(code), incarnation, crashed=not evicted)
         elif ending is not ExitCode.STOPPED:  # the worker process has printed the reason
-            self._report_end(Goodbye(self.worker, incarnation, describe_exit(code)))
+            self._report_end(incarnation, describe_exit(code))
         return ending
 
     def _report_crash(self, text: str, incarnation: int, *, crashed: bool) -> None:
@@ -360,11 +360,8 @@ class Supervisor:
         if timed_out:
             text = "its call took longer than its timeout_s"
         self._log(f"worker process ended: {text}")
-        goodbye = Goodbye(self.worker, incarnation, text, crashed=crashed)
-        if running is not None:
-            lease, call, stage = running
-            goodbye = replace(goodbye, lease=lease, call=call, stage=stage, timed_out=timed_out)
-        self._report_end(goodbye)
+        ran = {} if running is None else {**running._asdict(), "timed_out": timed_out}
+        self._report_end(incarnation, text, crashed=crashed, **ran)
 
     def _exchange(self, process: WorkerProcess, incarnation: int) -> Stop | Refuse | None:
         """Send a heartbeat if one is due, and wait up to POLL_S for an order."""
@@ -426,11 +423,12 @@ class Supervisor:
                     self._on_share(message.number, frames)
         return None
 
-    def _report_end(self, goodbye: Goodbye) -> None:
+    def _report_end(self, incarnation: int, reason: str, **crash: Any) -> None:
         if self._dealer is None:
             return
         try:
-            self._dealer.send(replace(goodbye, proof=self._proof), timeout_s=self._heartbeat_s)
+            goodbye = Goodbye(self.worker, incarnation, reason, proof=self._proof, **crash)
+            self._dealer.send(goodbye, timeout_s=self._heartbeat_s)
         except PipedistError:
             self._disconnect(linger_s=0.0)  # the scheduler will miss the heartbeats
 
