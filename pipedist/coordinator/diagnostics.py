@@ -45,7 +45,6 @@ Seen = Callable[[str], tuple[int, ...] | None]  # the lease, call and stage (fro
 
 
 def name_all(explanation: Explanation, handles: Mapping[int, PassHandle], seen: Seen) -> Stall:
-    """Return an explanation with the names of passes and stages."""
     waits = [_named(x, handles[x.pass_id], seen) for x in explanation.waits if x.pass_id in handles]
     return Stall(explanation, tuple(waits))
 

@@ -39,17 +39,14 @@ class FailurePolicy:
         return tuple(stage.name for stage in self._stages)
 
     def stage_of(self, running: Running) -> str:
-        """Return the name of the stage that runs; "" if unknown."""
         stage = self._stage(running)
         return "" if stage is None else stage.name
 
     @property
     def is_timed(self) -> bool:
-        """Whether a stage has a timeout."""
         return any(stage.timeout_s is not None for stage in self._stages)
 
     def apply(self, event: ev.CallFailed, failed: msg.Failed) -> ev.CallFailed:
-        """Return a failure's event with the stage's retries and quarantine."""
         cls = NonDeterministicError  # two executions of the call differ: its elements are not the cause
         is_non_deterministic = (failed.module, failed.name) == (cls.__module__, cls.__name__)
         return replace(

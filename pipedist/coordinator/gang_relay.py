@@ -88,8 +88,6 @@ class SegmentPool:
 
 @dataclass(slots=True, eq=False)
 class _Gang:
-    """One attempt of a gang."""
-
     serial: int
     pass_id: int
     parts: tuple[cmd.GangAssignment, ...]  # by member
@@ -184,7 +182,6 @@ class GangRelay:
             self._notify_of_ended(found[0])
 
     def _others(self, gang: _Gang, member: int) -> list[int]:
-        """Return the other members that have not ended."""
         return [
             m for m, part in enumerate(gang.parts) if m != member and self._is_held(part.worker, part.lease)
         ]

@@ -60,7 +60,6 @@ class Inbound:
         self._passes = passes
 
     def handle(self, peer: Peer, message: msg.Message, frames: list[memoryview]) -> None:
-        """Handle a message of a worker that has joined."""
         match message:
             case msg.Results():
                 self._on_results(peer, message, frames)

@@ -376,7 +376,6 @@ class PassHandle:
         )
 
     def on_death(self, running: Running, *, timed_out: bool) -> DeathOutcome:
-        """Return the consequence of a worker's death for the call that it ran."""
         failed = self.policy.timed_out(running) if timed_out else None
         if self._feed is None and running.call // self.settings.replicas not in self._waiting:
             # Its caller is gone, and the call may have hung: a retry would cost time without use.
@@ -438,7 +437,6 @@ class PassHandle:
             self._on_arrival(chunk)
 
     def ready(self, first: int, last: int) -> None:
-        """Make steps [first, last) visible."""
         self.counts.steps_visible += last - first
         if self._feed is None:
             for step in range(first, last):
@@ -472,7 +470,6 @@ class PassHandle:
             on_done(parts, error)
 
     def _drop_errors(self, first: int, last: int) -> None:
-        """Drop the exceptions of calls whose retries succeeded."""
         replicas = self.settings.replicas
         for call in [c for c in self.raised if first <= c // replicas < last]:
             del self.raised[call]

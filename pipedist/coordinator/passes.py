@@ -34,7 +34,6 @@ class OpenPasses:
         return None if pass_id is None else self.handles.get(pass_id)
 
     def on_death(self, worker: str, running: Running, timed_out: bool) -> DeathOutcome | None:
-        """Return the consequence of a worker's death; see `worker_pool.OnDeath`."""
         handle = self.of_lease(worker, running.lease)
         return None if handle is None else handle.on_death(running, timed_out=timed_out)
 

@@ -88,7 +88,6 @@ class ResultStore:
         return steps, sum(self._sizes.pop(call) for call in done)
 
     def all(self) -> dict[int, Slots]:
-        """Return the results, by call."""
         return dict(self._results)
 
     def clear(self) -> None:
@@ -131,7 +130,6 @@ class CachedResultIndex:
                 yield ev.CallsCached(worker, incarnation, pass_id, cached[key])
 
     def forget(self, worker: str, incarnation: int) -> None:
-        """Forget the cached results of a worker that has left."""
         if worker in self._workers and self._workers[worker][0] == incarnation:
             del self._workers[worker]
 

@@ -126,7 +126,6 @@ class WorkerPool(WorkerRegistry):
     # -- members -----------------------------------------------------------------------------
 
     def was_started_here(self, peer: Peer) -> bool:
-        """Return whether this cluster's launcher started a worker's process."""
         return peer.worker in self._started and peer.local
 
     def reads(self, worker: str, pass_id: int) -> bool:
@@ -135,7 +134,6 @@ class WorkerPool(WorkerRegistry):
         return peer is not None and (peer.local or pass_id in peer.sees)
 
     def forget_pass(self, pass_id: int) -> None:
-        """Forget which workers see the data of a closed pass."""
         for peer in self:
             peer.sees.discard(pass_id)
 
@@ -154,7 +152,6 @@ class WorkerPool(WorkerRegistry):
             await self._changed.wait()
 
     def fail(self, error: PipedistError) -> None:
-        """End every wait for workers with an error."""
         self._error = error
         self._wake()
 

@@ -91,7 +91,6 @@ def take(folder: str) -> CodeSnapshot:
 
 
 def digest_of(names: Sequence[str], contents: Sequence[bytes]) -> str:
-    """Return the digest of files: 32 hexadecimal digits."""
     import hashlib  # loads OpenSSL; every worker imports this module
 
     whole = hashlib.sha256()
@@ -215,7 +214,6 @@ def _content(folder: str, name: str, path: str, skipped: list[str]) -> bytes | N
 
 
 def remove(folder: str) -> None:
-    """Remove a folder of unpacked snapshots, ignoring errors."""
     import shutil  # slow to import, and most workers receive no code
 
     shutil.rmtree(folder, ignore_errors=True)

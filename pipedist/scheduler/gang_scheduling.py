@@ -80,7 +80,6 @@ def gang_size(members: Membership, replicas: int, gpus: float) -> int:
 
 
 def _works_for(worker: Worker, group: GangGroup, members: Membership) -> bool:
-    """Return whether only gangs of this group wait at a worker."""
     if not worker.leases:
         return worker.name in members.idle
     gang = members.leases[worker.leases[-1]].gang

@@ -159,7 +159,6 @@ class Membership:
         self._sort(worker)
 
     def _count(self, worker: Worker, change: int) -> None:
-        """Count a worker that is now READY and not suspended, or no longer so."""
         self.ready += change
         room = self.capacity_classes.get(worker.gpus)
         if room is None:

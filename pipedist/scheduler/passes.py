@@ -106,7 +106,6 @@ class Pass:
         return self.last_step is None or call // self.settings.replicas <= self.last_step
 
     def wait(self, lo: int, hi: int, attempt: int) -> None:
-        """Requeue calls [lo, hi), as far as they are needed."""
         if self.last_step is not None:
             hi = min(hi, (self.last_step + 1) * self.settings.replicas)
         self.todo.put(lo, hi, attempt)

@@ -152,7 +152,6 @@ class Dealer:
         return message, frames
 
     def _receive(self) -> list[memoryview]:
-        """Return the frames of a message that has arrived."""
         limits = self._limits
         frames: list[memoryview] = []
         count, size_bytes, more = 0, 0, True

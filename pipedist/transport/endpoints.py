@@ -41,7 +41,6 @@ class Endpoint(Struct, frozen=True):
 
     @property
     def is_tcp(self) -> bool:
-        """Whether other hosts may be involved."""
         return not self.path
 
     @property

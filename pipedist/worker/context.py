@@ -329,7 +329,6 @@ def _requests() -> Any:  # a module
 
 
 def _call_site() -> CallSite:
-    """Return the place of the running call in user code."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -361,7 +360,6 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def _in_cross_replica_context(fn: Callable[..., Tree], replicas: int) -> Callable[..., Tree]:
-    """Return a function that calls `fn` in cross-replica context."""
 
     def body(*args: Any, **kwargs: Any) -> Tree:
         strategy, ctx = MergeStrategy(replicas), current.get()

@@ -137,7 +137,6 @@ class Driver:
             self._do(command)
 
     def _wait(self) -> None:
-        """Wait for messages while there is nothing to execute."""
         with self._lock:
             due = self._machine.deadline()
             left = IDLE_POLL_S if due is None else min(IDLE_POLL_S, max(0.0, due - time.monotonic()))
@@ -158,7 +157,6 @@ class Driver:
             self._interruptible = False
 
     def _receive(self) -> None:
-        """Handle all received messages."""
         while self._left is None and self._socket.poll(0):
             message, self._frames = self._socket.recv()
             try:

@@ -204,7 +204,6 @@ def _why_unanswered(endpoint: str) -> str:
 
 
 def _save(cache: ResultCache, file: int | None, report: Callable[[str], None]) -> None:
-    """Pass the cached results to the next incarnation."""
     if file is None or not len(cache):
         return
     try:

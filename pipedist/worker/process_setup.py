@@ -152,7 +152,6 @@ def end_copy(stage: str) -> None:
 
 
 def make_hello(worker: str, incarnation: int, **fields: Any) -> Hello:
-    """Return this process's Hello."""
     process: dict[str, Any] = {
         "pid": os.getpid(),
         "host": os.uname().nodename,

@@ -266,7 +266,6 @@ class Supervisor:
         return self._leave_until is not None
 
     def _is_given_up(self, slack_s: float = 0.0) -> bool:
-        """Return whether the time to wait for another scheduler is over."""
         if self._gone_since is None or self._rejoin_s is None:
             return False
         return time.monotonic() - self._gone_since >= self._rejoin_s + slack_s
@@ -296,7 +295,6 @@ class Supervisor:
         )
 
     def _join_within_s(self) -> float:
-        """Return how long the worker process may wait for a scheduler."""
         if self._rejoin_s is None:
             return self._join_s
         since = 0.0 if self._gone_since is None else time.monotonic() - self._gone_since

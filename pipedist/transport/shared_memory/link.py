@@ -38,8 +38,6 @@ _INT_BYTES: Final = array.array("i").itemsize
 
 
 class _Packet(NamedTuple):
-    """A packet."""
-
     kind: bytes  # its first byte; "" when the peer has closed the link
     body: bytes
     descriptors: Sequence[int] = ()  # the caller closes them

@@ -42,7 +42,6 @@ class Outbox:
         self.size_bytes += size_bytes
 
     def pop(self) -> None:
-        """Remove the first message, which was sent."""
         self.size_bytes -= sum(map(size_of, self.messages.popleft()))
 
     def clear(self) -> None:
@@ -51,7 +50,6 @@ class Outbox:
 
 
 def size_of(part: bytes | memoryview) -> int:
-    """Return the bytes of a part, whatever its items are."""
     return part.nbytes if isinstance(part, memoryview) else len(part)
 
 
@@ -121,5 +119,4 @@ FAILURE_EVENTS: Final = sum(HANDSHAKE_FAILURES)  # one bit each
 
 
 def event_of(frame: bytes) -> int:
-    """Return the event of a monitor message's first frame."""
     return int(struct.unpack("=hi", frame)[0])  # event, value

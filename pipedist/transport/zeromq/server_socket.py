@@ -54,8 +54,6 @@ class Unwelcome(Exception):
 
 
 class Address(NamedTuple):
-    """Where to bind, without a look-up."""
-
     text: str
     is_ipv6: bool
 

@@ -42,15 +42,11 @@ class VariablePlaceholder:
 
 @dataclass(slots=True)
 class _Held:
-    """A variable's traits and the closure's own copy of its value."""
-
     traits: Traits
     value: Array
 
 
 class _Execution:
-    """The variables of a running closure."""
-
     def __init__(self, sent: Mapping[int, SentVariable]) -> None:
         self.held = {
             number: _Held(Traits.from_wire(each.traits, each.value), each.value)

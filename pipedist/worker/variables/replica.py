@@ -44,7 +44,6 @@ EMIT_OF: Final = -2  # `Emit.of` of that slot, which is not the value of a stage
 
 
 def state_name(space: int) -> str:
-    """Return the name of a variable's state in `Shards.states`."""
     return f"{PREFIX}{space}"
 
 

@@ -97,7 +97,6 @@ class Traits:
 
     @property
     def label(self) -> str:
-        """The variable's name in errors."""
         return f"variable {self.name!r} ({self.dtype}{list(self.shape)})"
 
     def to_wire(self) -> list[Any]:
@@ -248,7 +247,6 @@ def _wrapped(old: Array, method: AssignMethod, operand: Array, result: Array) ->
 
 
 def read_copies(traits: Traits, copies: Sequence[Array]) -> Array:
-    """Return the aggregate of the copies of an ON_READ variable."""
     if traits.aggregation is VariableAggregation.NONE:
         raise ValueError(
             f"the {traits.label} is on_read without aggregation: outside of replica functions it has no "
