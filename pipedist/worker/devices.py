@@ -28,9 +28,7 @@ class DevicesUnseen(Exception):
 
 class Devices:
     def __init__(
-        self,
-        environment: MutableMapping[str, str] = os.environ,
-        loaded: Collection[str] = sys.modules,
+        self, environment: MutableMapping[str, str] = os.environ, loaded: Collection[str] = sys.modules
     ) -> None:
         self._environment = environment
         self._loaded = loaded

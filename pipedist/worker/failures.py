@@ -58,13 +58,7 @@ class CallFailure(Struct, frozen=True):
 
 
 def describe(
-    error: BaseException,
-    *,
-    call: int,
-    stage: str,
-    retryable: bool,
-    in_user_code: bool,
-    aborted: bool = False,
+    error: BaseException, *, call: int, stage: str, retryable: bool, in_user_code: bool, aborted: bool = False
 ) -> CallFailure:
     """Return the failure to report; `in_user_code`: a stage's function raised the error."""
     module, name = class_names(error)

@@ -182,12 +182,7 @@ class Socket(Protocol):
     """The methods of `pipedist.transport.dealer.Dealer` that a worker uses."""
 
     def send(
-        self,
-        message: Message,
-        payload: Sequence[Frame] = (),
-        *,
-        copy: bool = True,
-        timeout_s: float = 60.0,
+        self, message: Message, payload: Sequence[Frame] = (), *, copy: bool = True, timeout_s: float = 60.0
     ) -> None:
         """Send a message; `copy` False: the payload's memory never changes again."""
 

@@ -66,12 +66,7 @@ def plain_address(text: str) -> str:
 
 
 def configure(
-    socket: zmq.Socket[bytes],
-    limits: MessageLimits,
-    settings: SocketSettings,
-    *,
-    is_tcp: bool,
-    is_ipv6: bool,
+    socket: zmq.Socket[bytes], limits: MessageLimits, settings: SocketSettings, *, is_tcp: bool, is_ipv6: bool
 ) -> None:
     """Set the options that both ends of a connection have."""
     socket.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes_max, first_frame_bytes_max(limits)))

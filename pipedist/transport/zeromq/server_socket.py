@@ -182,11 +182,7 @@ class ServerSocket:
         )
         opened = self._socket
         configure(
-            opened,
-            self._limits,
-            self._settings,
-            is_tcp=self.endpoint.is_tcp,
-            is_ipv6=self._address.is_ipv6,
+            opened, self._limits, self._settings, is_tcp=self.endpoint.is_tcp, is_ipv6=self._address.is_ipv6
         )
         opened.setsockopt(zmq.ROUTER_MANDATORY, 1)
         opened.setsockopt(zmq.ROUTER_HANDOVER, 0)
