@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from pipedist.worker import boot
+from tests.preloaded import Popen
 
 # How long an example takes, or takes to be made, says nothing here: others use the machine, too.
 settings.register_profile("pipedist", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -19,6 +24,15 @@ for number, disposition in ((signal.SIGINT, signal.default_int_handler), (signal
         signal.signal(number, disposition)
 
 
+# No collection of garbage finds any in thousands of tests that are being collected.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()  # nor does one need to look at them when they run
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave the tests that take long to `make test-slow`, and say so."""
     if os.environ.get("PIPEDIST_TEST_SLOW"):
@@ -26,3 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="takes long: make test-slow"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_workers() -> Iterator[None]:
+    """Fork workers and their servers from a process that has imported what they need."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boot, "Popen", Popen)
+        yield
