@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pipedist._version import __version__
+from tests import preloaded
 from tests.cli.conftest import Command
 
 
@@ -148,7 +149,7 @@ def test_streams_that_are_closed_take_what_is_printed(tmp_path: Path, spec: Path
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 def test_a_full_disk_behind_stdout_is_reported(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
+        done = preloaded.run(
             [sys.executable, "-m", "pipedist", "schema"],
             stdout=full,
             stderr=subprocess.PIPE,
