@@ -298,6 +298,9 @@ def _own_server(path: list[str]) -> None:
         if pid == 0:
             os.setpgid(0, 0)  # signals to this process's group are not for the server
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            null = os.open(os.devnull, os.O_RDWR)
+            for number in (1, 2):  # readers of this process's output wait for their ends
+                os.dup2(null, number)
             if not _serve(theirs, path):
                 os._exit(0)
             raise SystemExit

@@ -128,7 +128,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [pytest.param(">&-", marks=pytest.mark.slow), "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed_take_what_is_printed(tmp_path: Path, spec: Path, closed: str) -> None:
     spec.write_text(spec.read_text().replace("squares:squares", "squares:prints"))
     with (tmp_path / "squares.py").open("a") as module:

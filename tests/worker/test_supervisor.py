@@ -31,6 +31,7 @@ from pipedist.protocol.messages import (
 )
 from pipedist.transport.dealer import ConnectionLost
 from pipedist.transport.keys import write_key_file
+from pipedist.worker import boot
 from pipedist.worker import supervisor as supervisor_module
 from pipedist.worker.process import ExitCode
 from pipedist.worker.process_setup import WorkerSettings
@@ -265,6 +266,9 @@ async def test_a_process_that_goes_on_was_not_stopped_for_too_long(
 ) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(supervisor_module, "time", clock)
+    monkeypatch.setattr(
+        boot, "Popen", subprocess.Popen
+    )  # it has one thread while it imports: all stops at once
     files = [os.memfd_create(name) for name in ("progress", "kept", "proof")]
     os.ftruncate(files[0], CallProgress.BYTES)
     endpoint = f"ipc://{tmp_path}/unused"
