@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,13 +24,15 @@ for number, disposition in ((signal.SIGINT, signal.default_int_handler), (signal
         signal.signal(number, disposition)
 
 
-# No collection of garbage finds any in thousands of tests that are being collected.
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    gc.enable()
-    gc.freeze()  # nor does one need to look at them when they run
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage among thousands of tests, neither while they are collected nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
