@@ -54,7 +54,7 @@ _COMMANDS = (
 )
 _WORKERS = ("pipedist.cluster.launchers.forkserver",)
 _Executing = subprocess.Popen
-_AT_START = ("PYTHON", "LD_", "MALLOC_")
+_AT_START = ("PYTHON", "LD_", "MALLOC_", "GLIBC_", "LC_", "LANG", "NPY_", "OPENBLAS_CORETYPE")
 _SET_IN_FORK = ("PYTHONPATH", "PYTHONUNBUFFERED")
 _IGNORED = {signal.SIGPIPE, signal.SIGXFSZ}  # by every interpreter
 
