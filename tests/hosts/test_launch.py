@@ -19,6 +19,7 @@ from ruamel.yaml import YAML
 from pipedist.cluster.templates import JobRequest, slurm_script
 from pipedist.errors import UsageError
 from pipedist.transport.keys import write_key_file
+from tests import preloaded
 from tests.ports import free_port
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text())
@@ -72,7 +73,7 @@ def spec(tmp_path: Path) -> Path:
 
 
 def launch(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return preloaded.run(
         [sys.executable, "-m", "pipedist", "launch", *map(str, args)],
         capture_output=True,
         text=True,
