@@ -33,7 +33,7 @@ from pipedist.scheduler.commands import CallsQuarantined, Failure, QuarantineFul
 from pipedist.worker.progress import Running
 
 BATCH_STEPS_MAX = 256  # maximum steps that a reader gets at once; more steps are requested batch by batch
-BATCH_BYTES_MAX = 4 * 2**20  # of results that a reader gets at once, unless one step has more
+BATCH_BYTES_MAX = 4 * 2**20  # maximum bytes of results that a reader gets at once, unless one step has more
 RetryReason = Literal["error", "timeout", "death", "slow"]  # slow: far longer than other calls
 States = Mapping[str, Sequence[int]]  # by name, [space, version] of each state that a call reads
 Arrival = Callable[[Chunk], None]
@@ -290,9 +290,8 @@ class PassHandle:
                 skipped = () if self.settings.gang else batch.skipped_replicas
                 first = batch.first
                 while first < batch.last:
-                    last = (
-                        first + 1 if self._restored else batch.last
-                    )  # single steps while there are restored ones
+                    # Single steps while there are restored results.
+                    last = first + 1 if self._restored else batch.last
                     size = batch.bytes * (last - first) // (batch.last - batch.first)
                     holes = self._put_past(first, last, skipped)
                     self._post(ev.StepsAvailable(self.id, first, last, parts, size, holes))

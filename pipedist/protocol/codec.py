@@ -63,7 +63,7 @@ from pipedist.protocol.limits import INT_BYTES_MAX, LIMITS, MessageLimits
 
 __all__ = ["Frame", "UnsendableError", "decode", "encode"]
 
-_UNCHECKED_BYTES_MAX: Final = 512  # a header not parsed in advance: false lengths allocate 2 MiB
+_UNCHECKED_BYTES_MAX: Final = 512  # not parsed in advance up to this size: false lengths take <= 2 MiB
 _MARK_START: Final = msgpack.packb(TUPLE)[:2]  # of every mark: without it, no list is a tuple or record
 
 

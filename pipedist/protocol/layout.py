@@ -43,7 +43,7 @@ _SMALL_NODES: Final = 48  # less than DEPTH_MAX, so a tree of this size can't be
 _LEAVES: Final = _SCALARS | {np.ndarray, slice, range, bytearray, memoryview}
 KEYS: Final = frozenset({str, int})
 COLUMNS: Final = 0xC1  # first byte of a header that holds columns; msgpack never uses it
-FOREIGN: Final = frozenset({msgpack.ExtType, msgpack.Timestamp})  # as msgpack decodes a misplaced mark
+FOREIGN: Final = frozenset({msgpack.ExtType, msgpack.Timestamp})  # a misplaced mark, or a timestamp
 
 
 # -- trees ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ class CapacityClass:
     ready: int = 0
     # OrderedDict: finding the first entry of a plain dict skips over all deleted ones.
     idle: OrderedDict[str, Worker] = field(default_factory=OrderedDict)  # without a lease, longest idle first
-    under_prefetched: OrderedDict[str, Worker] = field(default_factory=OrderedDict)  # its lease is short
+    under_prefetched: OrderedDict[str, Worker] = field(default_factory=OrderedDict)  # needs a second lease
 
 
 class Membership:
@@ -34,7 +34,7 @@ class Membership:
         self.ready = 0  # number of READY workers that are not suspended
         self.watched: dict[int, Stragglers] = {}  # leases that may get a second attempt, by pass
         self.idle: OrderedDict[str, Worker] = OrderedDict()  # READY, not suspended; longest idle first
-        self.capacity_classes: dict[float, CapacityClass] = {}  # of READY workers, by GPUs; not empty
+        self.capacity_classes: dict[float, CapacityClass] = {}  # READY by GPUs, fewest first; not empty
         self.supervised: OrderedDict[str, Worker] = OrderedDict()  # READY; longest silent first
         self._prefetch_below_s = prefetch_below_s
         self._last_lease = 0

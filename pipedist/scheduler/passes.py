@@ -38,14 +38,14 @@ class Pass:
     todo: TodoQueue = field(default_factory=TodoQueue)
     backing_off: BackoffQueue = field(default_factory=BackoffQueue)
     searches: CulpritSearches = field(default_factory=CulpritSearches)
-    done: RangeSet = field(default_factory=RangeSet)  # or failed, or empty shards; of steps not visible
+    done: RangeSet = field(default_factory=RangeSet)  # also failed ones, empty shards; not visible
     cached: dict[tuple[str, int], RangeSet] = field(default_factory=dict)
     """Results that a worker incarnation, which joins now or is READY, cached for the previous driver. Those of
     READY workers are recalled at once. Never for gangs."""
     leased: int = 0  # unreported calls
     gangs: dict[int, GangAttempt] = field(default_factory=dict)  # unfinished gangs, by serial
     groups: GangGroups = field(default_factory=GangGroups)
-    histories: dict[int, CallHistory] = field(default_factory=dict)  # calls that failed and are not done
+    histories: dict[int, CallHistory] = field(default_factory=dict)  # failed, not done; a gang: by first call
     failures: dict[int, Failure] = field(default_factory=dict)  # permanent ones, of steps not visible
     quarantined: int = 0  # elements quarantined, or found to fail alone
     is_full: bool = False  # more were than `quarantine_max`, which was reported

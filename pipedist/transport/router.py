@@ -42,7 +42,8 @@ class _Peer:
 class Router:
     """Receives from and sends to any number of Dealers; `async with` binds and closes it.
 
-    Raises UsageError when made if the endpoint is not allowed, when entered if it can't be bound.
+    `on_message` gets (identity, message, payload frames) in the loop, in the order of arrival; frames are read-only
+    views of the received memory. UsageError: the endpoint is not allowed, or, when entered, can't be bound.
     """
 
     def __init__(
