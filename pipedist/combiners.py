@@ -282,7 +282,9 @@ def _keys_array(values: Iterable[Key] | NDArray[Any]) -> NDArray[Any]:
         return array.astype(np.int64)
     if array.dtype.kind == "T":
         array = array.astype(object)
-    is_plain = array.dtype.kind in "iuU" or (array.dtype.kind == "O" and {str}.issuperset(map(type, array.flat)))
+    is_plain = array.dtype.kind in "iuU" or (
+        array.dtype.kind == "O" and {str}.issuperset(map(type, array.flat))
+    )
     if not is_plain and not _are_integers(array):
         raise TypeError(
             f"keys must be text or integers, got {array.dtype}: round floats, or convert them to text"

@@ -272,7 +272,9 @@ def concatenate(components: Sequence[Tree], axis: int, names: Sequence[str] = ()
     present = [components[number] for number in numbered]
     if not present:
         return None
-    if any(map(ragged.are_records, present)) and all(part == [] or ragged.are_records(part) for part in present):
+    if any(map(ragged.are_records, present)) and all(
+        part == [] or ragged.are_records(part) for part in present
+    ):
         if axis:
             raise ValueError(f"records have no axis {axis} to gather along: use axis 0")
         return [record for part in present for record in part]

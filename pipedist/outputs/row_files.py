@@ -161,6 +161,8 @@ class JsonLinesSink(RowSink):
             for record in value:
                 self._line(encoding.to_json(record))
             return
+        if type(value) is list and not value:  # no records
+            return
         if self._mode == "each":
             self._line(_columns_of_row(value, self.label))
             return
@@ -344,7 +346,9 @@ def _cell(value: encoding.Json) -> str:
 
 def _plain_cell(cell: Any) -> Any:
     """Return a cell of an object array in the form in which pyarrow reads it."""
-    return cell.tolist() if isinstance(cell, np.ndarray) and (cell.ndim > 1 or cell.dtype.kind == "O") else cell
+    return (
+        cell.tolist() if isinstance(cell, np.ndarray) and (cell.ndim > 1 or cell.dtype.kind == "O") else cell
+    )
 
 
 def _quoted(text: str) -> str:

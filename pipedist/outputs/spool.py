@@ -109,9 +109,7 @@ class Leaves:
         elif cells and ragged.is_wasteful(len(cells), widest := max(map(len, cells)), sum(map(len, cells))):
             problem = f"would need {widest:,} characters for each of {len(cells):,} values"
         if problem:
-            raise OutputError(
-                f"{self._target}: leaf {name!r} {problem}. Write .parquet, .jsonl or .json."
-            )
+            raise OutputError(f"{self._target}: leaf {name!r} {problem}. Write .parquet, .jsonl or .json.")
         return array.astype("U" if kind == "text" else "S")
 
 
