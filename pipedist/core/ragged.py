@@ -67,7 +67,7 @@ def narrowed(array: Array) -> Array:
 def fit(a: np.dtype[Any], b: np.dtype[Any]) -> bool:
     """Return whether arrays of two dtypes can be concatenated: equal ones, or texts."""
     kinds = {a.kind, b.kind}
-    return a == b or kinds in ({"U"}, {"S"}) or kinds <= {"U", "O", "T"}
+    return a == b or kinds <= {"U", "O", "T"} or kinds <= {"S", "O"}
 
 
 def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
@@ -76,6 +76,16 @@ def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
     if kinds & {"O", "T"} or (kinds == {"U"} and _are_wasteful(parts)):
         parts = [part.astype(object, copy=False) for part in parts]
     return np.concatenate(parts, axis=axis)
+
+
+def stack(cells: Sequence[Any]) -> Array:
+    """Stack arrays or scalars along a new first axis; texts and bytes keep zeros at their ends."""
+    types = set(map(type, cells))
+    if types == {np.str_}:
+        return of_texts(list(map(str.__str__, cells)))  # `str` drops zeros at the end
+    if types == {np.bytes_}:
+        return objects(list(map(bytes, cells)))
+    return concatenate([np.asarray(cell)[None] for cell in cells])
 
 
 def _are_wasteful(parts: Sequence[Array]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pipedist.core import trees
+from pipedist.core import ragged, trees
 from pipedist.core.misuse_hints import conversion_hint, is_masked
 from pipedist.core.types import Tree
 
@@ -100,6 +100,8 @@ def as_element(value: Any) -> Tree:
         for field in dataclasses.fields(value):
             object.__setattr__(result, field.name, as_element(getattr(value, field.name)))
         return result
+    if isinstance(value, str | bytes):  # an array would drop zeros at the end
+        return np.str_(value) if isinstance(value, str) else np.bytes_(value)
     try:
         array = np.asarray(value)
     except ValueError as error:
@@ -176,7 +178,7 @@ def stack(elements: Sequence[Tree]) -> Tree:
             raise ValueError(
                 f"can't batch elements of different shapes {sorted(shapes)}{_at(name)}: use padded_batch"
             )
-        stacked.append(np.stack(column))
+        stacked.append(ragged.stack(column))
     return trees.unflatten(treedef, stacked)
 
 

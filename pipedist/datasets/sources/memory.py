@@ -174,7 +174,7 @@ class IterableSource(Source):
         while block := [self._arrays(element, index) for index, element in itertools.islice(elements, batch)]:
             assert self._element is not None
             columns = zip(*block, strict=True)
-            stacked = [sealed(ragged.concatenate([leaf[None] for leaf in column])) for column in columns]
+            stacked = [sealed(ragged.stack(column)) for column in columns]
             yield trees.unflatten(self._element.treedef, stacked)
 
     def _elements(self) -> Iterator[Tree]:
