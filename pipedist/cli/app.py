@@ -9,8 +9,7 @@ import click
 
 from pipedist.errors import PipedistError
 
-_REUSE: Final = "--resume-reuse"
-"""The internal form of `--resume=reuse`: an option with an optional value would consume SPEC."""
+_REUSE: Final = "--resume-reuse"  # stands for `--resume=reuse`: an optional value would consume SPEC
 
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -66,7 +65,6 @@ def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None
 
 
 def _count(name: str, text: str, *, least: int = 1, most: int | None = None, **more: Any) -> _Decorator:
-    """Return an option that is a number."""
     return click.option(name, metavar="N", type=click.IntRange(least, most), help=text, **more)
 
 

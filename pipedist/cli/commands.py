@@ -79,7 +79,7 @@ def print_schema() -> int:
 
 def audit_run(run: str) -> int:
     """Verify the journal of the run in an output folder; return 1 if an element is not accounted for."""
-    from pipedist.journal.audit import audit
+    from pipedist.journal.history import audit
     from pipedist.outputs.run_record import PRIVATE, read_record, read_results
 
     path = Path(run)
@@ -135,7 +135,7 @@ def explain_run(run: str, *, as_json: bool) -> int:
     """Print what the run in an output folder waits for; return 1 if it is not executing."""
     import json
 
-    from pipedist.journal.audit import audit
+    from pipedist.journal.history import audit
     from pipedist.outputs.run_record import LIVE, PRIVATE, is_there, read_record
     from pipedist.runs.diagnostics import VERSION, lines, query_status
 

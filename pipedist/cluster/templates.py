@@ -27,27 +27,17 @@ _NAME_CHARACTERS_MAX = 40
 
 
 class JobRequest(Struct, frozen=True):
-    """The resources of a run in a batch system.
+    """The resources of a run in a batch system."""
 
-    Args:
-        name: lower-case letters, digits and "-", at most 40: valid in every batch system.
-        threads: BLAS and OpenMP threads of a worker, and the CPUs that are reserved for it.
-        gpus: number of GPUs of each node.
-    """
-
-    name: str
+    name: str  # lower-case letters, digits and "-", at most 40: valid in every batch system
     nodes: int
     workers_per_node: int
-    threads: int
-    gpus: int = 0
+    threads: int  # BLAS and OpenMP threads of a worker, and the CPUs that are reserved for it
+    gpus: int = 0  # number of GPUs of each node
 
     @classmethod
     def of(cls, spec: Spec, *, nodes: int, workers_per_node: int | None, gpus: int) -> JobRequest:
-        """Return the request for a spec's run.
-
-        Args:
-            workers_per_node: None: the spec's workers divided among the nodes; 1 if they are `auto`.
-        """
+        """Return the request for a spec's run, with its workers divided among the nodes by default (1 for `auto`)."""
         if workers_per_node is None:
             wanted = spec.cluster.workers
             workers_per_node = 1 if wanted == "auto" else -(-wanted // nodes)
@@ -164,8 +154,7 @@ _SPEC = "/pipedist/spec"
 _OUT = "/pipedist/out"
 _ONLY_OWNER = 0o400
 _RESTARTS_MAX = 3
-CONFIG_BYTES_MAX = 1 << 20
-"""Maximum size of a ConfigMap."""
+CONFIG_BYTES_MAX = 1 << 20  # maximum size of a ConfigMap
 _NO_CONFIG_KEY = re.compile(r"[^-._a-zA-Z0-9]+")
 _LISTED_MAX = 5
 
@@ -173,11 +162,7 @@ _LISTED_MAX = 5
 def jobset_commands(
     request: JobRequest, *, namespace: str, spec: str | None, key_file: str = "cluster.key"
 ) -> list[str]:
-    """Return the commands that create the objects of the manifest.
-
-    Args:
-        spec: path of the spec, whose modules are in the same folder; None: they are in the image.
-    """
+    """Return the commands that create the objects of the manifest; a `spec` of None is in the image."""
     at = f"kubectl --namespace {namespace}"
     commands = [
         f"pipedist keys new --output {key_file}",

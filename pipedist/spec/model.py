@@ -49,7 +49,6 @@ ENGINE_ADDRESS_EXPECTED: Final = {
 
 
 def fits_engine(address: str, launcher: str) -> bool:
-    """Return whether a text can be the address of an engine."""
     return bool(re.match(ENGINE_ADDRESS_PATTERN, address) and _ENGINE_ADDRESSES[launcher].fullmatch(address))
 
 

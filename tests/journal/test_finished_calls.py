@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.journal.audit import audit
-from pipedist.journal.history import FORMAT, Header, PassHistory, read_history
+from pipedist.journal.history import FORMAT, Header, PassHistory, audit, read_history
 from pipedist.journal.writer import Journal
 from pipedist.runs.pass_journal import CALLS, FinishedCallLog, PassJournal, finished_calls
 from tests.journal.killing import ROOT
