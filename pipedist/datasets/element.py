@@ -131,7 +131,12 @@ def _checked(value: Any) -> Any:
         raise TypeError(
             f"an element has a masked array as a leaf; expected a plain array: {conversion_hint(value)}"
         )
-    if value.dtype.kind == "O" or value.dtype.type is np.void:
+    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+        try:
+            ragged.split(value)
+        except ragged.UnlikeCells as error:
+            raise TypeError(f"an element has a leaf of {error}") from None
+    elif value.dtype.kind == "O" or value.dtype.type is np.void:
         raise TypeError(
             f"an element has a leaf of dtype {value.dtype}; expected numbers, bool, str, bytes or "
             "dates (write structure as tuples and dicts)"
@@ -184,6 +189,9 @@ def stack_padded(elements: Sequence[Tree]) -> Tree:
         if len({np.ndim(leaf) for leaf in column}) > 1:
             name = trees.treedef_paths(treedef)[index]
             raise ValueError(f"can't pad elements of different ranks{_at(name)}")
+        if len(set(map(np.shape, column))) == 1:
+            stacked.append(ragged.stack(column))
+            continue
         shape = [max(sizes) for sizes in zip(*(np.shape(leaf) for leaf in column), strict=True)]
         block = np.zeros((len(column), *shape), np.result_type(*[np.asarray(leaf).dtype for leaf in column]))
         for row, leaf in enumerate(column):

@@ -115,6 +115,14 @@ def test_an_element_that_differs_is_named_by_its_index(odd: Any, text: str, batc
     assert caught.value.key == "call"
 
 
+def test_texts_and_bytes_of_any_length_are_stacked() -> None:
+    rows = [{"s": "y" * 100_000, "b": b"\0"}, *[{"s": "x", "b": b""}] * 99, {"s": "ends\0", "b": b"a"}]
+    (block,) = _open(lambda: iter(rows)).blocks(200)
+    assert block["s"].tolist() == [row["s"] for row in rows]
+    assert block["b"].tolist() == [row["b"] for row in rows]
+    assert sum(len(bytes(frame)) for frame in encode(block)) < 110_000
+
+
 def test_the_error_of_user_code_is_the_cause() -> None:
     def broken() -> Iterator[int]:
         yield 1

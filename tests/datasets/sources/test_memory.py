@@ -103,3 +103,13 @@ def test_values_other_than_trees_of_arrays_are_rejected(tree: Any, text: str) ->
     with pytest.raises(SourceError, match=text) as caught:
         open_source("arrays", {"arrays": tree}, folder=HERE)
     assert caught.value.key == "arrays"
+
+
+def test_object_arrays_of_text_are_a_source_like_any_other() -> None:
+    texts = ["y" * 100_000, *["x"] * 99, "ends\0", None]
+    source = open_source("arrays", {"arrays": {"s": np.array(texts, object)}}, folder=HERE)
+    assert source.read(range(102))["s"].tolist() == texts
+    source.close()
+    wide = open_source("arrays", {"arrays": {"s": np.array(texts[:100])}}, folder=HERE)
+    assert wide.read(range(100))["s"].dtype == object
+    wide.close()
