@@ -239,7 +239,7 @@ def with_cluster(spec: Spec, choice: str) -> Spec:
     """
     name, colon, address = choice.partition(":")
     if name not in LAUNCHERS:
-        also = f"; `pipedist launch {name}` prints a job for it" if name in ("slurm", "kubernetes") else ""
+        also = "; `pipedist launch slurm` prints a job for it" if name == "slurm" else ""
         raise UsageError(
             f"there is no cluster {name!r}: use {', '.join(LAUNCHERS)}, or one of them with an "
             f"address, such as ray:auto{also}"
