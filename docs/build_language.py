@@ -113,17 +113,20 @@ A function may receive and return them:
 
 | data | a function receives | a function may return |
 |---|---|---|
-| text (`str`) | a `<U` array, or an object array of str: where one long text would make `<U` more than 1 MiB and four times the texts, or a text ends with a zero | either, or a NumPy `StringDType` array |
+| text (`str`) | a `<U` array, or an object array of str | either, or a NumPy `StringDType` array |
 | binary | an object array of bytes, with zeros at their ends | the same; `S` arrays drop such zeros |
 | a list of fixed length, as an embedding | an array with a further axis, `float32[n, 768]` | the same |
 | other lists | an object array of arrays, one for each element | the same, also of lists |
 | structs, lists of structs | an object array of dicts, or of lists of dicts | the same |
 | JSON objects | a list of n dicts | a list of RECORDS: dicts, with text keys, of such values |
 
-`np.array(texts, dtype=object)` makes an object array of texts or bytes; `np.fromiter(lists, object, len(lists))` makes
-one of arrays. The cells of one array are of one kind. A cell that is None is a null in `.parquet` and `.jsonl`, and an
-empty cell in `.csv`. In data that is read, a null is an empty text, empty bytes, an empty list, or NaN; a null struct is
-None. `gather: 0` concatenates arrays of any kind, and lists of records: it makes one list.
+A column of text is an object array if `<U` would have more than 1 MiB and four times the bytes of the texts,
+because one of them is long, or if a text ends with a zero, which `<U` drops; this depends on the texts of the
+shard alone. `np.array(texts, dtype=object)` makes an object array of texts or bytes; `np.fromiter(lists,
+object, len(lists))` makes one of arrays. The cells of one array are of one kind. A cell that is None is a null
+in `.parquet` and `.jsonl`, and an empty cell in `.csv`. In data that is read, a null is an empty text, empty
+bytes, an empty list, or NaN; a null struct is None. `gather: 0` concatenates arrays of any kind, and lists of
+records: it makes one list.
 """
 
 _STAGES = """\
@@ -158,16 +161,18 @@ _OUTPUTS = f"""\
 | `.json` | any tree; arrays are nested lists, NaN and infinities are texts, bytes are base64 |
 | `.npy` | one array |
 | `.npz` | the leaves of a tree by their paths, joined with `/`; a bare array is `data` |
-| `.csv`, `.parquet`, `.jsonl` | a row per index of axis 0, a column per leaf path, in the order of the result; for `by_key`, a row per key; for a list of records, a row per record, a column per key |
+| `.csv`, `.parquet`, `.jsonl` | a row per index of axis 0, a column per leaf path; for `by_key`, a row per key |
 
 With `per: run`, the value of `pipedist.combiners.by_key` and similar functions is a table: `key`, and `value` or
 a column for each leaf path of a component. `by_key_moments` gives
 `key,count,m2,max,mean,min,missing`; `counter` gives `value,count`; `by_key_counter` gives `key,value,count`.
 
-Text, bytes and lists of any length are true columns of `.parquet`: string, binary, list (of fixed size for an array with
-further axes) and struct. In `.jsonl` they are texts, base64 and lists; a record is its line as it is. A cell of `.csv`
-holds one value. `.npy` and `.npz` hold text of one width: texts for which it would be wasteful, and values that end with
-a zero, are an error that names the other formats.
+Columns are in the order of the result. A list of records, gathered or returned by a `combine` function, is a
+row per record, and a column per key of the first ones; also per step or epoch. Text, bytes and lists of any
+length are true columns of `.parquet`: string, binary, list (of fixed size for an array with further axes) and
+struct. In `.jsonl` they are texts, base64 and lists, and a record is an object as it is. A cell of `.csv` holds
+one value. `.npy` and `.npz` hold texts of one width: texts for which that would be wasteful, and values that
+end with a zero, are an error that names the other formats.
 
 Values per step or per epoch are lines in `.jsonl` and `.csv`, and are stacked in `.npy` and `.npz`.
 """

@@ -10,9 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pipedist
+from pipedist.runs.identity import digest
+from pipedist.spec import load
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -232,3 +235,13 @@ def test_a_run_of_texts_is_resumed_to_the_same_bits(tmp_path: Path) -> None:
     for file in ("rows.parquet", "lines.jsonl"):
         assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
     assert len(rows_of(tmp_path / "whole" / "lines.jsonl")["text"]) == 600
+
+
+def test_a_run_is_known_by_the_content_of_its_texts() -> None:
+    def digest_of(texts: list[str]) -> str:
+        arrays = {"arrays": {"s": np.array(texts, object)}}
+        return digest(load(document(arrays, "identity", "rows.parquet")))
+
+    one, same, other = (["x" * (90 + n) for n in range(last)] for last in (4, 4, 5))  # at other addresses
+    assert digest_of(one) == digest_of(same)
+    assert digest_of(one) != digest_of(other[1:])
