@@ -32,7 +32,7 @@ TEXTS, BYTES, LISTS, NESTED = range(4)
 
 _WIDE_BYTES_MIN: Final = 1 << 20
 _WASTE_MAX: Final = 4
-_OBJECT_BYTES: Final = 64  # of a str or bytes object, without its content
+_OBJECT_BYTES: Final = 64  # the size of an empty str or bytes
 _FLAT: Final = frozenset({str, bytes, type(None), np.str_, np.bytes_})
 
 
