@@ -123,10 +123,11 @@ A function may receive and return them:
 A column of text is an object array if `<U` would have more than 1 MiB and four times the bytes of the texts,
 because one of them is long, or if a text ends with a zero, which `<U` drops; this depends on the texts of the
 shard alone. `np.array(texts, dtype=object)` makes an object array of texts or bytes; `np.fromiter(lists,
-object, len(lists))` makes one of arrays. The cells of one array are of one kind. A cell that is None is a null
-in `.parquet` and `.jsonl`, and an empty cell in `.csv`. In data that is read, a null is an empty text, empty
-bytes, an empty list, or NaN; a null struct is None. `gather: 0` concatenates arrays of any kind, and lists of
-records: it makes one list.
+object, len(lists))` makes one of arrays, and `np.stack(column)` one array of lists of one length. The cells of
+one array are of one kind. A cell that is None is a null in `.parquet` and `.jsonl`, and an empty cell in
+`.csv`. In data that is read, a null is an empty text, empty bytes, an empty list, or NaN; a null struct is
+None. `gather: 0` concatenates arrays of any kind, and lists of records: it makes one list. A list of dicts in
+which all values are arrays with axes is no list of records, but a tree.
 """
 
 _STAGES = """\
