@@ -152,7 +152,8 @@ class Result(Mapping[str, Tree]):
         except KeyError:
             raise NoSuchValue(
                 f"no value {stage!r}; available: {', '.join(self.by_stage) or 'none'}. A run stage has no "
-                "single value: stream it with `async for step in run.steps(NAME)`, or gather it"
+                "single value: stream it with `async for step in run.steps(NAME)`, or gather it. A stage that feeds "
+                "an update per step or epoch has values only with an output"
             ) from None
 
     def __iter__(self) -> Iterator[str]:
