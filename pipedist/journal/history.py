@@ -25,7 +25,7 @@ from msgspec import Struct
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.log_format import FIRST, JournalRecord, LogEnd, read_records
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 NAME: Final = "journal"
 
 

@@ -29,7 +29,7 @@ from pipedist.runs.folds import (
 )
 from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.pass_feeds import Spool
-from pipedist.runs.pass_journal import PASS_STATE, STATE
+from pipedist.runs.pass_journal import PASS_STATE
 from pipedist.runs.programs import COMBINED, combine_program, parts_of, reduction_of, slot_of
 from pipedist.scheduler import PassSettings
 from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, UpdateSpec, references
@@ -329,7 +329,7 @@ async def restore_pass(
     the errors, by stage.
     """
     found = durable.part(PASS_STATE)
-    restored = {name: value[0] for name, value in durable.parts(STATE).items()}
+    restored = {name: list(versions.values())[-1] for name, versions in durable.states().items()}
     for name in (*pass_.folds, *pass_.updates):
         output = plan.spec.outputs.get(name)
         sink = None
