@@ -129,6 +129,11 @@ and gathers have `per: epoch`. A stage that waits for the end of the training (`
 _OUTPUTS = f"""\
 ## Outputs
 
+Finished values without an output are in the results document, `.pipedist/results.json` of the output folder, which
+`--json` prints. There a value of more than 64 KiB, as arrays or as JSON, is a reference to a file beside it,
+`{{file, dtype, shape}}`: a `.npy` or `.npz`, or a `.json` without `dtype` and `shape`. Without an output folder
+every value is inline. Values per step or epoch that feed an update have no value there, unless they have an output.
+
 `outputs` names the file of a finished value, as a path in the output folder. The ending is the format:
 {", ".join(f"`{ending}`" for ending in OUTPUT_ENDINGS)}.
 

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipedist.cli import terminal
 from pipedist.cli.progress import ProgressTotals, Reporter, open_reporter
@@ -59,7 +59,7 @@ class RunOutcome:
     spec: Spec
     result: Result | None
     error: PipedistError | None
-    document: Mapping[str, object] | None
+    document: Mapping[str, Any] | None
     notice: str = ""
     resumable: bool = False
 
@@ -71,6 +71,7 @@ def execute(options: RunOptions) -> int:
             "--resume and --restart exclude each other. --resume continues the run in the output folder, "
             "--restart discards it"
         )
+    began = time.monotonic()
     if options.output == "":  # an unset shell variable; the current folder is `.`
         raise UsageError("--output is empty. Give a folder, such as --output out/NAME")
 
@@ -98,7 +99,8 @@ def execute(options: RunOptions) -> int:
                 "Committed steps are kept. Fix the problem, then rerun with --resume, or start again with --restart\n"
             )
     if outcome.result is not None:
-        _show(outcome, outcome.result, options)
+        total_s = time.monotonic() - began  # with the end of the workers and the writing of large values
+        _show(outcome, outcome.result, options, total_s)
         if options.verify and outcome.result.restored is None:
             calls = "every remaining call" if options.resume else "every call"
             write_error(
@@ -200,6 +202,7 @@ async def _outcome(run: Run, *, as_json: bool) -> RunOutcome:
             files={} if result is None else result.files,
             ledger=run.ledger().to_json(),
             timings={name: round(seconds, 6) for name, seconds in timings.items()},
+            stored={} if result is None else result.stored,
             error=error,
         )
         return RunOutcome(run.spec, result, error, document, run.notice, run.resumable)
@@ -216,11 +219,13 @@ async def _watch(run: Run, reporter: Reporter, stalls: StallReporter) -> None:
         await asyncio.sleep(_REFRESH_S)
 
 
-def _show(outcome: RunOutcome, result: Result, options: RunOptions) -> None:
+def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: float) -> None:
+    total = {"total": round(total_s, 6)} if result.restored is None else {}
     if result.notice and result.notice != outcome.notice:
         write_error(f"pipedist: {result.notice}\n")
     if options.as_json:
-        _print_document(outcome.document)
+        document = outcome.document or {}
+        _print_document({**document, "timings": document["timings"] | total})
     else:
         from pipedist.cli.rendering import Row, render
 
@@ -229,7 +234,7 @@ def _show(outcome: RunOutcome, result: Result, options: RunOptions) -> None:
             for name in outcome.spec.stages  # results of an earlier run may have another order
             if name in result
         ]
-        write_out(render(rows, result.ledger.to_json(), result.timings))
+        write_out(render(rows, result.ledger.to_json(), {**result.timings, **total}))
     if result.quarantined:
         write_error(_quarantine_text(result, replays=options.key_file is None))
 

@@ -429,9 +429,10 @@ def test_a_resumed_training_executes_the_steps_after_its_last_snapshot_again(
     spec = _limited(limit).replace("pipedist: 1", "pipedist: 1\ncheckpoint: {every_s: 3600}")
     undisturbed = pipedist.run(written(tmp_path, TRAINING), workers=2, output=tmp_path / "undisturbed")
     limit.write_text("9")
-    with monkeypatch.context() as patch, pytest.raises(CallError):
+    with monkeypatch.context() as patch:
         patch.setattr(Execution, "_flush", killed)
-        pipedist.run(written(tmp_path, spec), workers=2, output=out)
+        with pytest.raises(CallError):
+            pipedist.run(written(tmp_path, spec), workers=2, output=out)
     history = read_history(out / PRIVATE / "journal")
     assert history is not None
     assert not any(done.steps >= 9 for done in history.passes.values())

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import pipedist
+from benchmarks.training import DISK_BYTES_MAX, PEAK_BYTES_MAX, measure
 from pipedist.datasets.division import Division, permutation
 from pipedist.errors import CallError, FoldError, RunDrained
 from pipedist.reduction.tree import FoldTree, Reduction
@@ -323,6 +324,13 @@ def test_held_out_data_without_a_step_has_no_value_in_each_epoch() -> None:
     assert result["es"] == [None, None, None]
     assert result["state"] == 145
     assert result.ledger == pipedist.Ledger(18, 18, 0, 0)
+
+
+def test_memory_and_disk_do_not_grow_with_the_steps() -> None:
+    """20 gradients of 4 MB would be 80 MB in memory and in the journal, and 200 MB of text in the results."""
+    measured = measure(1_000_000, 20)
+    assert measured.peak_bytes < PEAK_BYTES_MAX
+    assert measured.disk_bytes < DISK_BYTES_MAX
 
 
 # -- phases --------------------------------------------------------------------------------------
