@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from pipedist.strategy.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
     from pipedist.values import Mirrored, PerReplica, ReduceOp
     from pipedist.worker.context import ReplicaContext, get_replica_context
-    from pipedist.worker.variables.access import ShardedVariable
+    from pipedist.worker.variables.access import ShardedVariable, VariableTree
     from pipedist.worker.variables.rules import VariableAggregation, VariableSynchronization
 
 _HOMES = {
@@ -119,7 +119,7 @@ _HOMES = {
     "pipedist.cluster.tf_config": "TaskCluster open_cluster",
     "pipedist.values": "Mirrored PerReplica ReduceOp",
     "pipedist.worker.context": "ReplicaContext get_replica_context",
-    "pipedist.worker.variables.access": "ShardedVariable",
+    "pipedist.worker.variables.access": "ShardedVariable VariableTree",
     "pipedist.worker.variables.rules": "VariableAggregation VariableSynchronization",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -186,6 +186,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "VariableTree",
     "WorkerDied",
     "WorkersLost",
     "__version__",
