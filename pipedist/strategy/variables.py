@@ -88,7 +88,7 @@ class Variable(AnyVariable):
     _traits: Traits
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Return a variable of the current strategy's own kind, if it has one; of a dict, a tree of variables."""
+        """Return a variable of the current strategy's own kind, or a tree of variables."""
         initial = args[0] if args else options.get("initial_value")
         if isinstance(initial, Mapping):
             return _tree(initial, **{"name": "variable", **options, "initial_value": None})
@@ -363,11 +363,16 @@ def write(path: Path, arrays: Mapping[str, Array]) -> None:
 
 def read(path: Path, names: Collection[str]) -> tuple[dict[str, Array], list[str]]:
     """Return the arrays of some names in a file, and all names in it; ValueError: `write` did not make it."""
+    found = {}
     try:
-        with np.load(path, allow_pickle=False) as saved:
-            return {name: saved[name] for name in names if name in saved}, sorted(saved)
-    except (zipfile.BadZipFile, ValueError, EOFError, AttributeError) as error:
+        with zipfile.ZipFile(path) as archive:
+            there = sorted(name.removesuffix(".npy") for name in archive.namelist())
+            for name in set(names) & set(there):
+                with archive.open(f"{name}.npy") as member:
+                    found[name] = np.lib.format.read_array(member, allow_pickle=False)
+    except (zipfile.BadZipFile, ValueError, EOFError, KeyError) as error:
         raise ValueError(f"{path} can't be read as a file of Strategy.save: {error}") from error
+    return found, there
 
 
 def restore(
