@@ -27,6 +27,7 @@ from pipedist.strategy.distributed import InputStrategy
 from pipedist.strategy.variables import Variable
 from pipedist.values import Mirrored, PerReplica, ReduceOp
 from pipedist.worker.strategy_views import ReplicaStrategy
+from pipedist.worker.variables.access import VariableTree
 from pipedist.worker.variables.access import component as component_of
 
 _INLINE_BYTES_MAX: Final = 2**20
@@ -308,6 +309,8 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         """Return the value with each variable replaced by its values; if they are one, a Mirrored if `mirrored`."""
         if type(value) is PerReplica:
             return value
+        if isinstance(value, VariableTree):
+            value = value.variables
 
         def leaf(item: Any) -> Any:
             if not isinstance(item, Variable):

@@ -74,6 +74,23 @@ async def test_a_dict_of_arrays_is_read_and_assigned_as_one(
     assert same(w.value(), dense(7.0))
 
 
+async def test_a_metric_is_a_tree_of_on_read_variables(cluster: pipedist.LocalCluster) -> None:
+    strategy = pipedist.Strategy(cluster, replicas=2)
+    with strategy.scope():
+        start = {"sum": 0.0, "rows": 0}
+        loss = pipedist.Variable(start, synchronization="on_read", aggregation="sum")
+
+    def step(x: Any) -> None:
+        loss.assign_add({"sum": x.sum(), "rows": len(x)})
+
+    await strategy.run(step, args=(PerReplica([np.ones(3), np.full(2, 4.0)]),))
+    assert loss.value() == {"sum": 11, "rows": 5}
+    assert await strategy.reduce("max", loss, axis=None) == {"sum": 8, "rows": 3}
+    assert strategy.local_results(loss) == ({"sum": 3, "rows": 3}, {"sum": 8, "rows": 2})
+    loss.assign({"sum": 0.0, "rows": 0})
+    assert loss.value() == start
+
+
 async def test_an_assignment_of_another_tree_changes_nothing(cluster: pipedist.LocalCluster) -> None:
     w = variables(pipedist.Strategy(cluster, replicas=2))
     with pytest.raises(ValueError, match="kernel"):
