@@ -103,6 +103,8 @@ class Result(Mapping[str, Tree]):
         files: absolute paths of the written files, by stage.
         ledger: counts of elements.
         timings: seconds, by part of the run.
+        retries: by stage, the number of calls that were executed again, by reason: "error", "timeout", "death" (of
+            the worker), "slow" (executed a second time beside the first, which took far longer than others).
         notice: a message about the output folder for the user, or "".
         restored: the document of a finished run, if this one was not executed again.
         quarantined: id, failing stage and cause of each quarantined element.
@@ -116,6 +118,7 @@ class Result(Mapping[str, Tree]):
     files: Mapping[str, Path]
     ledger: Ledger
     timings: Mapping[str, float]
+    retries: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notice: str = ""
     restored: Mapping[str, Any] | None = None
     quarantined: Sequence[Mapping[str, Any]] = ()
@@ -142,6 +145,7 @@ class Result(Mapping[str, Tree]):
             timings={name: round(seconds, 6) for name, seconds in self.timings.items()},
             stored=self.stored,
             quarantined=self.quarantined,
+            retries=self.retries,
         )
 
     def __getitem__(self, stage: str) -> Tree:
@@ -191,6 +195,7 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
         files=files,
         ledger=Ledger(**document["ledger"]),
         timings=document["timings"],
+        retries=document.get("retries", {}),
         quarantined=document.get("quarantined", []),
         quarantine_file=finished.files.get(QUARANTINE),
         notice=notice,

@@ -15,8 +15,7 @@ import pytest
 import pipedist
 from pipedist.coordinator import pass_handle
 from pipedist.errors import CallError, JournalError, UsageError
-from pipedist.journal.audit import audit
-from pipedist.journal.history import read_history
+from pipedist.journal.history import audit, read_history
 from pipedist.outputs.run_record import PRIVATE
 from pipedist.runs import state_history
 from pipedist.runs.call_replay import Replayed
