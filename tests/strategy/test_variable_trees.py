@@ -218,6 +218,8 @@ async def test_a_variable_that_a_run_uses_is_not_restored(
     strategy = pipedist.Strategy(cluster, replicas=2)
     w = variables(strategy)
     await strategy.save(tmp_path / "w")
-    w["kernel"]._users += 1
+    w.assign(dense(9.0))
+    w["layers"][1]._users += 1
     with pytest.raises(RuntimeError, match="Await the run first"):
         await strategy.restore(tmp_path / "w")
+    assert same(w.value(), dense(9.0)), "all or nothing"
