@@ -9,6 +9,7 @@ starts with the same bits.
 from __future__ import annotations
 
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -90,7 +91,7 @@ class Variable(AnyVariable):
         """Return a variable of the current strategy's own kind, or a tree of variables."""
         initial = args[0] if args else options.get("initial_value")
         if isinstance(initial, Mapping):
-            return _tree(initial, **{"name": "variable", **options, "initial_value": None})
+            return _tree(initial, **{"name": "variable", **options})
         made = current_strategy()._make_variable(*args, **options)
         return object.__new__(cls) if made is None else made
 
@@ -329,15 +330,13 @@ def update(
 def by_name(strategy: VariableOwner) -> dict[str, Any]:
     """Return the variables of a strategy by name; raise ValueError if two have the same."""
     made = list(strategy.made.values())
-    named = {variable.name: variable for variable in made}
-    for name in named:
-        count = sum(variable.name == name for variable in made)
+    for name, count in Counter(variable.name for variable in made).items():
         if count > 1:
             raise ValueError(
-                f"{count} variables have the name {name!r}, so a file can't hold both: name them, as in "
+                f"{count} variables have the name {name!r}, and a file needs different ones: name them, as in "
                 "pipedist.Variable(0.0, name='loss')"
             )
-    return named
+    return {variable.name: variable for variable in made}
 
 
 def write(path: Path, arrays: Mapping[str, Array]) -> None:

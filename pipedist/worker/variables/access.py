@@ -236,7 +236,7 @@ class VariableTree:
         return trees.tree_map(lambda variable: variable.numpy(), self.variables)
 
     def assign(self, value: Tree) -> Any:
-        """Set all values, or none: each variable as by its `assign`.
+        """Set all values, each as by the `assign` of its variable; none if one of them does not fit.
 
         Args:
             value: a tree of the same structure.
