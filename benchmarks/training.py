@@ -9,7 +9,6 @@ gradients nor the earlier states may stay.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -55,6 +54,17 @@ outputs: {{weights: weights.npy}}
 """
 
 
+TIMED = """
+import os, subprocess, sys
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(process.pid, 0)
+process.returncode = os.waitstatus_to_exitcode(status)
+print(process.returncode, usage.ru_maxrss)
+"""
+"""Prints exit code and peak KiB of a command and its workers. A process begins with the peak of its parent, so the
+parent must be small."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """What one run took.
@@ -78,14 +88,11 @@ def measure(parameters: int, steps: int) -> Measured:
         (folder / "spec.yaml").write_text(SPEC.format(elements=16 * steps, parameters=parameters))
         command = [sys.executable, "-m", "pipedist", "run", "spec.yaml", "--workers", "2", "--output", "out"]
         begin = time.monotonic()
-        process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
-        try:
-            _, status, usage = os.wait4(process.pid, 0)  # the usage is also that of its workers
-            process.returncode = os.waitstatus_to_exitcode(status)
-        finally:
-            process.kill()  # if the wait was interrupted
+        timed = [sys.executable, "-c", TIMED, *command]
+        done = subprocess.run(timed, cwd=folder, stdout=subprocess.PIPE, text=True, check=True)
         wall_s = time.monotonic() - begin
-        assert process.returncode == 0, "the run failed"
+        code, peak_kib = map(int, done.stdout.split())
+        assert code == 0, "the run failed"
         expected = np.float32(0)
         for step in range(steps):
             means = np.float32(16 * step + 3.5), np.float32(16 * step + 11.5)
@@ -95,7 +102,7 @@ def measure(parameters: int, steps: int) -> Measured:
         assert weights.shape == (parameters,)
         assert (weights == expected).all()
         files = [path for path in (folder / "out").rglob("*") if path.is_file()]
-        return Measured(wall_s, 1024 * usage.ru_maxrss, sum(path.stat().st_size for path in files))
+        return Measured(wall_s, 1024 * peak_kib, sum(path.stat().st_size for path in files))
 
 
 def main() -> None:

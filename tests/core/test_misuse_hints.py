@@ -63,7 +63,7 @@ def test_the_advice_for_one_value_works(value: Any) -> None:
 
 
 def test_the_advice_for_objects_works() -> None:
-    value = np.array(["a", None], object)
-    with pytest.raises(UnsendableError, match=re.escape("x.astype(str)")):
+    value = np.array(["a", 1.5], object)
+    with pytest.raises(UnsendableError, match="astype"):
         encode(value)
     encode(value.astype(str))
