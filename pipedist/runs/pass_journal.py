@@ -89,7 +89,7 @@ class RunJournal:
         for one in taken:
             one.pass_.committed(one)
             one.pass_.on_committed(one.pass_.steps_committed)
-            self.holds_steps = self.holds_steps or one.pass_.steps_committed > 0
+            self.holds_steps |= one.pass_.steps_committed > 0 or CALLS in one.versions
         self._changed.set()
         self._changed = anyio.Event()
 

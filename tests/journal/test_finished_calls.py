@@ -213,3 +213,19 @@ def test_a_log_of_finished_calls_ends_with_the_next_step_and_counts_for_the_same
     assert resumed.lacks({5: {"y": 50}})  # it is logged again before the old log is dropped
     resumed.add(2, {5: {"y": 50}})
     assert [f"0-d.{name}.log" for name in resumed.dropped()] == logs
+
+
+def test_a_failed_run_whose_only_results_are_finished_calls_is_protected(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, n=12, batch=12, replicas=12, waiting=[])
+    spec["dataset"] = {"function": {"call": f"{F}:one_negative", "with": {"count": 12}}, "batch": 12}
+    out = tmp_path / "out"
+    (tmp_path / "go").touch()
+    with pytest.raises(pipedist.CallError):
+        pipedist.run(spec, workers=2, output=out)
+    assert durable_calls(tmp_path) == 11
+    with pytest.raises(pipedist.UsageError, match="--resume continues it"):
+        pipedist.run(spec, workers=2, output=out)
+    began = sum(calls_in(tmp_path).values())
+    with pytest.raises(pipedist.CallError):
+        pipedist.run(spec, workers=2, output=out, resume=True)
+    assert sum(calls_in(tmp_path).values()) == began + 1
