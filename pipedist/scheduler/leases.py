@@ -32,6 +32,7 @@ class Lease:
     next: int  # the lowest unreported call; the worker works in order, so it runs this one
     expected_s: float  # expected duration of the whole lease, in seconds; 0.0 if unknown
     gang: GangAttempt | None = None
+    overlaps: bool = False  # its calls only wait: the worker executes it beside its other leases
     probe: Probe | None = None
     since: float = 0.0  # time at which it became the first lease of its worker, or last reported
     twin: Lease | None = None
@@ -47,7 +48,9 @@ class Worker:
     incarnation: int = 0  # the current incarnation; messages from lower ones are stale
     state: WorkerState = WorkerState.STARTING
     leases: list[int] = field(default_factory=list)
-    """Ids of its leases in the order of assignment; the first is running. READY only."""
+    """Ids of its leases, in the order of assignment: first those that are executed in this order, of which the
+    first is running, then those that overlap. READY only."""
+    overlapping: int = 0  # number of the leases that overlap
     bound: set[int] = field(default_factory=set)
     """Passes whose programs this incarnation has received. READY only."""
     heard_at: float = 0.0
@@ -60,6 +63,11 @@ class Worker:
     suspended: int = 0
     """The cancelled lease that it may still run: it gets no calls until it confirms the cancellation. It holds
     no lease then. 0: not suspended. READY only."""
+
+    @property
+    def ordered(self) -> int:
+        """The number of leases that do not overlap."""
+        return len(self.leases) - self.overlapping
 
     def become(self, what: WorkerEvent) -> None:
         self.state = next_state(f"worker {self.name}", WORKER_TRANSITIONS, self.state, what)
