@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         PipedistError,
         PlanError,
         Problem,
+        RetryAfter,
         RunCancelled,
         RunDrained,
         SpecError,
@@ -99,7 +100,7 @@ _HOMES = {
     "pipedist.cluster.engine_clusters": "DaskCluster RayCluster",
     "pipedist.errors": (
         "CallError CollectiveMismatchError CollectiveTimeoutError FoldError JournalError "
-        "OutOfRangeError OutputError PipedistError PlanError Problem RunCancelled RunDrained "
+        "OutOfRangeError OutputError PipedistError PlanError Problem RetryAfter RunCancelled RunDrained "
         "SpecError UsageError WorkerDied WorkersLost"
     ),
     "pipedist.cluster.base": "LocalCluster",
@@ -169,6 +170,7 @@ __all__ = [
     "RemoteValue",
     "ReplicaContext",
     "Result",
+    "RetryAfter",
     "Run",
     "RunCancelled",
     "RunDrained",

@@ -127,7 +127,7 @@ class CommandExecutor:
 
         def send(payloads: list[list[Frame]]) -> None:
             sent = sum(end - start for start, end in command.elements)
-            head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent)
+            head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent, command.sharing)
             self._pool.send(worker, head, payloads[0])
 
         self._assign(handle, [cmd.GangAssignment(worker, lease, lo, hi)], send, command.elements)
@@ -196,7 +196,8 @@ class CommandExecutor:
         payloads: list[list[Frame]] = []
         for part, data in zip(parts, shards, strict=True):
             try:
-                payloads.append(encode([data.ids, data.locations, data.values, data.states]))
+                finished = handle.elements.of(part.lo, part.hi)
+                payloads.append(encode([data.ids, data.locations, data.values, data.states, finished]))
                 if data.states:
                     self._states.send(part.worker, data.states)
             except Exception as error:  # a value can't be serialized

@@ -283,9 +283,9 @@ class PassHandle:
 
     def finished_calls(self) -> dict[int | tuple[int, int, int], Tree]:
         """Return the results that the reader has not consumed, by call, or by (call, stage, element)."""
-        found: dict[int | tuple[int, int, int], Tree] = {**self.elements.all()}
+        found: dict[int | tuple[int, int, int], Tree] = dict(self.elements.all().items())
         found.update((call, chunk.calls[0]) for call, chunk in self._restored.items())
-        found.update(self._store.all())
+        found.update(self._store.all().items())
         return found
 
     def settle(self, before: int) -> None:

@@ -165,6 +165,8 @@ class PassExecution:
         quarantine = quarantine_of(self._plan, self._pass)
         found = self._durable.part(PASS_STATE) if self._durable is not None and self.steps else None
         speculation = self._plan.spec.cluster.speculation
+        at_once, concurrency = self._plan.waiting(self._pass)
+        once = self._pass.gang or concurrency > 0 or self._plan.is_paid(self._pass)
         # no results are kept in a training, because a resumed run may have other states
         keep = not self._pass.gang and self._participant is None
         stamp = self._durable.stamp if self._durable is not None and keep else ""
@@ -177,7 +179,9 @@ class PassExecution:
                 self._replicas,
                 gang=self._pass.gang,
                 first_step=self.steps,
-                speculation=0.0 if self._pass.gang or isinstance(speculation, str) else float(speculation),
+                speculation=0.0 if once or isinstance(speculation, str) else float(speculation),
+                at_once=at_once,
+                concurrency=concurrency,
                 quarantine=bool(quarantine) and quarantine.issuperset(self._pass.runs),
                 quarantine_max=self._plan.quarantine_max(self._pass.dataset),
                 quarantined=0 if found is None else len(found["quarantine"]),

@@ -103,7 +103,7 @@ class Assigner:
         """Return the number of overlapping calls of a pass that one worker may have."""
         settings = pass_.settings
         calls = min(settings.concurrency or math.inf, pass_.leased + pass_.todo.calls)
-        return min(settings.at_once, math.ceil(calls / max(1, self._members.ready_for(settings.gpus))))
+        return min(settings.at_once, math.ceil(calls / self._members.expected_for(settings.gpus)))
 
     def _next_pass(self, stuck: Collection[int]) -> Pass | None:
         """Return the pass whose turn it is, or None; `stuck` ones have no suitable worker with capacity."""
@@ -126,7 +126,8 @@ class Assigner:
         workers = self._members.ready_for(pass_.settings.gpus)
         calls = pass_.bundle_calls(self._limits, workers)
         if pass_.settings.at_once:
-            held = self._members.slots.get(pass_.id, {}).get(worker.name, 0)
+            slots = self._members.slots.get(pass_.id)
+            held = slots.get(worker.name, 0) if slots else 0
             calls = max(1, min(calls, self._calls_at_once(pass_) - held))
         todo = pass_.todo.take(calls)
         self._grant(worker, pass_, todo, expected_s=(pass_.call_s or 0.0) * (todo.hi - todo.lo))
@@ -160,7 +161,7 @@ class Assigner:
 
     def _sharing(self, pass_: Pass) -> int:
         """Return the number of workers that may execute calls of an overlapping pass at the same time."""
-        workers = max(1, self._members.ready_for(pass_.settings.gpus))
+        workers = self._members.expected_for(pass_.settings.gpus)
         return min(workers, pass_.settings.concurrency or workers)
 
     def _issue_gang(self, pass_: Pass) -> bool:

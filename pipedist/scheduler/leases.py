@@ -89,6 +89,7 @@ class RaisedCall(Struct, frozen=True):
     quarantine: bool = False
     """True if its culprits are quarantined after the last retry; otherwise the call fails."""
     cause: Cause = UNKNOWN
+    culprits: tuple[tuple[int, str], ...] = ()  # as in `events.CallFailed`
 
 
 @dataclass(slots=True, eq=False)

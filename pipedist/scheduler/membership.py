@@ -62,6 +62,10 @@ class Membership:
             return self.ready
         return sum(room.ready for owned, room in self.capacity_classes.items() if owned >= gpus)
 
+    def expected_for(self, gpus: float) -> int:
+        """Return the number of workers that are READY or start, at least 1; with GPUs, of those that are READY."""
+        return max(1, self.ready_for(gpus) if gpus else len(self.workers) - len(self.gone))
+
     def idle_for(self, gpus: float) -> Worker | None:
         """Return an idle worker with at least `gpus` GPUs: the fewest sufficient, then the longest idle."""
         for owned, room in self.capacity_classes.items():

@@ -238,6 +238,9 @@ class SimulatedProcess:
     def recv(self) -> Received:
         return self._inbox.popleft()
 
+    def fileno(self) -> int:
+        return -1
+
     def _sleep(self, for_s: float) -> None:
         self._listens = False
         self._wait(for_s)
@@ -272,6 +275,7 @@ class SimulatedDriver(Driver):
         with self._lock:
             if self._run is not None and self._slice is not None:
                 self._reports.finished(self._slice.lease, self._run)
+            self._report_overlapping()
 
     def pass_of_slice(self) -> int:
         """Return the pass of the calls that run, or 0."""
