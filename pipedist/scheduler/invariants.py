@@ -51,7 +51,7 @@ def _check_all(passes: Mapping[int, Pass], members: Membership, waiting: Mapping
         slots: Counter[str] = Counter()
         for lease in held[id_]:
             slots[lease.worker] += (lease.hi - lease.next) * lease.overlaps
-        if +slots != Counter(members.slots.get(id_, {})):
+        if +slots != Counter(members.slots.get(id_, {})) or slots.total() != members.slots_used[id_]:
             yield f"pass {id_} has {+slots} overlapping calls, counted are {members.slots.get(id_)}"
         if 0 < pass_.settings.concurrency < pass_.leased:
             yield f"pass {id_} has {pass_.leased} calls at once, more than {pass_.settings.concurrency}"

@@ -303,6 +303,7 @@ class Scheduler:
         self._outcomes.cancel(pass_, from_call=0)
         self._members.watched.pop(pass_.id, None)
         self._members.slots.pop(pass_.id, None)
+        self._members.slots_used.pop(pass_.id, None)
         for worker in self._members.workers.values():
             if event.pass_id in worker.bound:
                 worker.bound.discard(event.pass_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -48,6 +48,8 @@ class Membership:
         self.slots: dict[int, OrderedDict[str, int]] = {}
         """Unreported calls of each worker with overlapping leases of a pass. A worker moves to the end when it reports
         calls, and to the front when it gets some: so each worker gets calls in turn, without a search."""
+        self.slots_used: Counter[int] = Counter()
+        """Sum of these calls, by pass."""
         self._prefetch_below_s = prefetch_below_s
         self._last_lease = 0
 
@@ -82,8 +84,11 @@ class Membership:
     def with_slot(self, pass_id: int, calls_max: int) -> Worker | None:
         """Return a worker that executes overlapping calls of a pass, fewer than `calls_max`."""
         slots = self.slots.get(pass_id)
-        last = next(reversed(slots)) if slots else ""
-        return self.workers[last] if slots and slots[last] < calls_max else None
+        if not slots or self.slots_used[pass_id] >= calls_max * len(slots):
+            return None
+        while slots[last := next(reversed(slots))] >= calls_max:
+            slots.move_to_end(last, last=False)
+        return self.workers[last]
 
     def under_prefetched_for(self, gpus: float) -> Worker | None:
         for owned, room in self.capacity_classes.items():
@@ -117,8 +122,8 @@ class Membership:
         worker.become("lost" if worker.managed else "lost unmanaged")
         worker.leases.clear()
         worker.overlapping = 0
-        for slots in self.slots.values():
-            slots.pop(worker.name, None)
+        for pass_id, slots in self.slots.items():
+            self.slots_used[pass_id] -= slots.pop(worker.name, 0)
         worker.bound.clear()
         worker.unsure = False
         worker.suspended = 0
@@ -159,6 +164,7 @@ class Membership:
         """Count unreported calls of an overlapping lease."""
         slots = self.slots.setdefault(lease.pass_id, OrderedDict())
         slots[lease.worker] = slots.get(lease.worker, 0) + calls
+        self.slots_used[lease.pass_id] += calls
         slots.move_to_end(lease.worker, last=calls < 0)
         if not slots[lease.worker]:
             del slots[lease.worker]

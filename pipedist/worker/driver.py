@@ -217,16 +217,13 @@ class Driver:
     def _report_overlapping(self) -> None:
         """Report finished calls and elements of overlapping leases; the caller holds the lock."""
         for lease, run in list(self._leases.overlapping.runs.items()):
-            while run.has_done:
+            self._reports.elements(lease, run)
+            while run.has_done and not run.is_over:
                 failure = run.collect()
                 self._reports.finished(lease, run)
                 if failure is not None:
                     run.skip()
                     self._reports.failed(lease, failure)
-                if run.is_over:
-                    break
-            else:
-                self._reports.elements(lease, run)
 
     def _execute(self, slice_: Execute) -> None:
         try:

@@ -171,9 +171,10 @@ class LeaseRun:
         return None
 
     def elements(self) -> Iterator[tuple[int, list[Tree]]]:
-        """Yield the results of elements of running calls since the last time, by call."""
-        for call, _ in self._running:
-            if call.fresh:
+        """Yield the results of elements of calls without a result, since the last time, by call."""
+        for call, task in self._running:
+            returned = task.done() and not task.cancelled() and task.exception() is None
+            if call.fresh and not returned:
                 fresh, call.fresh = call.fresh, []
                 yield call.number, fresh
 

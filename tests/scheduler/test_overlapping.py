@@ -54,6 +54,14 @@ def test_few_calls_are_spread_over_the_workers() -> None:
     assert held(assigns(scenario.setup(ev.StepsAvailable(1, 0, 6, 1)))) == {"w0": 2, "w1": 2, "w2": 2}
 
 
+def test_a_worker_that_joins_late_gets_its_share() -> None:
+    scenario = Scenario().with_workers("w0")
+    scenario.setup(ev.WorkerExpected("w1")).clear()
+    scenario.with_pass(FEW)
+    assert held(assigns(scenario.setup(ev.StepsAvailable(1, 0, 20, 1)))) == {"w0": 3}
+    assert held(assigns(scenario.setup(ev.WorkerJoined("w1", 0)))) == {"w1": 3}
+
+
 def test_a_dead_worker_costs_its_calls_an_attempt_only_if_they_had_the_thread() -> None:
     scenario = Scenario().with_workers("w0").with_pass(FEW)
     leases = assigns(scenario.setup(ev.StepsAvailable(1, 0, 6, 1)))
