@@ -267,9 +267,7 @@ class PassHandle:
         """The number of results of calls and elements that arrived."""
         return self.counts.calls_done + self.elements.added
 
-    def restore(
-        self, chunks: Iterable[Chunk], elements: Mapping[tuple[int, int, int], Tree] = {}
-    ) -> None:
+    def restore(self, chunks: Iterable[Chunk], elements: Mapping[tuple[int, int, int], Tree] = {}) -> None:
         """Set results of an earlier process, of one call each, before the feed runs: these are not executed.
 
         `elements` has those of elements of other calls, by (call, stage, element).

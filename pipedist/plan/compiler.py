@@ -57,9 +57,7 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         called = {name: _called(spec, name, ref) for name, ref in functions.items()}
         classes = frozenset(name for name, (is_class, _) in called.items() if is_class)
         asynchronous = frozenset(name for name, (_, is_async) in called.items() if is_async)
-        plan = Plan(
-            spec, workers, sources, functions, states, ordered, supply, verify, asynchronous, classes
-        )
+        plan = Plan(spec, workers, sources, functions, states, ordered, supply, verify, asynchronous, classes)
         problems += [*_check_gangs(plan), *_check_communication(plan), *_check_gpus(plan)]
         problems += _check_waiting(plan)
         if problems:
@@ -139,7 +137,9 @@ def _check_waiting(plan: Plan) -> Iterator[Problem]:
                 continue
             if stage.concurrency and name not in plan.asynchronous:
                 message = f"`concurrency` needs an async function, and `{plan.functions[name].label}` is a plain one"
-                expected = "`async def`, or no `concurrency`: a plain function runs once at a time in each worker"
+                expected = (
+                    "`async def`, or no `concurrency`: a plain function runs once at a time in each worker"
+                )
                 yield plan.spec.document.problem(("stages", name, "concurrency"), message, expected=expected)
             for key in ("concurrency", "per", "rate") if states else ():
                 if getattr(stage, key) is not None:

@@ -161,7 +161,7 @@ class Plan(Struct, frozen=True):
             if limit := self.calls_at_once(name):
                 size = -(-self.spec.datasets[pass_.dataset].batch // self.spec.replicas)
                 if stage.per:  # a worker begins the next call while the last elements of one wait
-                    limit = min(limit, max(2 * -(-limit // size), 2 * self.workers))
+                    limit = min(limit, 2 * -(-limit // size) + self.workers)
                 if stage.per or stage.concurrency:
                     limits.append(limit)
         if limits and (self.overlapping(runs) or not self.asynchronous.intersection(runs)):
@@ -181,7 +181,7 @@ class Plan(Struct, frozen=True):
         return bool(found) and not any(name in self.classes and not runs[name].concurrency for name in found)
 
     def calls_at_once(self, name: str) -> int:
-        """Return how many calls of a run wait at the same time over all workers, of elements or whole inputs; 0: one."""
+        """Return how many calls of a run, or elements, wait at the same time over all workers; 0: none."""
         stage = self.spec.stages[name]
         assert isinstance(stage, RunSpec)
         if stage.concurrency or name not in self.asynchronous or name in self.classes:

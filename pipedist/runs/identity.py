@@ -44,7 +44,6 @@ from pipedist.spec import (
     load,
 )
 
-
 _NEVER_DECIDES = ("concurrency", "rate")
 """Keys of stages that decide the time of calls only."""
 

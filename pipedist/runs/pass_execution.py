@@ -276,7 +276,9 @@ class PassExecution:
             with anyio.move_on_after(CALLS_S):
                 await self._took.wait()
             async with self._taking:
-                if not self._took.is_set() and (self._calls is None or self._reported == self.handle.reported):
+                if not self._took.is_set() and (
+                    self._calls is None or self._reported == self.handle.reported
+                ):
                     continue
                 self._reported = self.handle.reported
                 finished = self._finished_calls()

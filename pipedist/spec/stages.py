@@ -168,9 +168,9 @@ class RateSpec(Section):
 class RetrySpec(Section):
     """Further attempts of a call in its worker, with waits between them."""
 
-    attempts: Annotated[
-        int, Field(ge=2, le=RETRIES_MAX), Expected(f"an integer from 2 to {RETRIES_MAX}")
-    ] = Field(description="How often a call is attempted, the first time included.", examples=[5])
+    attempts: Annotated[int, Field(ge=2, le=RETRIES_MAX), Expected(f"an integer from 2 to {RETRIES_MAX}")] = (
+        Field(description="How often a call is attempted, the first time included.", examples=[5])
+    )
     backoff_s: Seconds = Field(
         default=0.5,
         description="The wait before the second attempt, in seconds; it doubles each time, up to 60 s, and is "
@@ -186,9 +186,9 @@ class RetrySpec(Section):
         ),
     ] = Field(
         default=(),
-        description="The exceptions after which there is another attempt, by the name of the class or of a base "
-        "class: `TimeoutError`, `httpx.TransportError`. Default: all. After a `pipedist.RetryAfter`, and only then, the wait is "
-        "the one that it names.",
+        description="The exceptions after which there is another attempt, by the name of the class or a base "
+        "class: `TimeoutError`, `httpx.TransportError`. Default: all. After a `pipedist.RetryAfter` there is "
+        "always one, after the wait that it names.",
         examples=[["TimeoutError", "ConnectionError"]],
     )
 
@@ -251,9 +251,10 @@ class RunSpec(Section):
     timeout_s: _OptionalSeconds = Field(
         default=None,
         description="How long one call of the function may take, in seconds. Then its worker is killed within a "
-        "second, which counts as an exception of the stage. A call that waits at the same time as others is cancelled "
-        "instead, with a TimeoutError, and the others go on; its worker is killed only if it does not end within a "
-        "second. Imports, the construction of a class, and waiting for other replicas do not count. `null`: no limit.",
+        "second, which counts as an exception of the stage. A call that waits at the same time as others is "
+        "cancelled instead, with a TimeoutError, and the others go on; its worker is killed only if it does not end "
+        "within a second. Imports, the construction of a class, and waiting for other replicas do not count. "
+        "`null`: no limit.",
         examples=[60],
     )
     retries: Annotated[int, Field(ge=0, le=RETRIES_MAX), Expected(f"an integer from 0 to {RETRIES_MAX}")] = (
@@ -279,19 +280,23 @@ class RunSpec(Section):
         default=None,
         description="For an async function, or a class with an async `__call__`: the number of calls that wait at the "
         "same time, over all workers; with `per: element`, of elements. The instance of a class then serves several "
-        "calls at the same time. Such a call is never executed a second time because it is slow. Default: 32 calls "
-        "of a function per worker, and one of a class.",
+        "calls at the same time. Such a call is never executed a second time because it is slow. Default: 32 per "
+        "worker for a function, one for a class.",
         examples=[64],
     )
-    rate: Annotated[RateSpec, ExpectedShape("a mapping {calls: N, per_s: S}, or null", mapping)] | None = Field(
-        default=None,
-        description="The maximum rate of calls (with `per: element`, of elements), attempts of `retry` included. It "
-        "is divided among the workers, each of which begins its calls at even intervals. So at most one call per "
-        "worker more than the rate begins in any time.",
-        examples=[{"calls": 50, "per_s": 1}],
+    rate: Annotated[RateSpec, ExpectedShape("a mapping {calls: N, per_s: S}, or null", mapping)] | None = (
+        Field(
+            default=None,
+            description="The maximum rate of calls (with `per: element`, of elements), attempts of `retry` "
+            "included. It is divided among the workers, each of which begins its calls at even intervals. So at most "
+            "one call per worker more than the rate begins in any time.",
+            examples=[{"calls": 50, "per_s": 1}],
+        )
     )
     retry: (
-        Annotated[RetrySpec, ExpectedShape("a mapping {attempts: N, backoff_s: S, on: [NAME]}, or null", mapping)]
+        Annotated[
+            RetrySpec, ExpectedShape("a mapping {attempts: N, backoff_s: S, on: [NAME]}, or null", mapping)
+        ]
         | None
     ) = Field(
         default=None,

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Token
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,7 +46,7 @@ from pipedist.worker.stages import Stage
 
 if TYPE_CHECKING:
     from pipedist.worker.variables.replica import ReplicaVariables
-    from pipedist.worker.waiting_calls import Share
+    from pipedist.worker.waiting_calls import WorkerShare
 
 
 Outcome = dict[str, Tree]  # the values that one call sends back: {slot: tree}
@@ -113,7 +114,7 @@ class Call:
     reading: bool = False  # whether its shard is being read
     in_user_code: bool = False
     lease: int = 0  # 0: not known, and no other call runs at the same time
-    place: int = 1  # of the stage, counted from 1
+    place: int = 1  # the number of its stage, counted from 1
     begin: Callable[[int], None] = lambda _call: None  # records that the call has the thread
     fresh: list[Tree] = field(default_factory=list)
     """[stage, element, result] of elements that are over, and not reported yet."""
@@ -150,7 +151,7 @@ class PassExecutor:
         self.first_stage = names[0] if names else ""
         readers = [stage.of for stage in program.stages]
         self._sharing = 1
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, WorkerShare] = {}
         """This worker's share of the limits of stages that wait, by stage."""
         self.waits = any(stage.waits for stage in self._stages)
         """Whether its calls are tasks of an event loop, because they wait for elements, attempts or a rate."""
@@ -181,7 +182,9 @@ class PassExecutor:
                 self._load(stage, call)
             except BaseException:  # each call raises and reports it, under its own number
                 return False
-        return any(s.is_async for s in self._stages) and not any(s.is_class and s.is_async for s in self._stages)
+        return any(s.is_async for s in self._stages) and not any(
+            s.is_class and s.is_async for s in self._stages
+        )
 
     def share_with(self, workers: int) -> None:
         """Set the number of workers among which the limits of stages are divided."""
@@ -189,11 +192,11 @@ class PassExecutor:
         for share in self._shares.values():
             share.sharing = workers
 
-    def _share(self, stage: Stage) -> Share:
+    def _share(self, stage: Stage) -> WorkerShare:
         if stage.name not in self._shares:
-            from pipedist.worker.waiting_calls import Share  # most workers have no such stage
+            from pipedist.worker.waiting_calls import WorkerShare  # most workers have no such stage
 
-            share = self._shares[stage.name] = Share(stage.program)
+            share = self._shares[stage.name] = WorkerShare(stage.program)
             share.sharing = self._sharing
         return self._shares[stage.name]
 
@@ -264,14 +267,15 @@ class PassExecutor:
         values: list[Tree] = []
         for place, stage in enumerate(self._stages):
             call.place = place + 1
-            ctx = self._enter(stage, call.place if call.lease else 0, call, shard)
+            self._enter(stage, call.place if call.lease else 0, call, shard)
             began = monotonic() if self._stored else 0.0
             value = self._input(stage, shard, values)
             if stage.program.per_element:
                 done = {element: result for (at, element), result in finished.items() if at == place}
                 result = await self._elements(stage, call, shard, value, done)
             else:
-                result = await self._attempts(stage, call, value, ctx, ())
+                context = partial(self._context, stage, call, shard, shard.elements)
+                result = await self._attempts(stage, call, value, context)
             values.append(self._end(call, result))
             if self._stored:
                 call.seconds.append(monotonic() - began)
@@ -286,12 +290,21 @@ class PassExecutor:
 
         size = waiting.count_elements(value)
         is_named = shard.elements is not None and len(shard.elements) == size
-        ids = [int(each) for each in shard.elements] if is_named and shard.elements is not None else range(size)
+        ids = (
+            [int(each) for each in shard.elements] if is_named and shard.elements is not None else range(size)
+        )
         results = {at: done[element] for at, element in enumerate(ids) if is_named and element in done}
 
         async def execute(at: int) -> None:
-            ctx = self._context(stage, call, shard, np.array([ids[at]]) if is_named else None, ids[at])
-            result = await self._attempts(stage, call, waiting.element_at(value, at), ctx, (ids[at],))
+            id_ = ids[at]
+            own = np.array([id_]) if is_named else None
+            result = await self._attempts(
+                stage,
+                call,
+                waiting.element_at(value, at),
+                lambda: self._context(stage, call, shard, own, id_),
+                (id_,),
+            )
             box = [result]
             del result
             results[at] = take_ownership(box)[0]
@@ -309,11 +322,19 @@ class PassExecutor:
         return waiting.batched([results[at] for at in range(size)], ids)
 
     async def _attempts(
-        self, stage: Stage, call: Call, value: Tree, ctx: ReplicaContext, element: tuple[int, ...]
+        self,
+        stage: Stage,
+        call: Call,
+        value: Tree,
+        context: Callable[[], ReplicaContext],
+        element: tuple[int, ...] = (),
     ) -> Tree:
-        """Call a stage's function until it returns, at most as often as its `retry` allows."""
+        """Call a stage's function until it returns, at most as often as its `retry` allows.
+
+        Each attempt gets the same value and random numbers.
+        """
         if not stage.waits:
-            return await self._attempt(stage, call, value, ctx)
+            return await self._attempt(stage, call, value, context())
         import asyncio  # loaded already
 
         from pipedist.worker.waiting_calls import pause_s
@@ -323,7 +344,7 @@ class PassExecutor:
         while True:
             await self._share(stage).turn()
             try:
-                return await self._attempt(stage, call, value, ctx)
+                return await self._attempt(stage, call, as_readonly(value), context())
             except Exception as error:
                 rest_s = pause_s(stage.program, error, attempt, place)
                 if rest_s is None:

@@ -104,7 +104,7 @@ class LeaseQueue:
         return self.active
 
     def report(self, lease_id: int, lo: int, hi: int) -> AssignedLease:
-        """Record that calls [lo, hi) of an executing lease are over; return it. One that overlaps ends with its last."""
+        """Record that calls [lo, hi) of an executing lease are over; return it."""
         lease = self.overlapping.get(lease_id, self.active)
         if lease is None or lease.id != lease_id:
             raise LocalProtocolError(f"calls of lease {lease_id} were reported, but {lease} executes")

@@ -11,8 +11,8 @@ Rules
   calls share a message.
 * Leases whose calls only wait overlap: they begin at once, are reported in any order, and end with their last call.
   Results of elements may be reported before their call is over.
-* Of the other leases, one executes; at most `leases_queued_max` wait. A lease that is cancelled, or whose pass is unbound,
-  is dropped at once, and never reported afterwards. No call runs while a message is handled, except
+* Of the other leases, one executes; at most `leases_queued_max` wait. A lease that is cancelled, or whose pass
+  is unbound, is dropped at once, and never reported afterwards. No call runs while a message is handled, except
   paused ones: overlapping async calls, and the replicas of a gang, which end where they wait for a
   collective.
 * An `Execute` stands until its slice has ended. Until then the next `Execute` replaces it, and the

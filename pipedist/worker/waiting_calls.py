@@ -27,7 +27,9 @@ BACKOFF_S_MAX = 60.0
 RETRY_AFTER_S_MAX = 3600.0  # a longer request of a function is a failure
 
 
-def pause_s(stage: StageProgram, error: BaseException, attempt: int, place: Sequence[int | str]) -> float | None:
+def pause_s(
+    stage: StageProgram, error: BaseException, attempt: int, place: Sequence[int | str]
+) -> float | None:
     """Return the wait before the next attempt, after `attempt` of them; None if there is none.
 
     `place` names the call: the same one always waits equally long, and different ones do not wait equally long.
@@ -36,7 +38,9 @@ def pause_s(stage: StageProgram, error: BaseException, attempt: int, place: Sequ
         return None
     if isinstance(error, RetryAfter):
         return error.seconds if error.seconds <= RETRY_AFTER_S_MAX else None
-    names = {name for cls in type(error).__mro__ for name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")}
+    names = {
+        name for cls in type(error).__mro__ for name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
+    }
     if stage.retry_on and names.isdisjoint(stage.retry_on):
         return None
     digest = hashlib.sha256(repr((*place, attempt)).encode()).digest()
@@ -44,7 +48,7 @@ def pause_s(stage: StageProgram, error: BaseException, attempt: int, place: Sequ
     return min(BACKOFF_S_MAX, stage.backoff_s * 2.0 ** min(attempt - 1, 60)) * jitter
 
 
-class Share:
+class WorkerShare:
     """This worker's share of the limits of a stage."""
 
     def __init__(self, stage: StageProgram) -> None:
@@ -90,7 +94,10 @@ class Share:
         """Wait until the rate allows another call; calls are not saved up."""
         if self._stage.calls_per_s:
             now = asyncio.get_running_loop().time()
-            begin, self._next_s = self._next_s, max(now, self._next_s) + self.sharing / self._stage.calls_per_s
+            begin, self._next_s = (
+                self._next_s,
+                max(now, self._next_s) + self.sharing / self._stage.calls_per_s,
+            )
             await asyncio.sleep(max(0.0, begin - now))
 
 
@@ -123,7 +130,9 @@ def element_at(value: Tree, index: int) -> Tree:
         items = [element_at(each, index) for each in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{each.name: element_at(getattr(value, each.name), index) for each in fields(value)})
+        return replace(
+            value, **{each.name: element_at(getattr(value, each.name), index) for each in fields(value)}
+        )
     return value[index] if isinstance(value, list) or np.ndim(value) else value
 
 
@@ -144,7 +153,7 @@ def batched(results: Sequence[Tree], ids: Sequence[int]) -> Tree:
 
 async def each_element(
     indices: Sequence[int],
-    share: Share,
+    share: WorkerShare,
     execute: Callable[[int], Awaitable[None]],
     *,
     all_of_them: bool,

@@ -37,7 +37,12 @@ def spec_of(port: int, *, n: int, batch: int, replicas: int, per: str | None) ->
         "replicas": replicas,
         "dataset": {"range": n, "batch": batch},
         "stages": {
-            "y": {"run": f"tests.journal.paid:{function}", "with": {"port": port}, "per": per, "concurrency": CONCURRENCY},
+            "y": {
+                "run": f"tests.journal.paid:{function}",
+                "with": {"port": port},
+                "per": per,
+                "concurrency": CONCURRENCY,
+            },
             "rows": {"gather": 0, "of": "y"},
         },
         "outputs": {"rows": "rows.json"},
@@ -54,7 +59,9 @@ def begin(folder: Path, number: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize(("per", "batch", "replicas"), [("element", 200, 2), ("element", 40, 1), (None, 40, 40)])
+@pytest.mark.parametrize(
+    ("per", "batch", "replicas"), [("element", 200, 2), ("element", 40, 1), (None, 40, 40)]
+)
 def test_no_durable_answer_is_asked_for_again(
     tmp_path: Path, per: str | None, batch: int, replicas: int
 ) -> None:
@@ -83,7 +90,9 @@ def test_no_durable_answer_is_asked_for_again(
         assert len({number for number, _ in found}) == len(found), "asked twice by one process"
         for (number, at), _ in itertools.pairwise(sorted(found)):
             assert at > killed_at[number] - DURABLE_S - LATE_S
-    late = sum(number < 2 and at > killed_at[number] - DURABLE_S - LATE_S for _, number, at in server.answered)
+    late = sum(
+        number < 2 and at > killed_at[number] - DURABLE_S - LATE_S for _, number, at in server.answered
+    )
     assert server.asked.total() - n <= late + CONCURRENCY * len(killed_at)
 
 

@@ -35,7 +35,9 @@ def test_32_calls_of_an_async_function_wait_in_a_worker_by_default(tmp_path: Pat
 
 
 def test_concurrency_of_a_plain_function_is_an_error_of_the_plan() -> None:
-    with pytest.raises(pipedist.PlanError, match=r"stages.y.concurrency.*needs an async function, and .*plain"):
+    with pytest.raises(
+        pipedist.PlanError, match=r"stages.y.concurrency.*needs an async function, and .*plain"
+    ):
         pipedist.run(document("plain", concurrency=4), workers=1)
 
 
@@ -113,7 +115,9 @@ def test_a_time_limit_cancels_one_call_and_its_neighbours_go_on(tmp_path: Path) 
 
 
 def test_a_call_that_blocks_the_thread_beyond_its_time_limit_costs_its_worker(tmp_path: Path) -> None:
-    spec = document("blocks", n=8, timeout_s=0.2, retries=1, concurrency=8, **{"with": {"note": str(tmp_path / "n")}})
+    spec = document(
+        "blocks", n=8, timeout_s=0.2, retries=1, concurrency=8, **{"with": {"note": str(tmp_path / "n")}}
+    )
     spec["stages"]["y"]["per"] = "element"
     assert pipedist.run(spec, workers=1)["out"].tolist() == [float(n) for n in range(8)]
 
@@ -134,7 +138,10 @@ def test_a_rate_holds_over_all_workers(tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({"retry": {"attempts": 2}, "retries": 1}, "`retry` and `retries` both say how often"),
-        ({"concurrency": 2, "collectives": True}, "`concurrency` is for calls that are executed by themselves"),
+        (
+            {"concurrency": 2, "collectives": True},
+            "`concurrency` is for calls that are executed by themselves",
+        ),
         ({"concurrency": 0}, "`concurrency` must be an integer from 1 to 65536"),
         ({"rate": 3}, "`rate` must be a mapping {calls: N, per_s: S}"),
         ({"retry": {"attempts": 1}}, "`attempts` must be an integer from 2 to 1000"),

@@ -1,5 +1,6 @@
 """Functions that wait for a server, for the tests of calls that overlap."""
 
+# ruff: noqa: ASYNC230, ASYNC240, ASYNC251 - tests count calls in files, and block on purpose
 from __future__ import annotations
 
 import asyncio

@@ -16,7 +16,7 @@ FEW = PassSettings(replicas=1, pulled=False, at_once=6, concurrency=6)
 
 
 def held(leases: list[cmd.SendAssign]) -> Counter[str]:
-    return Counter({worker: 0 for worker in ()}) + Counter(
+    return Counter(dict.fromkeys((), 0)) + Counter(
         {w: sum(x.hi - x.lo for x in leases if x.worker == w) for w in {x.worker for x in leases}}
     )
 
@@ -105,7 +105,9 @@ def test_a_slow_call_gets_a_second_attempt_and_its_worker_keeps_its_other_calls(
     scenario = Scenario().with_workers("w0").with_pass(settings)
     leases = assigns(scenario.setup(ev.StepsAvailable(1, 0, 5, 1)))
     for call in (0, 1, 2):
-        leases += assigns(scenario.at(1.0).setup(ev.CallsDone("w0", 0, leases[call].lease, call, call + 1, 10**9)))
+        leases += assigns(
+            scenario.at(1.0).setup(ev.CallsDone("w0", 0, leases[call].lease, call, call + 1, 10**9))
+        )
     scenario.with_workers("w1")
     due = scenario.scheduler.deadline()
     assert due is not None
