@@ -131,6 +131,8 @@ class PassHandle:
         self._on_quarantine = on_quarantine
         self._store = ResultStore()
         self.elements = ElementStore()
+        self._lacking: set[int] = set()
+        """Calls without quarantined elements: a resumed run executes them again, but not their elements."""
         self._restored: dict[int, Chunk] = {}
         """Results of an earlier process, by call, until their step is offered."""
         self._visible: deque[tuple[int, int]] = deque()
@@ -415,7 +417,9 @@ class PassHandle:
     def on_quarantined(self, command: CallsQuarantined) -> int:
         """Record quarantined elements, before their step is visible; return how many the scheduler can't count."""
         elements = 0 if self._on_quarantine is None else self._on_quarantine(command)
-        if not command.remains:
+        if command.remains:
+            self._lacking.add(command.lo)
+        else:
             self.counts.calls_past += command.hi - command.lo
             self.elements.drop(command.lo, command.hi)
             self._store.put(Chunk(command.lo, command.hi, [{} for _ in range(command.lo, command.hi)], 0))
@@ -472,7 +476,8 @@ class PassHandle:
 
     def arrived(self, chunk: Chunk) -> None:
         self.counts.calls_done += chunk.hi - chunk.lo
-        self.elements.drop(chunk.lo, chunk.hi)
+        if chunk.lo not in self._lacking:
+            self.elements.drop(chunk.lo, chunk.hi)
         self._put(chunk)
 
     def _put(self, chunk: Chunk) -> None:
@@ -488,6 +493,9 @@ class PassHandle:
                 self._finish(step, None)
             return
         self.counts.elements_visible += self._feed.elements(first, last)
+        for call in [call for call in self._lacking if call < last * self.settings.replicas]:
+            self._lacking.discard(call)
+            self.elements.drop(call, call + 1)
         self._drop_errors(first, last)
         if self._visible and self._visible[-1][1] == first:
             self._visible[-1] = (self._visible[-1][0], last)
