@@ -374,7 +374,8 @@ class PassExecution:
 
     async def _take(self, first: int, epoch: int, steps: list[list[Slots]], step_bytes: int) -> None:
         await self._folds.add(epoch, steps)
-        await self.quarantine.read_inputs(first + len(steps))
+        if self.quarantine.has_unread_inputs:
+            await self.quarantine.read_inputs(first + len(steps))
         if self._spools or self._stored:
             places = [self.quarantine.ids(step) for step in range(first, first + len(steps))]
             counts = [self._feed.elements(step, step + 1) for step in range(first, first + len(steps))]

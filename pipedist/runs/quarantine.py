@@ -133,6 +133,10 @@ class PassQuarantine:
             found.append(QuarantinedElement(element, stage, cause.text, step, replica, "", _NO_INPUT, alone))
             self._unread.setdefault(call, {})[place] = element
 
+    @property
+    def has_unread_inputs(self) -> bool:
+        return bool(self._unread)
+
     async def read_inputs(self, before: int) -> None:
         """Record the inputs of elements in steps before `before`, which are not released yet.
 

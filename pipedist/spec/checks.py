@@ -29,8 +29,7 @@ _READS = {
     "update": ("reduce", "gather"),
 }
 _RESERVED_FILES = ("quarantine.jsonl",)
-_TABLES = (".csv", ".parquet")
-"""Formats whose cells hold one number or text each."""
+_TABLES = (".csv", ".parquet")  # formats whose cells hold one number or text each
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,10 +369,15 @@ class Checks:
 
     def _attempts(self, path: Path, raw: Mapping[str, object]) -> None:
         """Keys for calls that wait go together, and not with a gang."""
-        if raw.get("retry") is not None and raw.get("retries"):
+        retries, collectives = raw.get("retries"), raw.get("collectives")
+        if raw.get("retry") is not None and type(retries) is int and retries:
             message = "`retry` and `retries` both say how often a call is attempted"
             self._note_key((*path, "retry"), message, "one of them")
-        for key in ("per", "concurrency", "rate", "retry") if raw.get("collectives") else ():
+        for key in (
+            ("per", "concurrency", "rate", "retry")
+            if isinstance(collectives, dict) or collectives is True
+            else ()
+        ):
             if raw.get(key) is not None:
                 message = f"`{key}` is for calls that are executed by themselves, and `collectives` is set"
                 self._note_key((*path, key), message, f"no `{key}`, or no `collectives`")
