@@ -206,7 +206,8 @@ class CommandExecutor:
         for part, data in zip(parts, shards, strict=True):
             try:
                 finished = handle.elements.of(part.lo, part.hi)
-                payloads.append(encode([data.ids, data.locations, data.values, data.states, finished]))
+                payload = [data.ids, data.locations, data.values, data.states]
+                payloads.append(encode(payload if finished is None else [*payload, finished]))
                 if data.states:
                     self._states.send(part.worker, data.states)
             except Exception as error:  # a value can't be serialized

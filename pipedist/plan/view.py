@@ -270,7 +270,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                     "updates": list(p.updates),
                     "follows": p.follows or None,
                     "gpus": p.gpus or None,
-                    "calls_at_once": {n: c for n in p.runs if (c := plan.calls_at_once(n))},
+                    "calls_at_once": {n: c for n in p.runs if (c := plan.calls_at_once(n))} or None,
                     "gang": {"replicas": spec.replicas, "workers": min(spec.replicas, plan.workers)}
                     if p.gang
                     else None,
