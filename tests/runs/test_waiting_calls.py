@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ import numpy as np
 import pytest
 
 import pipedist
+from pipedist.plan import as_text, compile_plan
+from pipedist.runs.identity import meaning
+from pipedist.runs.programs import CallKey
+from pipedist.runs.replay import open_replay
+from pipedist.spec import load
 
 F = "tests.runs.waiting_functions"
 
@@ -154,6 +160,29 @@ def test_mistakes_have_a_place(keys: dict[str, Any], message: str) -> None:
         pipedist.run(document("element", **keys), workers=1)
     assert message in str(caught.value)
     assert "stages.y" in str(caught.value)
+
+
+def test_the_plan_shows_how_calls_wait() -> None:
+    keys = {"per": "element", "concurrency": 8, "rate": {"calls": 50, "per_s": 2}, "retry": {"attempts": 3}}
+    plan = compile_plan(load(document("element", **keys)), workers=2)
+    line = next(line for line in as_text(plan).splitlines() if line.strip().startswith("run "))
+    limits = (
+        "for each element, 8 elements at once over all workers, at most 50 calls per 2 s, up to 3 attempts"
+    )
+    assert line.endswith(f"waiting_functions:element of dataset, {limits}")
+    plan.close()
+    other = meaning(load(document("element", per="element", concurrency=3, retry={"attempts": 3})))
+    assert other == meaning(plan.spec), "limits never change a result, so a run is resumed with others"
+
+
+def test_a_call_of_elements_is_replayed(tmp_path: Path) -> None:
+    spec = document("element", n=8, batch=8, per="element", retry={"attempts": 2}, concurrency=4)
+    (tmp_path / "spec.yaml").write_text(json.dumps({**spec, "code": str(Path(__file__).parents[2])}))
+    pipedist.run(tmp_path / "spec.yaml", workers=1, output=tmp_path / "out")
+    with open_replay(tmp_path / "out", CallKey.of("y/0/0"), ()) as replay:
+        assert replay.execute().value["text"].tolist() == [f"answer {n}" for n in range(8)]
+    with open_replay(tmp_path / "out", CallKey.of("y/0/0"), (5,)) as replay:
+        assert replay.execute().value["text"].tolist() == ["answer 5"]
 
 
 def test_the_results_do_not_depend_on_the_workers() -> None:
