@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipedist.journal.audit import audit
-from pipedist.journal.history import read_history
+from pipedist.journal.history import audit, read_history
 from pipedist.journal.log_format import read_log
 from tests.journal.killing import ROOT
 from tests.journal.paid import PROCESS, CountingServer
