@@ -58,6 +58,7 @@ def begin(folder: Path, number: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("per", "batch", "replicas"), [("element", 200, 2), ("element", 40, 1), (None, 40, 40)]
 )
@@ -66,6 +67,7 @@ def test_no_durable_answer_is_asked_for_again(
 ) -> None:
     n, times = 300, random.Random(batch + replicas)
     killed_at: list[float] = []
+    durable: list[set[int]] = []
     with CountingServer((0.02, 0.4)) as server:
         spec = spec_of(server.port, n=n, batch=batch, replicas=replicas, per=per)
         (tmp_path / "spec.yaml").write_text(json.dumps(spec))
@@ -77,6 +79,7 @@ def test_no_durable_answer_is_asked_for_again(
                     time.sleep(0.005)
                 process.kill()
                 killed_at.append(time.monotonic())
+            durable.append(durable_places(tmp_path, per))
         with begin(tmp_path, 2) as process:
             assert process.wait(60) == 0
     assert json.loads((tmp_path / "out" / "rows.json").read_text()) == [f"answer {i}" for i in range(n)]
@@ -87,6 +90,9 @@ def test_no_durable_answer_is_asked_for_again(
     assert sorted(answers) == list(range(n))
     for found in answers.values():
         assert len({number for number, _ in found}) == len(found), "asked twice by one process"
+    for element, number, _ in server.answered:
+        assert all(element not in durable[earlier] for earlier in range(number)), "a durable answer"
+    for found in answers.values():
         for (number, at), _ in itertools.pairwise(sorted(found)):
             assert at > killed_at[number] - DURABLE_S - LATE_S
     late = sum(
@@ -95,20 +101,21 @@ def test_no_durable_answer_is_asked_for_again(
     assert server.asked.total() - n <= late + CONCURRENCY * len(killed_at)
 
 
-def test_elements_of_an_unfinished_call_are_durable(tmp_path: Path) -> None:
-    """Killed when the journal has some elements of the only call: the resumed run asks for the others only."""
+@pytest.mark.parametrize(("per", "replicas"), [("element", 1), (None, 64)])
+def test_finished_places_of_an_unfinished_step_are_durable(
+    tmp_path: Path, per: str | None, replicas: int
+) -> None:
+    """Killed when the journal has a part of the only step: the resumed run asks for the rest only."""
     n = 64
     with CountingServer((0.05, 0.2)) as server:
-        spec = spec_of(server.port, n=n, batch=n, replicas=1, per="element")
+        spec = spec_of(server.port, n=n, batch=n, replicas=replicas, per=per)
         (tmp_path / "spec.yaml").write_text(json.dumps(spec))
-        journal = tmp_path / "out" / ".pipedist" / "journal"
         with begin(tmp_path, 0) as process:
-            deadline = time.monotonic() + 60
-            while not durable_elements(journal):
-                assert time.monotonic() < deadline
+            while not durable_places(tmp_path, per):
+                assert process.poll() is None
                 time.sleep(0.01)
             process.kill()
-        durable = durable_elements(journal)
+        durable = durable_places(tmp_path, per)
         with begin(tmp_path, 1) as process:
             assert process.wait(60) == 0
     asked = {element for element, number, _ in server.answered if number == 1}
@@ -116,13 +123,15 @@ def test_elements_of_an_unfinished_call_are_durable(tmp_path: Path) -> None:
     assert server.asked[1] == n - len(durable)
 
 
-def durable_elements(journal: Path) -> set[int]:
-    """Return the elements of unfinished calls that a journal has."""
+def durable_places(folder: Path, per: str | None) -> set[int]:
+    """Return the elements that a run's journal has: of finished steps, and single ones, or calls of one element."""
+    journal = folder / "out" / ".pipedist" / "journal"
     history = read_history(journal) if (journal / "journal").exists() else None
-    found = set()
+    found: set[int] = set()
     for before in () if history is None else history.passes.values():
+        found |= set(range(before.elements))
         for name, end in before.logs.items():
             if ".calls." in name:
-                metas = [entry.meta for entry, _ in read_log(journal / name, end)]
-                found |= {int(meta[2]) for meta in metas if isinstance(meta, list)}
+                metas = [entry.meta for entry, _ in read_log(journal / name, end)][1:]
+                found |= {meta[2] if per else meta for meta in metas if isinstance(meta, list) == bool(per)}
     return found
