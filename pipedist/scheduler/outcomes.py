@@ -201,7 +201,7 @@ class Outcomes:
         else:
             failures = [cmd.Failure(x.call, history.tried, x.worker) for x in raised]
             first = raised[0]
-            self._give_up(pass_, lo, hi, failures, first.cause, first.quarantine, first.culprits)
+            self._give_up(pass_, lo, hi, failures, first.cause, first.quarantine, culprits=first.culprits)
 
     def _charge(self, pass_: Pass, lo: int, hi: int, call: int, worker: str, death: Death) -> None:
         """Charge calls [lo, hi), one call or a gang, with a death: retry them or fail them."""
