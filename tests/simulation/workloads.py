@@ -203,7 +203,11 @@ def _draw(number: int, random: Random, calls: int, faults: Faults, *, few_faults
     )
     if not gang and not few_faults:
         settings = replace(settings, speculation=_SPECULATION[(number + replicas + len(fates)) % 3])
-    if not gang and (at_once := _AT_ONCE[(number + 3 * replicas + len(fates)) % len(_AT_ONCE)]):
+    if (
+        not gang
+        and settings.speculation != 1.0
+        and (at_once := _AT_ONCE[(number + 3 * replicas + len(fates)) % len(_AT_ONCE)])
+    ):
         concurrency = at_once * (len(fates) % 2)
         speculation = 0.0 if concurrency else settings.speculation
         settings = replace(settings, at_once=at_once, concurrency=concurrency, speculation=speculation)
