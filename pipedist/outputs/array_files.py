@@ -38,6 +38,7 @@ class NpySink(Sink):
     """`.npy`: one array; or the arrays of all steps or epochs, stacked."""
 
     _bare = "data"
+    _fixed_width = True
     _array: Array | None = None
     _spool: ArraySpool | None = None
     _temporary: IO[bytes] | None = None
@@ -54,7 +55,7 @@ class NpySink(Sink):
         self._spool.append(array)
 
     def check(self, value: Tree) -> None:
-        _storable(self._one_array(value, Leaves(bare="data", target=self.label)), self.label)
+        _storable(self._one_array(value, self._new_leaves()), self.label)
 
     def _one_array(self, value: Tree, leaves: Leaves) -> Array:
         if value is None or encoding.node(value) is not None:
@@ -93,6 +94,7 @@ class NpzSink(Sink):
     """`.npz`: the leaves of one tree; or of the trees of all steps or epochs, stacked."""
 
     _bare = "data"
+    _fixed_width = True
     _arrays: Mapping[str, Array] = MappingProxyType({})
 
     def _append(self, value: Tree) -> None:
@@ -102,7 +104,7 @@ class NpzSink(Sink):
             self._pieces.append(value, stack=self._mode == "each")
 
     def check(self, value: Tree) -> None:
-        for name in self._storables(value, Leaves(bare="data", target=self.label)):
+        for name in self._storables(value, self._new_leaves()):
             self._info(name)
 
     def _storables(self, value: Tree, leaves: Leaves) -> dict[str, Array]:
