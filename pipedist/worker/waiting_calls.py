@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from pipedist.core import trees
+from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.errors import RetryAfter
 from pipedist.protocol.program import StageProgram
@@ -148,7 +148,16 @@ def batched(results: Sequence[Tree], ids: Sequence[int]) -> Tree:
                 f"than that of element {ids[0]}; return the same keys and shapes for each element"
             )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return trees.unflatten(structure, [np.stack([np.asarray(leaf) for leaf in column]) for column in columns])
+    return trees.unflatten(structure, [_stacked(column) for column in columns])
+
+
+def _stacked(column: Sequence[Any]) -> Any:
+    kinds = set(map(type, column))
+    if kinds <= {str, np.str_}:
+        return ragged.of_texts([str.__str__(text) for text in column])
+    if kinds <= {bytes, np.bytes_}:
+        return ragged.objects([bytes(each) for each in column])
+    return np.stack([np.asarray(leaf) for leaf in column])
 
 
 async def each_element(

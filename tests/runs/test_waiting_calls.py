@@ -53,6 +53,7 @@ def test_a_function_of_one_element_gives_batches_in_order(workers: int) -> None:
     out = pipedist.run(spec, workers=workers)["out"]
     assert out["text"].tolist() == [f"answer {n}" for n in range(22)]
     assert out["n"].tolist() == list(range(22))
+    assert out["raw"].tolist() == [b"x" * n + b"\0" for n in range(22)]
     assert out["vector"].tolist() == [[n, n + 1] for n in range(22)]
 
 

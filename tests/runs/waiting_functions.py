@@ -44,7 +44,7 @@ def plain_element(x: Any, ctx: Any) -> dict[str, Any]:
 
 async def element(x: Any) -> dict[str, Any]:
     await asyncio.sleep(0.02 if x % 3 else 0.0)
-    return {"text": f"answer {x}", "n": int(x), "vector": np.arange(2) + x}
+    return {"text": f"answer {x}", "n": int(x), "vector": np.arange(2) + x, "raw": b"x" * int(x) + b"\0"}
 
 
 async def bad_element(x: Any, note: str, bad: list[int]) -> float:
