@@ -149,7 +149,7 @@ class Plan(Struct, frozen=True):
             if limit := self.calls_at_once(name):
                 size = -(-self.spec.datasets[pass_.dataset].batch // self.spec.replicas)
                 if stage.per:  # a worker begins the next call while the last elements of one wait
-                    limit = min(limit, 2 * -(-limit // size) + self.workers)
+                    limit = min(limit, 2 * -(-limit // size) + 2 * self.workers)
                 if stage.per or stage.concurrency:
                     limits.append(limit)
         if limits and (self.overlapping(runs) or not self.asynchronous.intersection(runs)):
