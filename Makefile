@@ -137,6 +137,10 @@ bench: $(INSTALLED)  ## Measure pipedist beside its peers: make bench ARGS="--on
 bench-scheduler: $(INSTALLED)  ## Measure the scheduler's cost per call, with 10 to 10,000 workers.
 	$(BIN)/python -m benchmarks.scheduler_cost $(ARGS)
 
+.PHONY: bench-training
+bench-training: $(INSTALLED)  ## Measure a training with 1,000,000 parameters: time, memory, disk.
+	$(BIN)/python -m benchmarks.training $(ARGS)
+
 .PHONY: bench-test
 bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, to check results only.
 	$(BIN)/python -m pytest -q benchmarks/tests

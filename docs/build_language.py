@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pipedist.spec.datasets import DATASET_KEYS, SOURCES, ArraysSource, DatasetSpec
 from pipedist.spec.fields import COLUMN_TYPES, Section, expected_phrase, summary
 from pipedist.spec.interpolation import DEPTH_MAX
-from pipedist.spec.model import ClusterSection, SpecSection
+from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
 from pipedist.spec.scalars import as_yaml
 from pipedist.spec.stages import OUTPUT_ENDINGS, STAGES, RunSpec
 from pipedist.spec.validation import keys_of, section_in
@@ -154,6 +154,11 @@ and gathers have `per: epoch`. A stage that waits for the end of the training (`
 _OUTPUTS = f"""\
 ## Outputs
 
+Finished values without an output are in the results document, `.pipedist/results.json` of the output folder, which
+`--json` prints. There a value of more than 64 KiB, as arrays or as JSON, is a reference to a file beside it,
+`{{file, dtype, shape}}`: a `.npy` or `.npz`, or a `.json` without `dtype` and `shape`. Without an output folder
+every value is inline. Values per step or epoch that feed an update have no value there, unless they have an output.
+
 `outputs` names the file of a finished value, as a path in the output folder. The ending is the format:
 {", ".join(f"`{ending}`" for ending in OUTPUT_ENDINGS)}.
 
@@ -182,7 +187,8 @@ Values per step or per epoch are lines in `.jsonl` and `.csv`, and are stacked i
 def reference() -> str:
     """Return the language reference as Markdown."""
     parts = [_INTRODUCTION, _DOCUMENT, "## At the top", *_keys(SpecSection, "###")]
-    parts += ["## Cluster", summary(ClusterSection), *_keys(ClusterSection, "###")]
+    for title, section in (("Cluster", ClusterSection), ("Checkpoint", CheckpointSection)):
+        parts += [f"## {title}", summary(section), *_keys(section, "###")]
     parts += [_DATASETS, *_keys(DatasetSpec, "###", only=DATASET_KEYS), _SOURCES]
     for name, model in SOURCES.items():
         parts += [f"#### `{name}`", summary(model)]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
@@ -133,6 +134,24 @@ class NpzSink(Sink):
                 f"{self.label}: a leaf path has a character that zip names can't hold. Write .json."
             )
         return zipfile.ZipInfo(f"{name}.npy", date_time=_EPOCH)
+
+
+def members(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    """Yield (name, (dtype, shape)) of each array in a file; the array of a `.npy` has no name."""
+    if path.suffix == ".npy":
+        with path.open("rb") as file:
+            yield "", _header(file)
+        return
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            with archive.open(name) as member:
+                yield name.removesuffix(".npy"), _header(member)
+
+
+def _header(file: IO[bytes]) -> tuple[str, tuple[int, ...]]:
+    npy_format.read_magic(file)  # ours are of version 1.0
+    shape, _, dtype = npy_format.read_array_header_1_0(file)
+    return str(dtype), shape
 
 
 def _write(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...], blocks: Iterable[Array]) -> None:
