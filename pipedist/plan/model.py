@@ -155,8 +155,8 @@ class Plan(Struct, frozen=True):
         if limits and (self.overlapping(runs) or not self.asynchronous.intersection(runs)):
             return min(limits), min(limits)
         if any(stage.per or stage.rate or stage.retry for stage in runs.values()):
-            return (CALLS_AT_ONCE if self.overlapping(runs) else 1), 0
-        return (CALLS_AT_ONCE, 0) if self.overlapping(runs) else (0, 0)
+            return (CALLS_AT_ONCE if self.overlapping(runs) and not pass_.gpus else 1), 0
+        return (CALLS_AT_ONCE, 0) if self.overlapping(runs) and not pass_.gpus else (0, 0)
 
     def is_paid(self, pass_: PassPlan) -> bool:
         """Return whether calls of a pass are limited, so that none is executed a second time because it is slow."""
@@ -172,7 +172,7 @@ class Plan(Struct, frozen=True):
         """Return how many calls of a run, or elements, wait at the same time over all workers; 0: none."""
         stage = self.spec.stages[name]
         assert isinstance(stage, RunSpec)
-        if stage.concurrency or name not in self.asynchronous or name in self.classes:
+        if stage.concurrency or stage.gpus or name not in self.asynchronous or name in self.classes:
             return stage.concurrency or (self.workers if stage.per else 0)
         return CALLS_AT_ONCE * self.workers
 

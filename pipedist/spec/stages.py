@@ -280,7 +280,7 @@ class RunSpec(Section):
         description="For an async function, or a class with an async `__call__`: the number of calls that wait at the "
         "same time, over all workers; with `per: element`, of elements. The instance of a class then serves several "
         "calls at the same time. Such a call is never executed a second time because it is slow. Default: 32 per "
-        "worker for a function, one for a class.",
+        "worker for a function, one for a class, and one with `resources`.",
         examples=[64],
     )
     rate: Annotated[RateSpec, ExpectedShape("a mapping {calls: N, per_s: S}, or null", mapping)] | None = (

@@ -362,7 +362,7 @@ class PassExecutor:
         if stage.is_class:
             stage.make_instance(0)
         if stage.limit_ns:
-            hung_ns = stage.limit_ns + (CANCEL_NS if call.lease else 0)
+            hung_ns = stage.limit_ns + (CANCEL_NS if call.lease and stage.is_async else 0)
             self.clock.start(call.number, call.place, hung_ns, lease=call.lease, key=key)
         try:
             result = stage.call(value, ctx, 0)
