@@ -45,8 +45,7 @@ _NOT_SENT: dict[type[BaseException], str] = {
 }
 """Hints for errors on a worker that runs on another host than the driver."""
 
-_WITHOUT_TRACEBACK = (PipedistError, TypeError, ValueError)
-"""Errors that readers, reductions and the codec raise on purpose around user code."""
+_WITHOUT_TRACEBACK = (PipedistError, TypeError, ValueError)  # raised on purpose around user code
 
 
 class CallFailure(Struct, frozen=True):

@@ -37,8 +37,7 @@ CALLS_AT_ONCE_MAX = 32  # maximum number of overlapping calls of one lease
 
 # -- event loop --------------------------------------------------------------------------
 
-Outside = Callable[[], AbstractContextManager[None]]
-"""Enters the time in which a replica only waits for the outside world."""
+Outside = Callable[[], AbstractContextManager[None]]  # enters the time in which a replica only waits
 
 
 class PersistentLoop:
