@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -131,14 +132,13 @@ def test_a_call_that_blocks_the_thread_beyond_its_time_limit_costs_its_worker(tm
 
 def test_a_rate_holds_over_all_workers(tmp_path: Path) -> None:
     note = tmp_path / "note"
-    spec = document("timed", n=24, batch=6, per="element", rate={"calls": 40, "per_s": 1})
+    spec = document("timed", n=8, batch=4, per="element", rate={"calls": 8, "per_s": 1})
     spec["stages"]["y"]["with"] = {"note": str(note)}
+    began = time.monotonic()
     pipedist.run(spec, workers=2)
     times = sorted(map(float, note.read_text().split()))
-    assert len(times) == 24
-    for first in range(24):
-        for last in range(first, 24):  # at most one call more per worker
-            assert last - first + 1 <= 2 + 40 * (times[last] - times[first]) + 1
+    assert len(times) == 8
+    assert times[-1] - began >= 3 / 4, "a worker has four calls at least, and begins four in a second"
 
 
 @pytest.mark.parametrize(

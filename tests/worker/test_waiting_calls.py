@@ -79,6 +79,23 @@ async def test_a_worker_has_its_share_of_the_places() -> None:
 
 
 @pytest.mark.asyncio
+async def test_calls_begin_at_even_intervals_and_are_not_saved_up() -> None:
+    share = WorkerShare(stage(calls_per_s=200.0))
+    share.sharing = 2
+    loop = asyncio.get_running_loop()
+    for _ in range(2):
+        began, times = loop.time(), []
+
+        async def turn(times: list[float] = times) -> None:
+            await share.turn()
+            times.append(loop.time())
+
+        await asyncio.gather(*(turn() for _ in range(6)))
+        assert all(at - began >= 0.01 * n - 0.001 for n, at in enumerate(times))
+        await asyncio.sleep(0.03)  # without calls: the next ones do not make up for it
+
+
+@pytest.mark.asyncio
 async def test_no_element_begins_after_a_failure_and_those_before_it_are_over() -> None:
     begun: list[int] = []
 
