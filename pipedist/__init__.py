@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from pipedist.errors import PipedistError as PipedistError
     from pipedist.errors import PlanError as PlanError
     from pipedist.errors import Problem as Problem
+    from pipedist.errors import RetryAfter as RetryAfter
     from pipedist.errors import RunCancelled as RunCancelled
     from pipedist.errors import RunDrained as RunDrained
     from pipedist.errors import SpecError as SpecError
@@ -111,8 +112,8 @@ _HOMES = {
     "pipedist.cluster.engine_clusters": "DaskCluster RayCluster",
     "pipedist.errors": (
         "CallError CollectiveMismatchError CollectiveTimeoutError FoldError JournalError "
-        "OutOfRangeError OutputError PipedistError PlanError Problem RunCancelled RunDrained "
-        "SpecError UsageError WorkerDied WorkersLost"
+        "OutOfRangeError OutputError PipedistError PlanError Problem RetryAfter RunCancelled "
+        "RunDrained SpecError UsageError WorkerDied WorkersLost"
     ),
     "pipedist.cluster.base": "LocalCluster",
     "pipedist.strategy.partitioners": "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner",

@@ -17,6 +17,26 @@ class PipedistError(Exception):
     exit_code = 1
 
 
+class RetryAfter(PipedistError):
+    """Raised by a replica function: call it again after some seconds, such as a server's `Retry-After`.
+
+    It counts as an attempt of the stage's `retry`; without `retry`, or after the last attempt, the call fails.
+
+    Args:
+        seconds: the wait, 0 or more; more than an hour is a failure.
+
+    Example:
+        if response.status == 429:
+            raise pipedist.RetryAfter(float(response.headers["Retry-After"]))
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = float(str(seconds).removeprefix("retry after ").removesuffix(" s"))
+        if not 0 <= self.seconds < float("inf"):
+            raise ValueError(f"`seconds` must be 0 or more, got {seconds!r}")
+        super().__init__(f"retry after {self.seconds:g} s")
+
+
 class UsageError(PipedistError):
     """The command line or an API call has invalid arguments; exit code 2."""
 

@@ -55,6 +55,7 @@ class FailurePolicy:
             quarantine=failed.stage in self._quarantine and not is_non_deterministic,
             stage=failed.stage,
             text=f"{failed.name}: {failed.text}" if failed.text else failed.name,
+            culprits=failed.culprits,
         )
 
     def timed_out(self, running: Running) -> msg.Failed | None:

@@ -23,6 +23,7 @@ from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import messages as msg
+from pipedist.protocol.codec import decode
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 
@@ -63,6 +64,8 @@ class Inbound:
         match message:
             case msg.Results():
                 self._on_results(peer, message, frames)
+            case msg.Elements():
+                self._on_elements(peer, message, frames)
             case msg.Failed():
                 self._on_failed(peer, message)
             case msg.Exchange():
@@ -107,6 +110,20 @@ class Inbound:
             chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
             size = chunk.size
         self._post(ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, results.busy_ns, size), chunk)
+
+    def _on_elements(self, peer: Peer, message: msg.Elements, frames: Sequence[memoryview]) -> None:
+        handle = self._passes.of_lease(peer.worker, message.lease)
+        if handle is None:
+            self._rejections.stale += 1
+            return
+        results = decode(frames)
+        shapes = (int, int)
+        if type(results) is not list or not all(
+            type(each) is list and tuple(map(type, each[:-1])) == shapes for each in results
+        ):
+            raise RemoteProtocolError(f"the results of elements of call {message.call} are malformed")
+        for stage, element, result in results:
+            handle.elements.add(message.call, stage, element, result)
 
     def _on_failed(self, peer: Peer, failed: msg.Failed) -> None:
         handle = self._passes.of_lease(peer.worker, failed.lease)

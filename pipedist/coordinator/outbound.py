@@ -126,7 +126,7 @@ class CommandExecutor:
 
         def send(payloads: list[list[Frame]]) -> None:
             sent = sum(end - start for start, end in command.elements)
-            head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent)
+            head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent, command.sharing)
             self._pool.send(worker, head, payloads[0])
 
         if (command.attempt or command.twin) and not command.elements:
@@ -201,7 +201,9 @@ class CommandExecutor:
         payloads: list[list[Frame]] = []
         for part, data in zip(parts, shards, strict=True):
             try:
-                payloads.append(encode([data.ids, data.locations, data.values, data.states]))
+                finished = handle.elements.of(part.lo, part.hi)
+                payload = [data.ids, data.locations, data.values, data.states]
+                payloads.append(encode(payload if finished is None else [*payload, finished]))
                 if data.states:
                     self._states.send(part.worker, data.states)
             except Exception as error:  # a value can't be serialized

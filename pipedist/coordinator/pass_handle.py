@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from pipedist.coordinator.failures import DeathOutcome, FailurePolicy, call_error
-from pipedist.coordinator.results import Chunk, ResultStore, Slots, key_of
+from pipedist.coordinator.results import Chunk, ElementStore, ResultStore, Slots, key_of
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import ElementRanges, Feed, ShardRead
@@ -107,6 +107,8 @@ class PassHandle:
         self._on_arrival = on_arrival
         self._on_quarantine = on_quarantine
         self._store = ResultStore()
+        self.elements = ElementStore()
+        self._lacking: set[int] = set()  # calls without quarantined elements: only their elements are kept
         self._restored: dict[int, Chunk] = {}  # by call, until offered; from an earlier process
         self._visible: deque[tuple[int, int]] = deque()  # ranges of steps that the reader has not consumed
         self._changed = anyio.Event()
@@ -219,15 +221,29 @@ class PassHandle:
         """Assign no more calls; when none is running, `batches` raises RunDrained."""
         self._post(ev.PassDraining(self.id))
 
-    def restore(self, chunks: Iterable[Chunk]) -> None:
-        """Set results of an earlier process, of one call each, before the feed runs: these are not executed."""
+    @property
+    def reported(self) -> int:
+        """The number of results of calls and elements that arrived."""
+        return self.counts.calls_done + self.elements.added
+
+    def restore(self, chunks: Iterable[Chunk], elements: Mapping[tuple[int, int, int], Tree] = {}) -> None:
+        """Set results of an earlier process, of one call each, before the feed runs: these are not executed.
+
+        `elements` has those of elements of other calls, by (call, stage, element).
+        """
         self._restored = {
             chunk.lo: chunk for chunk in chunks if self.required_slots <= chunk.calls[0].keys() <= self.slots
         }
+        for (call, stage, element), result in elements.items():
+            if call not in self._restored:
+                self.elements.add(call, stage, element, result)
 
-    def finished_calls(self) -> dict[int, Slots]:
-        """Return the results that the reader has not consumed, by call."""
-        return {**{call: chunk.calls[0] for call, chunk in self._restored.items()}, **self._store.all()}
+    def finished_calls(self) -> dict[int | tuple[int, int, int], Tree]:
+        """Return the results that the reader has not consumed, by call, or by (call, stage, element)."""
+        found: dict[int | tuple[int, int, int], Tree] = dict(self.elements.all().items())
+        found.update((call, chunk.calls[0]) for call, chunk in self._restored.items())
+        found.update(self._store.all().items())
+        return found
 
     def settle(self, before: int) -> None:
         """Report that steps before `before` are durable: caches may be dropped."""
@@ -353,8 +369,11 @@ class PassHandle:
     def on_quarantined(self, command: CallsQuarantined) -> int:
         """Record quarantined elements, before their step is visible; return how many the scheduler can't count."""
         elements = 0 if self._on_quarantine is None else self._on_quarantine(command)
-        if not command.remains:
+        if command.remains:
+            self._lacking.add(command.lo)
+        else:
             self.counts.calls_past += command.hi - command.lo
+            self.elements.drop(command.lo, command.hi)
             self._store.put(Chunk(command.lo, command.hi, [{} for _ in range(command.lo, command.hi)], 0))
         return 0 if command.whole is None else elements
 
@@ -428,6 +447,8 @@ class PassHandle:
 
     def arrived(self, chunk: Chunk) -> None:
         self.counts.calls_done += chunk.hi - chunk.lo
+        if chunk.lo not in self._lacking:
+            self.elements.drop(chunk.lo, chunk.hi)
         self._put(chunk)
 
     def _put(self, chunk: Chunk) -> None:
@@ -442,6 +463,9 @@ class PassHandle:
                 self._finish(step, None)
             return
         self.counts.elements_visible += self._feed.elements(first, last)
+        for call in [call for call in self._lacking if call < last * self.settings.replicas]:
+            self._lacking.discard(call)
+            self.elements.drop(call, call + 1)
         self._drop_errors(first, last)
         if self._visible and self._visible[-1][1] == first:
             self._visible[-1] = (self._visible[-1][0], last)
@@ -492,6 +516,7 @@ class PassHandle:
         """End the pass with an error, and release everything that it holds."""
         self.fail(error)
         self._store.clear()
+        self.elements.clear()
         self._visible.clear()
         self._reads.clear()
         self._inputs.clear()

@@ -95,6 +95,38 @@ class ResultStore:
         self._sizes.clear()
 
 
+class ElementStore:
+    """Results of elements of calls that are not over yet, of stages with `per: element`.
+
+    Another attempt of the call gets them with its lease, so that it executes only the other elements.
+    """
+
+    def __init__(self) -> None:
+        self.added = 0
+        """The number of results that were added."""
+        self._calls: dict[int, dict[tuple[int, int], Tree]] = {}
+
+    def add(self, call: int, stage: int, element: int, result: Tree) -> None:
+        self.added += 1
+        self._calls.setdefault(call, {})[stage, element] = result
+
+    def of(self, lo: int, hi: int) -> list[list[Tree]] | None:
+        """Return [call, stage, element, result] of each result of calls [lo, hi), None if there is none."""
+        calls = range(lo, hi) if self._calls else ()
+        return [[c, *at, result] for c in calls for at, result in self._calls.get(c, {}).items()] or None
+
+    def drop(self, lo: int, hi: int) -> None:
+        for call in range(lo, hi) if self._calls else ():
+            self._calls.pop(call, None)
+
+    def all(self) -> dict[tuple[int, int, int], Tree]:
+        """Return the results by (call, stage, element)."""
+        return {(c, *at): result for c, results in self._calls.items() for at, result in results.items()}
+
+    def clear(self) -> None:
+        self._calls.clear()
+
+
 def key_of(stamp: str, program: Sequence[Frame]) -> str:
     """Return the key of a pass's cached results: of its stamp and program."""
     digest = hashlib.sha256(stamp.encode())

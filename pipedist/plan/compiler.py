@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipedist.core import gpus as accelerators
-from pipedist.core.functions import FunctionNotFound, code_on_path, load, reference
+from pipedist.core.functions import FunctionNotFound, call_of, code_on_path, is_async, load, reference
 from pipedist.core.gpus import Supply, spelled
 from pipedist.core.types import FunctionRef
 from pipedist.datasets.sources import Source, SourceError, open_source
@@ -53,8 +54,12 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         if problems:
             raise PlanError(problems)
         supply = supply or supply_for(spec, workers)
-        plan = Plan(spec, workers, sources, functions, states, ordered, supply, verify)
+        called = {name: _called(spec, name, ref) for name, ref in functions.items()}
+        classes = frozenset(name for name, (is_class, _) in called.items() if is_class)
+        asynchronous = frozenset(name for name, (_, is_async) in called.items() if is_async)
+        plan = Plan(spec, workers, sources, functions, states, ordered, supply, verify, asynchronous, classes)
         problems += [*_check_gangs(plan), *_check_communication(plan), *_check_gpus(plan)]
+        problems += _check_waiting(plan)
         if problems:
             raise PlanError(problems)
         plan.opened.push(stack.pop_all())
@@ -110,6 +115,36 @@ def _import_functions(spec: Spec, problems: list[Problem]) -> dict[str, Function
         if ref is not None:
             functions[name] = ref
     return functions
+
+
+def _called(spec: Spec, name: str, ref: FunctionRef) -> tuple[bool, bool]:
+    """Return whether the function of a run is a class, and whether its calls are async."""
+    stage = spec.stages[name]
+    if not isinstance(stage, RunSpec):
+        return False, False
+    fn = load(ref, [str(spec.code)]) if ref.name else stage.run
+    is_class = inspect.isclass(fn)
+    return is_class, is_async(call_of(fn) if inspect.isclass(fn) else fn)
+
+
+def _check_waiting(plan: Plan) -> Iterator[Problem]:
+    """Check that calls that wait at the same time are async, and read no state that changes."""
+    for pass_ in plan.passes:
+        states = plan.states_read(pass_)
+        for name in pass_.runs:
+            stage = plan.spec.stages[name]
+            if not isinstance(stage, RunSpec):
+                continue
+            if stage.concurrency and name not in plan.asynchronous:
+                message = f"`concurrency` needs an async function, and `{plan.functions[name].label}` is a plain one"
+                expected = (
+                    "`async def`, or no `concurrency`: a plain function runs once at a time in each worker"
+                )
+                yield plan.spec.document.problem(("stages", name, "concurrency"), message, expected=expected)
+            for key in ("concurrency", "per", "rate") if states else ():
+                if getattr(stage, key) is not None:
+                    message = f"`{key}` is not possible in a pass whose calls read a state that changes (`{states[0]}`)"
+                    yield plan.spec.document.problem(("stages", name, key), message, expected=f"no `{key}`")
 
 
 def _check_outputs(spec: Spec, functions: Mapping[str, FunctionRef]) -> Iterator[Problem]:

@@ -20,6 +20,10 @@ DEFAULT_COLLECTIVES: Final = CollectivesSpec(implementation="auto", timeout_s=No
 """The communication options of `collectives: true`."""
 
 
+CALLS_AT_ONCE: Final = 32
+"""Calls of an async function that wait at the same time in one worker, if the spec has no `concurrency`."""
+
+
 class PassPlan(Struct, frozen=True):
     """One read of one dataset in one phase; every call executes all of `runs`, in order."""
 
@@ -78,6 +82,10 @@ class Plan(Struct, frozen=True):
     phases: tuple[tuple[PassPlan, ...], ...]
     supply: Supply
     verify: bool = False
+    asynchronous: frozenset[str] = frozenset()
+    """The runs whose function, or whose class's `__call__`, is async."""
+    classes: frozenset[str] = frozenset()
+    """The runs whose function is a class."""
     opened: ExitStack = field(default_factory=ExitStack)
     """Closed with the plan: its sources, and its modules' folder on `sys.path`."""
 
@@ -127,6 +135,46 @@ class Plan(Struct, frozen=True):
         ending = [name for name in pass_.updates if self.states[name].until is not None]
         pers = {self.states[name].per for name in (*self.states_read(pass_), *ending)}
         return "step" if "step" in pers else "epoch" if "epoch" in pers else "run"
+
+    def waiting(self, pass_: PassPlan) -> tuple[int, int]:
+        """Return how many calls of a pass wait at the same time: per worker, and over all workers (0: no limit).
+
+        (0, 0): calls are executed one after the other.
+        """
+        runs = {name: stage for name in pass_.runs if isinstance(stage := self.spec.stages[name], RunSpec)}
+        if pass_.gang or self.states_read(pass_):
+            return 0, 0
+        limits = []
+        for name, stage in runs.items():
+            if limit := self.calls_at_once(name):
+                size = -(-self.spec.datasets[pass_.dataset].batch // self.spec.replicas)
+                if stage.per:  # a worker begins the next call while the last elements of one wait
+                    limit = min(limit, 2 * -(-limit // size) + 2 * self.workers)
+                if stage.per or stage.concurrency:
+                    limits.append(limit)
+        if limits and (self.overlapping(runs) or not self.asynchronous.intersection(runs)):
+            return min(limits), min(limits)
+        if any(stage.per or stage.rate or stage.retry for stage in runs.values()):
+            return (CALLS_AT_ONCE if self.overlapping(runs) and not pass_.gpus else 1), 0
+        return (CALLS_AT_ONCE, 0) if self.overlapping(runs) and not pass_.gpus else (0, 0)
+
+    def is_paid(self, pass_: PassPlan) -> bool:
+        """Return whether calls of a pass are limited, so that none is executed a second time because it is slow."""
+        stages = [self.spec.stages[name] for name in pass_.runs]
+        return any(isinstance(s, RunSpec) and (s.concurrency or s.per or s.rate or s.retry) for s in stages)
+
+    def overlapping(self, runs: Mapping[str, RunSpec]) -> bool:
+        """Return whether calls of all these stages may wait at the same time."""
+        found = [name for name in runs if name in self.asynchronous]
+        return bool(found) and not any(name in self.classes and not runs[name].concurrency for name in found)
+
+    def calls_at_once(self, name: str) -> int:
+        """Return how many calls of a run, or elements, wait at the same time over all workers; 0: none."""
+        stage = self.spec.stages[name]
+        assert isinstance(stage, RunSpec)
+        if stage.concurrency or stage.gpus or name not in self.asynchronous or name in self.classes:
+            return stage.concurrency or (self.workers if stage.per else 0)
+        return CALLS_AT_ONCE * self.workers
 
     @property
     def gpus_needed(self) -> float:

@@ -8,7 +8,7 @@ from pipedist.core.gpus import spelled
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.sources.paths import hindrance
 from pipedist.plan.model import PassPlan, Plan
-from pipedist.spec import GatherSpec, ReduceSpec, StageRef, references
+from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, references
 
 _WHEN = {"step": "after each step", "epoch": "after each epoch", "run": "once, at the end"}
 _REPLICAS_SHOWN = 8
@@ -113,7 +113,7 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
             f"  ends if more than {plural(plan.quarantine_max(pass_.dataset), 'element')} fail (quarantine_max)"
         )
     for name in pass_.runs:
-        lines.append(f"  run     {name}: {_call(plan, name)}{_waits(plan, name)}")
+        lines.append(f"  run     {name}: {_call(plan, name)}{_waits(plan, name)}{_limits(plan, pass_, name)}")
     for name in pass_.folds:
         stage = plan.spec.stages[name]
         target = f" -> {plan.spec.outputs[name]}" if name in plan.spec.outputs else ""
@@ -130,6 +130,21 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
         if declared := getattr(plan.spec.stages[name], "inputs", ()):
             lines.append(f"  inputs of {name}: {', '.join(declared)}")
     return lines
+
+
+def _limits(plan: Plan, pass_: PassPlan, name: str) -> str:
+    """Return how calls of a run wait: at the same time, at which rate, with how many attempts."""
+    stage = plan.spec.stages[name]
+    assert isinstance(stage, RunSpec)
+    at_once, _ = plan.waiting(pass_)
+    parts = ["for each element"] if stage.per else []
+    if (calls := plan.calls_at_once(name)) and at_once and name in plan.asynchronous:
+        parts.append(f"{plural(calls, 'element' if stage.per else 'call')} at once over all workers")
+    if stage.rate:
+        parts.append(f"at most {stage.rate.calls:g} calls per {stage.rate.per_s:g} s")
+    if stage.retry:
+        parts.append(f"up to {plural(stage.retry.attempts, 'attempt')}")
+    return "".join(f", {part}" for part in parts)
 
 
 def _gpus(plan: Plan, pass_: PassPlan) -> str:
@@ -255,6 +270,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
                     "updates": list(p.updates),
                     "follows": p.follows or None,
                     "gpus": p.gpus or None,
+                    "calls_at_once": {n: c for n in p.runs if (c := plan.calls_at_once(n))} or None,
                     "gang": {"replicas": spec.replicas, "workers": min(spec.replicas, plan.workers)}
                     if p.gang
                     else None,

@@ -17,6 +17,7 @@ result counts only while its lease is held.
 | StateVersion | scheduler -> worker | one version of a state: a tree |
 | DropState | scheduler -> worker | - |
 | Results | worker -> scheduler | a list with one entry per call: {slot: tree} |
+| Elements | worker -> scheduler | a list of [stage, element, result] |
 | Exchange | worker -> scheduler | the contribution of its replicas to a collective |
 | Relay | scheduler -> worker | the contribution of another member of the gang, unchanged |
 | Failed, Stalled, Cancelled, LogLine, Heartbeat, Goodbye | worker -> scheduler | - |
@@ -36,6 +37,8 @@ from msgspec import Meta, Struct
 WIRE_VERSION = 1  # the protocol's version; a peer with another one is refused
 
 CACHED_RANGES_MAX = 1024  # maximum number of ranges of finished calls in a Hello
+
+CULPRITS_MAX = 4096  # maximum number of elements in a Failed
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
@@ -142,6 +145,9 @@ class Assign(Message, frozen=True, tag=6):
     attempt: Count  # 0 for the first try; the same for the whole range
     # How many elements of a single call are sent; 0: all. The result of a part is never cached
     elements: Count = 0
+    # Not 0: the calls only wait, so they overlap with those of other leases, and the limits of the pass are divided
+    # among this number of workers
+    sharing: Count = 0
 
 
 class Recall(Message, frozen=True, tag=21):
@@ -232,6 +238,16 @@ class Results(Message, frozen=True, tag=9):
     busy_ns: Count  # the time that executing them took
 
 
+class Elements(Message, frozen=True, tag=26):
+    """Report results of elements of a call that still runs. Payload: a list of [stage, element, result].
+
+    `stage` is the index of the stage in the pass's program, `element` the element's id.
+    """
+
+    lease: Count
+    call: Count
+
+
 class Failed(Message, frozen=True, tag=10):
     """Report that a call of a lease raised; the worker goes on with the rest of the range."""
 
@@ -244,6 +260,8 @@ class Failed(Message, frozen=True, tag=10):
     traceback: Text  # formatted, from the worker
     retryable: bool  # False if another attempt can't help (a result that can't be sent)
     aborted: bool = False  # another replica ended the call's gang; the call is not the cause
+    # Elements that failed for good by themselves: position in the call's shard, and the exception, for people
+    culprits: Annotated[tuple[tuple[Count, Text], ...], Meta(max_length=CULPRITS_MAX)] = ()
 
 
 class Stalled(Message, frozen=True, tag=19):

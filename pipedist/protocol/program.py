@@ -53,6 +53,16 @@ class StageProgram(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     collectives: bool = False
     timeout_s: float | None = None  # maximum time of one call of the function, seconds; None: no limit
     gpus: float = 0.0  # number of GPUs that a call of it needs to itself; a fraction: calls share one
+    per_element: bool = (
+        False  # it is called with each element of the call's value, and the results are batched
+    )
+    # Maximum calls of it at the same time, with elements or whole values, over all workers; 0: no limit
+    concurrency: int = 0
+    calls_per_s: float = 0.0  # maximum rate of calls, over all workers; 0: no limit
+    attempts: int = 1  # how often it is called with a value that it raises for
+    backoff_s: float = 0.0  # wait before the second attempt; doubles each time
+    retry_on: tuple[str, ...] = ()  # names of the exceptions after which there is another attempt; (): all
+    quarantine: bool = False  # an element that fails does not end the call: the others are executed too
 
 
 class Emit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -114,6 +124,8 @@ class Shards(Struct, frozen=True):
     locations: list[Tree] | None = None  # the arguments of `Reader.read`, if the source needs more than ids
     values: list[Tree] | None = None  # the shards themselves, if the worker can't read the source
     states: dict[str, list[int]] | None = None  # name -> [space, version] of each state that the calls read
+    # [call, stage, element, result] of each element that needs no execution (`messages.Elements`)
+    finished: list[Tree] | None = None
 
 
 def to_tree(value: object) -> Tree:

@@ -38,10 +38,14 @@ from pipedist.spec import (
     InitFunction,
     InitLiteral,
     ResourcesSpec,
+    RetrySpec,
     Spec,
     UpdateSpec,
     load,
 )
+
+_NEVER_DECIDES = ("concurrency", "rate")
+"""Keys of stages that decide the time of calls only."""
 
 
 def meaning(spec: Spec) -> dict[str, Any]:
@@ -64,7 +68,7 @@ def meaning(spec: Spec) -> dict[str, Any]:
             name: {
                 field.removesuffix("_"): _plain(value)
                 for field, value in stage
-                if value is not None and (field, value) != ("inputs", ())
+                if value is not None and (field, value) != ("inputs", ()) and field not in _NEVER_DECIDES
             }
             for name, stage in spec.stages.items()
         },
@@ -96,7 +100,7 @@ def _plain(value: Any) -> Any:
         return [str(value.dtype), list(value.shape), hashlib.sha256(b"".join(frames)).hexdigest()]
     if isinstance(value, InitLiteral | InitFile | InitFunction):
         return [type(value).__name__, *(_plain(getattr(value, f.name)) for f in dataclasses.fields(value))]
-    if isinstance(value, CollectivesSpec | ResourcesSpec):
+    if isinstance(value, CollectivesSpec | ResourcesSpec | RetrySpec):
         return _plain(dict(value))
     if callable(value):
         ref = reference(value)

@@ -21,7 +21,7 @@ from pipedist.errors import OutputError
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.pass_feeds import GatedFeed, Spool, feed_of
 from pipedist.runs.pass_folds import PassFolds
-from pipedist.runs.pass_journal import CALLS, CALLS_S, PASS_STATE, STATE, FinishedCallLog
+from pipedist.runs.pass_journal import CALLS, CALLS_S, PASS_STATE, STATE, Finished, FinishedCallLog
 from pipedist.runs.programs import (
     parts_of,
     pass_program,
@@ -128,8 +128,10 @@ class PassExecution:
         self.quarantine = PassQuarantine(next(iter(pass_.runs), ""), self._feed, self._replicas)
         self._calls: FinishedCallLog | None = None
         """The log of finished calls; None if they are not kept."""
-        self._unread: dict[int, Slots] | None = None
+        self._unread: dict[Finished, Tree] | None = None
         """Finished calls whose step was not taken when the pass ended early."""
+        self._reported = 0
+        """Number of results of calls and elements when finished calls were logged for the last time."""
         self.handle = self._open()
         """The pass at the coordinator; the owner of this object closes it with `leave`."""
 
@@ -166,6 +168,8 @@ class PassExecution:
         quarantine = quarantine_of(self._plan, self._pass)
         found = self._durable.part(PASS_STATE) if self._durable is not None and self.steps else None
         speculation = self._plan.spec.cluster.speculation
+        at_once, concurrency = self._plan.waiting(self._pass)
+        once = self._pass.gang or concurrency > 0 or self._plan.is_paid(self._pass)
         # no results are kept in a training, because a resumed run may have other states
         keep = not self._pass.gang and self._participant is None
         stamp = self._durable.stamp if self._durable is not None and keep else ""
@@ -178,7 +182,9 @@ class PassExecution:
                 self._replicas,
                 gang=self._pass.gang,
                 first_step=self.steps,
-                speculation=0.0 if self._pass.gang or isinstance(speculation, str) else float(speculation),
+                speculation=0.0 if once or isinstance(speculation, str) else float(speculation),
+                at_once=at_once,
+                concurrency=concurrency,
                 quarantine=bool(quarantine) and quarantine.issuperset(self._pass.runs),
                 quarantine_max=self._plan.quarantine_max(self._pass.dataset),
                 quarantined=0 if found is None else len(found["quarantine"]),
@@ -212,7 +218,7 @@ class PassExecution:
             if self._participant is not None:
                 self._participant.restore(self._durable.part(PASS_STATE)["training"])
         if self._calls is not None:
-            self.handle.restore(self._durable.finished_calls())
+            self.handle.restore(*self._durable.finished_calls())
 
     async def run(self) -> None:
         """Execute the pass to its end; errors may be in an ExceptionGroup."""
@@ -269,20 +275,29 @@ class PassExecution:
         committing.cancel()
 
     async def _next_snapshot(self, durable: PassJournal) -> PendingSnapshot:
-        """Wait until the subscriber has seen new steps, and snapshot them; in a long step, its finished calls."""
+        """Wait for new results, and snapshot them; steps when the subscriber has seen them."""
         while True:
             with anyio.move_on_after(CALLS_S):
                 await self._took.wait()
             async with self._taking:
-                if self._took.is_set():
-                    self._took = anyio.Event()
-                    await anyio.to_thread.run_sync(durable.flush)  # a snapshot then writes nothing
-                    taken = self._snapshot(durable)
-                    others = [(held_out, held_out.steps) for held_out in self.evaluated_by]
-                    mark = 0 if self._subscription is None else self._subscription.mark
-                    break
-                if self._calls is not None and self._calls.lacks(finished := self._finished_calls()):
-                    return self._snapshot(durable, finished)
+                if not self._took.is_set() and (
+                    self._calls is None or self._reported == self.handle.reported
+                ):
+                    continue
+                self._reported = self.handle.reported
+                finished = self._finished_calls()
+                if not self._took.is_set() and self._calls is not None and not self._calls.lacks(finished):
+                    continue
+                if self._calls is not None:
+                    await anyio.to_thread.run_sync(self._calls.add, self.steps * self._replicas, finished)
+                await anyio.to_thread.run_sync(durable.flush)  # a snapshot then writes nothing
+                taken = self._snapshot(durable, finished)
+                if not self._took.is_set():
+                    return taken
+                self._took = anyio.Event()
+                others = [(held_out, held_out.steps) for held_out in self.evaluated_by]
+                mark = 0 if self._subscription is None else self._subscription.mark
+                break
         if self._subscription is not None:
             await self._subscription.passed(mark)
         for held_out, steps in others:
@@ -304,17 +319,22 @@ class PassExecution:
             return None
         return self._snapshot(self._durable, finished)
 
-    def _finished_calls(self) -> dict[int, Slots]:
-        """Return the finished calls of steps that are not taken, whose elements all count."""
-        found = self.handle.finished_calls()
-        return {call: slots for call, slots in found.items() if not self.quarantine.affects(call)}
+    def _finished_calls(self) -> dict[Finished, Tree]:
+        """Return the finished calls of steps that are not taken, whose elements all count, and elements."""
+        if self._calls is None:
+            return {}
+        return {
+            each: result
+            for each, result in self.handle.finished_calls().items()
+            if not isinstance(each, int) or not self.quarantine.affects(each)
+        }
 
     def complete_snapshot(self) -> PendingSnapshot:
         assert self._durable is not None
         assert self.is_complete
         return self._snapshot(self._durable)
 
-    def _snapshot(self, durable: PassJournal, finished: Mapping[int, Slots] = {}) -> PendingSnapshot:
+    def _snapshot(self, durable: PassJournal, finished: Mapping[Finished, Tree] = {}) -> PendingSnapshot:
         version = 2 * self.steps + self.is_complete
         state = {
             "folds": self._folds.state(),
@@ -336,8 +356,9 @@ class PassExecution:
         if self.is_complete:
             dropped += self._folds.logs_over()
         if self._calls is not None:
-            self._calls.add(self.steps, finished)
-            dropped += self._calls.dropped()
+            before = self.steps * self._replicas
+            self._calls.add(before, finished)
+            dropped += self._calls.dropped(before)
             if self._calls.is_used:
                 parts[CALLS] = self._calls.count
         return durable.snapshot(

@@ -16,7 +16,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from pipedist.coordinator.results import CALL_BYTES, Chunk, Slots
+from pipedist.coordinator.results import CALL_BYTES, Chunk
 from pipedist.core.types import Tree
 from pipedist.errors import JournalError
 from pipedist.journal.history import History, PassHistory
@@ -25,12 +25,15 @@ from pipedist.journal.writer import Journal, PassSnapshot, file_name
 from pipedist.plan import PassPlan
 from pipedist.protocol.codec import decode, encode
 
-COMMIT_S = 0.5
+COMMIT_S = 0.4
 COST_SHARE = 0.05
 """Time between two commits of a pass: COMMIT_S, or more if they would take more than this share of the time."""
 
-CALLS_S = 2.0
+CALLS_S = 0.1
 """Time without a complete step after which finished calls are committed, seconds."""
+
+CALLS_BYTES_MAX = 4 * 2**20
+"""Length of a log of finished calls after which the next log begins."""
 
 Versioned = tuple[int, Tree]
 """A version number, and the value of that version."""
@@ -86,7 +89,7 @@ class RunJournal:
         for one in taken:
             one.pass_.committed(one)
             one.pass_.on_committed(one.pass_.steps_committed)
-            self.holds_steps = self.holds_steps or one.pass_.steps_committed > 0
+            self.holds_steps |= one.pass_.steps_committed > 0 or CALLS in one.versions
         self._changed.set()
         self._changed = anyio.Event()
 
@@ -156,13 +159,26 @@ class PassJournal:
         ((_, frames),) = read_log(self._path(part.file), part.end)
         return decode(frames)
 
-    def finished_calls(self) -> Iterator[Chunk]:
-        """Yield the durable results of calls of later steps, if this process has the code that made them."""
+    def finished_calls(self) -> tuple[list[Chunk], dict[tuple[int, int, int], Tree]]:
+        """Return the durable results of calls of later steps, and of elements of such calls by (call, stage, element).
+
+        They are those that the code of this process made.
+        """
+        calls: list[Chunk] = []
+        elements: dict[tuple[int, int, int], Tree] = {}
         for name in self.logs(CALLS):
             entries = self.entries(name)
-            if next(entries)[1] == self.stamp:
-                for entry, slots in entries:
-                    yield Chunk(entry.meta, entry.meta + 1, [slots], CALL_BYTES + sum(entry.sizes))
+            if next(entries)[1] != self.stamp:
+                continue
+            for entry, result in entries:
+                call, *rest = entry.meta if isinstance(entry.meta, list) else [entry.meta]
+                if call < self.before.steps * self._replicas:
+                    continue
+                if rest:
+                    elements[call, rest[0], rest[1]] = result
+                else:
+                    calls.append(Chunk(call, call + 1, [result], CALL_BYTES + sum(entry.sizes)))
+        return calls, elements
 
     def parts(self, prefix: str) -> dict[str, Tree]:
         """Return the parts with a prefix, by the rest of their names."""
@@ -277,20 +293,24 @@ class PassJournal:
 
 
 class FinishedCallLog:
-    """Logs results of calls whose step is not taken yet.
+    """Logs results of calls, and of elements of calls, whose step is not taken yet: each once.
 
-    A log has the stamp of its process, then the results. It is dropped with the next step; those of its calls that
-    are still needed are logged again.
+    A log has the stamp of its process, then the results. It is dropped when the steps of all its calls are taken.
+    Those of an earlier process are dropped when what is still needed of them is logged again.
     """
 
     def __init__(self, durable: PassJournal) -> None:
         self._durable = durable
-        self._names = durable.logs(CALLS)
-        self._number = max((int(name.removeprefix(CALLS)) for name in self._names), default=-1)
+        self._ends = dict.fromkeys(durable.logs(CALLS), -1)
+        """The highest call of each log; -1 if an earlier process made the log."""
+        self._number = max((int(name.removeprefix(CALLS)) for name in self._ends), default=-1)
         self._log: RecordLog | None = None
-        self._steps = 0
-        """Number of steps that were taken before the calls of the log."""
-        self._logged: set[int] = set()
+        self._logged: set[Finished] = set()
+        self._changes = 0
+
+    @property
+    def _name(self) -> str:
+        return f"{CALLS}{self._number}"
 
     @property
     def is_used(self) -> bool:
@@ -299,37 +319,45 @@ class FinishedCallLog:
 
     @property
     def count(self) -> Versioned:
-        """The number of calls in the log, as a part of a snapshot."""
-        return (self._number << 32) + len(self._logged), len(self._logged)
+        """The number of calls in the logs, as a part of a snapshot."""
+        return self._changes, sum(1 for each in self._logged if isinstance(each, int))
 
-    def lacks(self, results: Mapping[int, Slots]) -> bool:
+    def lacks(self, results: Mapping[Finished, Tree]) -> bool:
         return not self._logged.issuperset(results)
 
-    def add(self, steps: int, results: Mapping[int, Slots]) -> None:
-        """Log the results that the log lacks, after `steps` steps were taken."""
-        if self._log is not None and steps > self._steps:
+    def add(self, before: int, results: Mapping[Finished, Tree]) -> None:
+        """Log the results that the logs lack; the steps of all calls below `before` are taken."""
+        self._changes += 1
+        self._logged = {each for each in self._logged if call_of(each) >= before}
+        if self._log is not None and (
+            self._ends[self._name] < before or self._log.end().bytes > CALLS_BYTES_MAX
+        ):
             self._log = None
-            self._logged = set()
+        new = sorted(results.keys() - self._logged, key=call_of)
+        if new and self._log is None:
             self._number += 1
-        new = sorted(results.keys() - self._logged)
-        if not new:
-            return
-        if self._log is None:
-            self._number += 1
-            self._steps = steps
-            self._names.append(f"{CALLS}{self._number}")
-            self._log = self._durable.log(self._names[-1])
+            self._log = self._durable.log(self._name)
             self._log.append(self._durable.stamp)
-        for call in new:
-            self._log.append(results[call], call)
+        for each in new:
+            assert self._log is not None
+            self._log.append(results[each], each)
+            self._ends[self._name] = max(self._ends.get(self._name, 0), call_of(each))
         self._logged.update(new)
 
-    def dropped(self) -> list[str]:
+    def dropped(self, before: int) -> list[str]:
         """Return the logs that the next snapshot does not need."""
-        kept = 0 if self._log is None else 1
-        gone = self._names[: len(self._names) - kept]
-        del self._names[: len(gone)]
+        gone = [name for name, last in self._ends.items() if last < before]
+        for name in gone:
+            del self._ends[name]
         return gone
+
+
+Finished = int | tuple[int, int, int]
+"""A finished call; or (call, stage, element), the place of a stage in its program and the id of an element."""
+
+
+def call_of(finished: Finished) -> int:
+    return finished if isinstance(finished, int) else finished[0]
 
 
 @dataclass(frozen=True, slots=True)

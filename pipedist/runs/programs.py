@@ -96,6 +96,13 @@ def pass_program(
                     collectives=bool(stage.collectives),
                     timeout_s=stage.timeout_s,
                     gpus=stage.gpus,
+                    per_element=stage.per is not None,
+                    concurrency=plan.calls_at_once(name) if stage.per else 0,
+                    calls_per_s=stage.rate.calls / stage.rate.per_s if stage.rate else 0.0,
+                    attempts=stage.retry.attempts if stage.retry else 1,
+                    backoff_s=stage.retry.backoff_s if stage.retry else 0.0,
+                    retry_on=stage.retry.on if stage.retry else (),
+                    quarantine=stage.on_error == "quarantine",
                 )
             )
     emits = []

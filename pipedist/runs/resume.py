@@ -86,7 +86,11 @@ def open_journal(
     changed, moved = changes(there, now), platform_changes(there)
     used = list(changed_inputs(there, now, "stages."))
     if not changed and folder.found == "unfinished":
-        if used and not there.spares and not any(done.steps for done in history.passes.values()):
+        if (
+            used
+            and not there.spares
+            and not any(x.steps or finished_calls(x) for x in history.passes.values())
+        ):
             return _created(plan, folder, header_of(plan, folder.run_id, source))
         planned = with_passes(plan, there)
         code = [] if force_code else [*_changed_code(history, now, Path(plan.spec.code)), *used]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -25,7 +26,10 @@ class Assigner:
 
     A call that needs GPUs is assigned only to a worker that owns them; while none of these has capacity,
     passes that other workers can serve go first. A worker executes one call at a time, so two calls never
-    use one GPU, unless workers share it.
+    use one GPU, unless workers share it, or the calls overlap.
+
+    Calls that only wait overlap (`PassSettings.at_once`): a worker gets them while it executes fewer than its share,
+    each worker in turn. A worker that has no other calls gets leases of other passes too.
     """
 
     _limits: SchedulerLimits
@@ -50,7 +54,7 @@ class Assigner:
                     return
             elif (worker := self._with_room(pass_)) is not None:
                 self._issue(worker, pass_)
-            elif gpus:
+            elif gpus or pass_.settings.at_once:
                 stuck.add(pass_.id)
                 continue
             else:
@@ -86,9 +90,20 @@ class Assigner:
     def _with_room(self, pass_: Pass) -> Worker | None:
         gpus = pass_.settings.gpus
         worker = self._members.idle_for(gpus) if self._members.idle else None
+        if pass_.settings.at_once:
+            if pass_.settings.concurrency and pass_.leased >= pass_.settings.concurrency:
+                return None
+            return worker or self._members.with_slot(pass_.id, self._calls_at_once(pass_))
+        worker = worker or self._members.waiting_for(gpus)
         if worker is None and pass_.is_short(self._limits) and not pass_.searches.waiting:
             return self._members.under_prefetched_for(gpus)
         return worker
+
+    def _calls_at_once(self, pass_: Pass) -> int:
+        """Return the number of overlapping calls of a pass that one worker may have."""
+        settings = pass_.settings
+        calls = min(settings.concurrency or math.inf, pass_.leased + pass_.todo.calls)
+        return min(settings.at_once, math.ceil(calls / self._members.expected_for(settings.gpus)))
 
     def _next_pass(self, stuck: Collection[int]) -> Pass | None:
         """Return the pass whose turn it is, or None; `stuck` ones have no suitable worker with capacity."""
@@ -109,7 +124,12 @@ class Assigner:
             self._grant(worker, pass_, Todo(probe.call, probe.call + 1, probe.tried), probe=probe)
             return
         workers = self._members.ready_for(pass_.settings.gpus)
-        todo = pass_.todo.take(pass_.bundle_calls(self._limits, workers))
+        calls = pass_.bundle_calls(self._limits, workers)
+        if pass_.settings.at_once:
+            slots = self._members.slots.get(pass_.id)
+            held = slots.get(worker.name, 0) if slots else 0
+            calls = max(1, min(calls, self._calls_at_once(pass_) - held))
+        todo = pass_.todo.take(calls)
         self._grant(worker, pass_, todo, expected_s=(pass_.call_s or 0.0) * (todo.hi - todo.lo))
 
     def _grant(
@@ -124,7 +144,8 @@ class Assigner:
     ) -> Lease:
         lo, hi, attempt = todo
         self._bind(worker, pass_)
-        lease = self._members.grant(worker, pass_.id, lo, hi, attempt, expected_s)
+        overlaps = pass_.settings.at_once > 0
+        lease = self._members.grant(worker, pass_.id, lo, hi, attempt, expected_s, overlaps=overlaps)
         lease.probe = probe
         pass_.leased += hi - lo
         elements: tuple[Span, ...] = ()
@@ -132,8 +153,16 @@ class Assigner:
             elements = (probe.span,)
         elif attempt:
             elements = pass_.searches.elements_of(lo)
-        self._out.append(cmd.SendAssign(worker.name, lease.id, pass_.id, lo, hi, attempt, elements, twin))
+        sharing = self._sharing(pass_) if overlaps else 0
+        self._out.append(
+            cmd.SendAssign(worker.name, lease.id, pass_.id, lo, hi, attempt, elements, twin, sharing)
+        )
         return lease
+
+    def _sharing(self, pass_: Pass) -> int:
+        """Return the number of workers that may execute calls of an overlapping pass at the same time."""
+        workers = self._members.expected_for(pass_.settings.gpus)
+        return min(workers, pass_.settings.concurrency or workers)
 
     def _issue_gang(self, pass_: Pass) -> bool:
         """Assign the next step of a gang pass; return False if too few workers have capacity."""

@@ -143,6 +143,7 @@ class Probe(CallHistory):
 @dataclass(slots=True, eq=False)
 class CulpritSearch:
     cause: Cause
+    culprits: tuple[tuple[int, str], ...] = ()  # those that are known from the start: no others are searched
     bisection: Bisection | None = None  # None until the number of elements is known
 
 

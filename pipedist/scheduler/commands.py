@@ -52,6 +52,8 @@ class SendAssign(Command, frozen=True):
     # The elements of a single call to send: ranges [a, b) of their positions in its shard; empty: all of them
     elements: tuple[tuple[int, int], ...] = ()
     twin: int = 0  # the lease of a slow worker with the same calls; 0: there is none
+    # Number of workers that share the limits of a pass whose leases overlap; 0: they do not
+    sharing: int = 0
 
 
 class GangAssignment(NamedTuple):

@@ -94,7 +94,7 @@ def _few(waits: Iterable[Wait]) -> Iterator[Wait]:
 def _of_leases(pass_: Pass, held: Sequence[Lease], members: Membership, now: float) -> Iterator[Wait]:
     running, queued = [], []
     for lease in sorted(held, key=lambda x: x.since):
-        is_first = members.workers[lease.worker].leases[0] == lease.id
+        is_first = lease.overlaps or members.workers[lease.worker].leases[0] == lease.id
         at = (lease.attempt, lease.worker)
         if is_first:
             about = "its elements are executed separately" if lease.probe is not None else ""

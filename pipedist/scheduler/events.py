@@ -138,6 +138,9 @@ class CallFailed(Event, frozen=True):
     quarantine: bool = False
     stage: str = ""
     text: str = ""  # the exception, for people
+    culprits: tuple[
+        tuple[int, str], ...
+    ] = ()  # positions of elements that failed alone for good, and exceptions
 
 
 class CallSized(Event, frozen=True):

@@ -48,6 +48,13 @@ def _check_all(passes: Mapping[int, Pass], members: Membership, waiting: Mapping
             yield f"pass {id_} has gangs, but is no gang pass"
         yield from _check_counts(pass_)
         yield from _check_kept(pass_, members)
+        slots: Counter[str] = Counter()
+        for lease in held[id_]:
+            slots[lease.worker] += (lease.hi - lease.next) * lease.overlaps
+        if +slots != Counter(members.slots.get(id_, {})) or slots.total() != members.slots_used[id_]:
+            yield f"pass {id_} has {+slots} overlapping calls, counted are {members.slots.get(id_)}"
+        if 0 < pass_.settings.concurrency < pass_.leased:
+            yield f"pass {id_} has {pass_.leased} calls at once, more than {pass_.settings.concurrency}"
         if pass_.has_assignable_calls and waiting.get(id_) is not pass_:
             yield f"pass {id_} has waiting calls, but is not registered"
 
@@ -104,7 +111,9 @@ def _check_workers(members: Membership) -> Iterator[str]:
                 return
             if lease.pass_id not in worker.bound:
                 yield f"worker {name} lacks the program of lease {lease_id}"
-            if place and lease.next != lease.lo:
+            if lease.overlaps != (place >= worker.ordered):
+                yield f"worker {name} has lease {lease_id} in the wrong place"
+            if place and lease.next != lease.lo and not lease.overlaps:
                 yield f"worker {name} reported calls of a lease that is not its first"
         if (name in idle) != (is_ready and not held and not worker.suspended):
             yield f"worker {name} has {len(held)} leases and is {worker.state.value}: idle or not?"
@@ -112,7 +121,9 @@ def _check_workers(members: Membership) -> Iterator[str]:
         if room is not None:
             if (name in idle) != (name in room.idle):
                 yield f"worker {name} is indexed as idle in one place only"
-            if name in room.under_prefetched and len(held) != 1:
+            if (name in room.waiting) != (is_ready and bool(held) and not worker.ordered):
+                yield f"worker {name} has {len(held)} leases: do all of them overlap or not?"
+            if name in room.under_prefetched and worker.ordered != 1:
                 yield f"worker {name} has {len(held)} leases and wants one in advance"
         if (name in supervised) != (is_ready and worker.supervised):
             yield f"worker {name} is {worker.state.value}: supervised or not?"

@@ -32,6 +32,7 @@ class Lease:
     next: int  # the lowest unreported call; the worker works in order, so it runs this one
     expected_s: float  # expected duration of the whole lease, in seconds; 0.0 if unknown
     gang: GangAttempt | None = None
+    overlaps: bool = False  # its calls only wait: the worker executes it beside its other leases
     probe: Probe | None = None
     since: float = 0.0  # time at which it became the first lease of its worker, or last reported
     twin: Lease | None = None  # the other lease of the same calls, if executed twice: the first report counts
@@ -44,7 +45,9 @@ class Worker:
     managed: bool  # True if started by the launcher, and replaced when it dies; False if it dialled in
     incarnation: int = 0  # the current incarnation; messages from lower ones are stale
     state: WorkerState = WorkerState.STARTING
-    leases: list[int] = field(default_factory=list)  # ids by assignment; the first is running. READY only
+    # Ids by assignment: those executed in this order, of which the first runs; then those that overlap. READY only
+    leases: list[int] = field(default_factory=list)
+    overlapping: int = 0  # number of the leases that overlap
     bound: set[int] = field(default_factory=set)  # passes whose programs it has received. READY only
     heard_at: float = 0.0  # time of the join or the last heartbeat. Supervised only
     supervised: bool = False  # True if it is lost when its heartbeats end
@@ -55,6 +58,11 @@ class Worker:
     suspended: int = 0
     """The cancelled lease that it may still run: it gets no calls until it confirms the cancellation. It holds
     no lease then. 0: not suspended. READY only."""
+
+    @property
+    def ordered(self) -> int:
+        """The number of leases that do not overlap."""
+        return len(self.leases) - self.overlapping
 
     def become(self, what: WorkerEvent) -> None:
         self.state = next_state(f"worker {self.name}", WORKER_TRANSITIONS, self.state, what)
@@ -75,6 +83,7 @@ class RaisedCall(Struct, frozen=True):
     aborted: bool = False  # True if it only waited for a replica that had ended
     quarantine: bool = False  # after the last retry; otherwise the call fails
     cause: Cause = UNKNOWN
+    culprits: tuple[tuple[int, str], ...] = ()  # as in `events.CallFailed`
 
 
 @dataclass(slots=True, eq=False)

@@ -17,6 +17,8 @@ Rules
   They count together or not at all: a gang that loses a member, or whose calls are retried, starts again as
   a whole, under a new serial. The error of a gang is reported when all its calls have reported, and is that of
   the lowest replica that was not merely aborted.
+* Calls of a pass with `at_once` only wait. A worker executes several leases of them at the same time, and reports
+  each lease by itself: the order holds within a lease. Their number is limited per worker and over all workers.
 * One valve per pass: steps are requested only while `steps_in_flight_max` and
   `bytes_in_flight_max` leave room, but one step always fits.
 
@@ -295,6 +297,8 @@ class Scheduler:
         self._backing_off.pop(pass_.id, None)
         self._outcomes.cancel(pass_, from_call=0)
         self._members.watched.pop(pass_.id, None)
+        self._members.slots.pop(pass_.id, None)
+        self._members.slots_used.pop(pass_.id, None)
         for worker in self._members.workers.values():
             if event.pass_id in worker.bound:
                 worker.bound.discard(event.pass_id)
@@ -310,8 +314,8 @@ class Scheduler:
             self._out.append(cmd.DropResults(name, lease_id))
             return None
         # A missing report never arrives: without this check its calls would stay leased.
-        if lease_id == worker.leases[0] and lease.next == lo < hi <= lease.hi:
-            worker.unsure = False
+        if lease.next == lo < hi <= lease.hi and (lease.overlaps or lease_id == worker.leases[0]):
+            worker.unsure = worker.unsure and lease.overlaps
             return lease
         due = self._members.leases[worker.leases[0]]
         expected = f"[{due.next}, {due.hi}) of lease {due.id}"

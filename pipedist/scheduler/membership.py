@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -21,6 +21,7 @@ class CapacityClass:
     # OrderedDict: finding the first entry of a plain dict skips over all deleted ones.
     idle: OrderedDict[str, Worker] = field(default_factory=OrderedDict)  # without a lease, longest idle first
     under_prefetched: OrderedDict[str, Worker] = field(default_factory=OrderedDict)  # needs a second lease
+    waiting: OrderedDict[str, Worker] = field(default_factory=OrderedDict)  # all of its leases overlap
 
 
 class Membership:
@@ -36,6 +37,10 @@ class Membership:
         self.idle: OrderedDict[str, Worker] = OrderedDict()  # READY, not suspended; longest idle first
         self.capacity_classes: dict[float, CapacityClass] = {}  # READY by GPUs, fewest first; not empty
         self.supervised: OrderedDict[str, Worker] = OrderedDict()  # READY; longest silent first
+        # Unreported calls of each worker with overlapping leases of a pass. A worker moves to the end when it reports
+        # calls, and to the front when it gets some: so each worker gets calls in turn, without a search
+        self.slots: dict[int, OrderedDict[str, int]] = {}
+        self.slots_used: Counter[int] = Counter()  # sum of these calls, by pass
         self._prefetch_below_s = prefetch_below_s
         self._last_lease = 0
 
@@ -50,12 +55,31 @@ class Membership:
             return self.ready
         return sum(room.ready for owned, room in self.capacity_classes.items() if owned >= gpus)
 
+    def expected_for(self, gpus: float) -> int:
+        """Return the number of workers that are READY or start, at least 1; with GPUs, of those that are READY."""
+        return max(1, self.ready_for(gpus) if gpus else len(self.workers) - len(self.gone))
+
     def idle_for(self, gpus: float) -> Worker | None:
         """Return an idle worker with at least `gpus` GPUs: the fewest sufficient, then the longest idle."""
         for owned, room in self.capacity_classes.items():
             if room.idle and owned >= gpus:
                 return next(iter(room.idle.values()))
         return None
+
+    def waiting_for(self, gpus: float) -> Worker | None:
+        for owned, room in self.capacity_classes.items():
+            if room.waiting and owned >= gpus:
+                return next(iter(room.waiting.values()))
+        return None
+
+    def with_slot(self, pass_id: int, calls_max: int) -> Worker | None:
+        """Return a worker that executes overlapping calls of a pass, fewer than `calls_max`."""
+        slots = self.slots.get(pass_id)
+        if not slots or self.slots_used[pass_id] >= calls_max * len(slots):
+            return None
+        while slots[last := next(reversed(slots))] >= calls_max:
+            slots.move_to_end(last, last=False)
+        return self.workers[last]
 
     def under_prefetched_for(self, gpus: float) -> Worker | None:
         for owned, room in self.capacity_classes.items():
@@ -88,6 +112,9 @@ class Membership:
             self._count(worker, -1)
         worker.become("lost" if worker.managed else "lost unmanaged")
         worker.leases.clear()
+        worker.overlapping = 0
+        for pass_id, slots in self.slots.items():
+            self.slots_used[pass_id] -= slots.pop(worker.name, 0)
         worker.bound.clear()
         worker.unsure = False
         worker.suspended = 0
@@ -108,18 +135,35 @@ class Membership:
         attempt: int,
         expected_s: float,
         gang: GangAttempt | None = None,
+        overlaps: bool = False,
     ) -> Lease:
         self._last_lease += 1
-        lease = Lease(self._last_lease, worker.name, pass_id, lo, hi, attempt, lo, expected_s, gang)
+        lease = Lease(self._last_lease, worker.name, pass_id, lo, hi, attempt, lo, expected_s, gang, overlaps)
         self.leases[lease.id] = lease
-        worker.leases.append(lease.id)
-        if len(worker.leases) == 1:
+        if overlaps:
+            worker.leases.append(lease.id)
+            worker.overlapping += 1
+            self._occupy(lease, hi - lo)
+        else:
+            worker.leases.insert(worker.ordered, lease.id)
+        if overlaps or worker.ordered == 1:
             self._begun(lease)
         self._sort(worker)
         return lease
 
+    def _occupy(self, lease: Lease, calls: int) -> None:
+        """Count unreported calls of an overlapping lease."""
+        slots = self.slots.setdefault(lease.pass_id, OrderedDict())
+        slots[lease.worker] = slots.get(lease.worker, 0) + calls
+        self.slots_used[lease.pass_id] += calls
+        slots.move_to_end(lease.worker, last=calls < 0)
+        if not slots[lease.worker]:
+            del slots[lease.worker]
+
     def advance(self, lease: Lease, to: int) -> None:
         """Record that a lease's calls before `to` were reported; with the last one it ends."""
+        if lease.overlaps:
+            self._occupy(lease, lease.next - to)
         lease.next = to
         if to >= lease.hi:
             self.revoke(lease)
@@ -131,15 +175,19 @@ class Membership:
         del self.leases[lease.id]
         self._over(lease)
         worker = self.workers[lease.worker]
-        was_first = worker.leases[0] == lease.id
+        was_first = worker.leases[0] == lease.id and not lease.overlaps
         worker.leases.remove(lease.id)
-        if was_first and worker.leases:
+        if lease.overlaps:
+            worker.overlapping -= 1
+            if lease.next < lease.hi:
+                self._occupy(lease, lease.next - lease.hi)
+        if was_first and worker.ordered:
             self._begun(self.leases[worker.leases[0]])
         self._sort(worker)
 
     def cancel(self, lease: Lease) -> None:
         worker = self.workers[lease.worker]
-        worker.unsure = worker.unsure or worker.leases[0] == lease.id
+        worker.unsure = worker.unsure or (worker.leases[0] == lease.id and not lease.overlaps)
         self.revoke(lease)
 
     def send_nothing_behind(self, lease: Lease) -> None:
@@ -189,11 +237,14 @@ class Membership:
             return  # it is not READY, or suspended
         room.idle.pop(worker.name, None)
         room.under_prefetched.pop(worker.name, None)
+        room.waiting.pop(worker.name, None)
         if worker.state is not WorkerState.READY or worker.suspended:
             return
         if not worker.leases:
             self.idle[worker.name] = room.idle[worker.name] = worker
-        elif len(worker.leases) == 1:
+        elif not worker.ordered:
+            room.waiting[worker.name] = worker
+        elif worker.ordered == 1:
             expected_s = self.leases[worker.leases[0]].expected_s
             if 0 < expected_s < self._prefetch_below_s:
                 room.under_prefetched[worker.name] = worker

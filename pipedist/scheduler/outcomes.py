@@ -66,7 +66,9 @@ class Outcomes:
     def raised(self, lease: Lease, event: ev.CallFailed) -> None:
         pass_, gang, call = self._passes[lease.pass_id], lease.gang, event.call
         cause = cmd.Cause(event.stage, event.text)
-        raised = RaisedCall(call, event.worker, event.retries, event.aborted, event.quarantine, cause)
+        raised = RaisedCall(
+            call, event.worker, event.retries, event.aborted, event.quarantine, cause, event.culprits
+        )
         if gang is not None:
             gang.become("call raised")
             gang.raised.append(raised)
@@ -198,7 +200,8 @@ class Outcomes:
             self._back_off(pass_, history.raised[stage], Todo(lo, hi, history.tried))
         else:
             failures = [cmd.Failure(x.call, history.tried, x.worker) for x in raised]
-            self._give_up(pass_, lo, hi, failures, raised[0].cause, raised[0].quarantine)
+            first = raised[0]
+            self._give_up(pass_, lo, hi, failures, first.cause, first.quarantine, culprits=first.culprits)
 
     def _charge(self, pass_: Pass, lo: int, hi: int, call: int, worker: str, death: Death) -> None:
         """Charge calls [lo, hi), one call or a gang, with a death: retry them or fail them."""
@@ -244,7 +247,14 @@ class Outcomes:
             pass_.wait(*item)
 
     def _give_up(
-        self, pass_: Pass, lo: int, hi: int, failures: list[cmd.Failure], cause: cmd.Cause, quarantine: bool
+        self,
+        pass_: Pass,
+        lo: int,
+        hi: int,
+        failures: list[cmd.Failure],
+        cause: cmd.Cause,
+        quarantine: bool,
+        culprits: tuple[tuple[int, str], ...] = (),
     ) -> None:
         """Fail calls [lo, hi) permanently, one call or a gang, or quarantine elements."""
         if lo in pass_.searches.cleared:
@@ -254,7 +264,7 @@ class Outcomes:
         elif pass_.settings.gang:
             self.quarantine.quarantine_all(pass_, lo, hi, cause, "a gang's step is all or nothing")
         else:
-            self.quarantine.begin(pass_, lo, cause)
+            self.quarantine.begin(pass_, lo, cause, culprits)
 
     def _finish(self, pass_: Pass, lo: int, hi: int) -> None:
         pass_.histories.pop(lo, None)

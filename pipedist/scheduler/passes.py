@@ -184,7 +184,7 @@ class Pass:
 
     def bundle_calls(self, limits: SchedulerLimits, workers: int) -> int:
         """Return the number of calls in the next lease: about `bundle_s` of work, at most a fair share."""
-        if self.call_s is None or self.todo.first.attempt > 0:
+        if self.call_s is None or self.settings.concurrency or self.todo.first.attempt > 0:
             return 1  # retries are assigned one by one, so that the next death is charged to the right call
         fair = -(-self.todo.calls // (2 * workers))
         calls = min(self._bundle_by_time(limits), fair, self.bundle_max)
@@ -205,6 +205,8 @@ class Pass:
         replicas = self.settings.replicas
         if self.settings.gang:
             return (workers // min(replicas, workers)) * (1 + self.gangs_queued(limits)) * replicas
+        if self.settings.at_once:
+            return 2 * (self.settings.concurrency or self.settings.at_once * workers)
         if self.call_s is None:
             return 4 * workers
         return 4 * workers * max(1, min(self._bundle_by_time(limits), self.bundle_max))
@@ -218,9 +220,12 @@ class Pass:
             return least
         replicas = self.settings.replicas
         calls = self._calls_ahead(limits, workers)
-        room = min(-(-calls // replicas) + 1, limits.steps_in_flight_max) - in_flight
         promised = self.requested - self.offered
         to_come = self.todo.calls + self.leased + promised * replicas
+        if self.settings.at_once:  # finished calls behind one that hangs do not count
+            room = min(-(-(calls - to_come) // replicas), limits.steps_in_flight_max - in_flight)
+        else:
+            room = min(-(-calls // replicas) + 1, limits.steps_in_flight_max) - in_flight
         held = self.input_bytes + promised * self.step_bytes
         held += self.result_bytes + to_come * self.result_call_bytes
         spare = max(0.0, limits.bytes_in_flight_max - held)

@@ -33,8 +33,10 @@ class Quarantine:
     _cancel: Callable[[Pass, Lease], None]
     _finish: Callable[[Pass, int, int], None]  # marks calls [lo, hi) as over, without a result
 
-    def begin(self, pass_: Pass, call: int, cause: cmd.Cause) -> None:
-        pass_.searches.calls[call] = CulpritSearch(cause)
+    def begin(
+        self, pass_: Pass, call: int, cause: cmd.Cause, culprits: tuple[tuple[int, str], ...] = ()
+    ) -> None:
+        pass_.searches.calls[call] = CulpritSearch(cause, culprits)
         self._out.append(cmd.SizeCall(pass_.id, call))
 
     def sized(self, pass_: Pass, call: int, elements: int) -> None:
@@ -42,9 +44,13 @@ class Quarantine:
         if search is None or search.bisection is not None:
             return  # the pass fails at an earlier step
         search.bisection = Bisection(elements, self._limits.probes_max, search.cause)
-        self._try(pass_, call, search.bisection.begin())
-        if search.bisection.culprits:
-            self._found(pass_, call, search.cause)
+        known = {at: cmd.Cause(search.cause.stage, text) for at, text in search.culprits if at < elements}
+        if known:
+            search.bisection.culprits.update(known)
+        else:
+            self._try(pass_, call, search.bisection.begin())
+        for cause in search.bisection.culprits.values():
+            self._found(pass_, call, cause)
         self._conclude(pass_, call, search, search.bisection)
 
     def passed(self, pass_: Pass, probe: Probe) -> None:

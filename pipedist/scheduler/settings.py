@@ -59,6 +59,11 @@ class PassSettings(Struct, frozen=True):
     # A call that takes this many times as long as the 95th percentile gets a second attempt on an idle worker;
     # 0: never. Not for gangs
     speculation: float = 0.0
+    # Calls that a worker executes at the same time, because they only wait; their leases overlap, and each is
+    # reported by itself. 0: leases are executed one after the other
+    at_once: int = 0
+    # Maximum of these calls over all workers, each of which travels alone then; 0: no limit
+    concurrency: int = 0
     gpus: float = 0.0  # GPUs that a worker needs to own for a call; a gang has one such worker per replica
 
     def __post_init__(self) -> None:
@@ -68,5 +73,7 @@ class PassSettings(Struct, frozen=True):
             raise LocalProtocolError("an unordered pass can be neither fail_fast nor pulled")
         if self.first_step < 0 or (self.first_step and not self.ordered):
             raise LocalProtocolError(f"first_step {self.first_step} of a pass that is read in no order")
-        if self.speculation and (self.gang or self.speculation < 1.0):
+        if self.concurrency < 0 or self.at_once < (self.concurrency > 0) or (self.at_once and self.gang):
+            raise LocalProtocolError(f"{self.at_once} calls at once, {self.concurrency} in all")
+        if self.speculation and (self.gang or self.concurrency or self.speculation < 1.0):
             raise LocalProtocolError(f"speculation {self.speculation}: it is 0, or 1 and more and of no gang")

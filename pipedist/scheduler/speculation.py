@@ -64,7 +64,7 @@ class Speculation:
     def _blocking(self, running: Stragglers) -> Lease | None:
         """Return the longest silent lease of a pass behind which others wait."""
         workers = self._members.workers
-        return next((x for x in running.leases if len(workers[x.worker].leases) > 1), None)
+        return next((x for x in running.leases if not x.overlaps and workers[x.worker].ordered > 1), None)
 
     def _blocks_until(self, lease: Lease) -> float:
         """Return when others stop waiting behind a lease of a pass with too few reports: it may hang."""
@@ -74,7 +74,7 @@ class Speculation:
         """Requeue the leases that wait behind a lease; return whether there were any."""
         members = self._members
         worker = members.workers[lease.worker]
-        behind = [members.leases[i] for i in worker.leases[1:]]
+        behind = [] if lease.overlaps else [members.leases[i] for i in worker.leases[1 : worker.ordered]]
         members.send_nothing_behind(lease)
         for other in behind:
             self._take_back(self._passes[other.pass_id], other)
@@ -133,4 +133,5 @@ class Speculation:
         """End one of two attempts, and suspend its worker until it confirms."""
         worker = self._members.workers[lease.worker]
         self._cancel(pass_, lease)
-        self._members.suspend(worker, lease.id)
+        if not worker.leases:
+            self._members.suspend(worker, lease.id)

@@ -168,6 +168,8 @@ class Checks:
             path = ("stages", name)
             if stage.verb == "reduce":
                 self._axis(path, stage.raw)
+            if stage.verb == "run":
+                self._attempts(path, stage.raw)
             if stage.verb in ("run", "update"):
                 self._arguments(stage.raw, path)
             if stage.verb == "update" and "function" in (init := as_dict(stage.raw.get("init"))):
@@ -364,6 +366,21 @@ class Checks:
             return False
         sources = [self._stages.get(stage.of or "") for stage in pair if stage is not None]
         return len({source.per if source is not None else "" for source in sources}) == 1
+
+    def _attempts(self, path: Path, raw: Mapping[str, object]) -> None:
+        """Keys for calls that wait go together, and not with a gang."""
+        retries, collectives = raw.get("retries"), raw.get("collectives")
+        if raw.get("retry") is not None and type(retries) is int and retries:
+            message = "`retry` and `retries` both say how often a call is attempted"
+            self._note_key((*path, "retry"), message, "one of them")
+        for key in (
+            ("per", "concurrency", "rate", "retry")
+            if isinstance(collectives, dict) or collectives is True
+            else ()
+        ):
+            if raw.get(key) is not None:
+                message = f"`{key}` is for calls that are executed by themselves, and `collectives` is set"
+                self._note_key((*path, key), message, f"no `{key}`, or no `collectives`")
 
     def _axis(self, path: Path, raw: Mapping[str, object]) -> None:
         op = raw.get("reduce")

@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema
 from pipedist.spec.datasets import SOURCES, DatasetSpec
 from pipedist.spec.fields import Section, expected_phrase, summary
 from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
-from pipedist.spec.stages import STAGES, CollectivesSpec, ResourcesSpec
+from pipedist.spec.stages import STAGES, CollectivesSpec, RateSpec, ResourcesSpec, RetrySpec
 from pipedist.spec.validation import keys_of
 
 SECTIONS: Final[tuple[type[Section], ...]] = (
@@ -27,6 +27,8 @@ SECTIONS: Final[tuple[type[Section], ...]] = (
     *STAGES.values(),
     CollectivesSpec,
     ResourcesSpec,
+    RateSpec,
+    RetrySpec,
 )
 
 _PARAMETER = r"\$\{params\.[^{}\n]+\}"

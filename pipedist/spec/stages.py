@@ -19,15 +19,20 @@ from pipedist.spec.fields import (
     Function,
     Names,
     Paths,
+    PositiveSeconds,
+    Seconds,
     Section,
     function_name,
     mapping,
     message_error,
+    one_or_more,
     satisfies,
 )
 from pipedist.spec.scalars import describe, listing
 
 RETRIES_MAX = 1_000
+CONCURRENCY_MAX = 65_536
+CALLS_MAX = 1_000_000_000
 BYTES_PER_PACK_MAX = 2**40
 AXIS_MAX = 63
 
@@ -44,6 +49,11 @@ INIT_ENDINGS: Final = (".npy", ".npz", ".json")
 _OptionalSeconds = Annotated[
     Annotated[float, Field(gt=0, le=SECONDS_MAX, allow_inf_nan=False)] | None,
     Expected("a number of seconds, more than 0, or null"),
+]
+_ExceptionName = Annotated[
+    str,
+    satisfies(lambda name: all(part.isidentifier() for part in name.split("."))),
+    Expected("the name of an exception"),
 ]
 _Axis = Annotated[int, Field(ge=-AXIS_MAX - 1, le=AXIS_MAX)]
 
@@ -145,6 +155,43 @@ class ResourcesSpec(Section):
     )
 
 
+class RateSpec(Section):
+    """The maximum rate of calls, over all workers."""
+
+    calls: Annotated[
+        float, Field(gt=0, le=CALLS_MAX, allow_inf_nan=False), Expected("a number of calls, more than 0")
+    ] = Field(description="The number of calls that begin in `per_s` seconds.", examples=[50])
+    per_s: PositiveSeconds = Field(default=1.0, description="The time, in seconds.", examples=[60])
+
+
+class RetrySpec(Section):
+    """Further attempts of a call in its worker, with waits between them."""
+
+    attempts: Annotated[int, Field(ge=2, le=RETRIES_MAX), Expected(f"an integer from 2 to {RETRIES_MAX}")] = (
+        Field(description="How often a call is attempted, the first time included.", examples=[5])
+    )
+    backoff_s: Seconds = Field(
+        default=0.5,
+        description="The wait before the second attempt, in seconds; it doubles each time, up to 60 s, and is "
+        "multiplied by 0.5 to 1.5, which depends on the spec's seed and the call only.",
+        examples=[1],
+    )
+    on: Annotated[
+        tuple[_ExceptionName, ...],
+        ExpectedShape(
+            "the name of an exception, or a list of names",
+            one_or_more,
+            _ExceptionName | Annotated[list[_ExceptionName], Field(min_length=1)],
+        ),
+    ] = Field(
+        default=(),
+        description="The exceptions after which there is another attempt, by the name of the class or a base "
+        "class: `TimeoutError`, `httpx.TransportError`. Default: all. After a `pipedist.RetryAfter` there is "
+        "always one, after the wait that it names.",
+        examples=[["TimeoutError", "ConnectionError"]],
+    )
+
+
 def _collectives(value: object) -> object:
     return {} if value is True else value if value is False else mapping(value)
 
@@ -203,8 +250,10 @@ class RunSpec(Section):
     timeout_s: _OptionalSeconds = Field(
         default=None,
         description="How long one call of the function may take, in seconds. Then its worker is killed within a "
-        "second, which counts as an exception of the stage. Imports, the construction of a class, and waiting "
-        "for other replicas do not count. `null`: no limit.",
+        "second, which counts as an exception of the stage. A call that waits at the same time as others is "
+        "cancelled instead, with a TimeoutError, and the others go on; its worker is killed only if it does not end "
+        "within a second. Imports, the construction of a class, and waiting for other replicas do not count. "
+        "`null`: no limit.",
         examples=[60],
     )
     retries: Annotated[int, Field(ge=0, le=RETRIES_MAX), Expected(f"an integer from 0 to {RETRIES_MAX}")] = (
@@ -215,6 +264,43 @@ class RunSpec(Section):
             "retried, and that does not count.",
             examples=[2],
         )
+    )
+    per: Annotated[Literal["element"] | None, Expected("element, or null")] = Field(
+        default=None,
+        description="`element`: the function is called with one element of its input at a time (an item of each "
+        "list, an entry of each array), and the results of all elements are a batch again, in order: each number, "
+        "text or array of a result becomes an array with an entry for each element. `null`: with the whole input.",
+        examples=["element"],
+    )
+    concurrency: Annotated[
+        Annotated[int, Field(ge=1, le=CONCURRENCY_MAX)] | None,
+        Expected(f"an integer from 1 to {CONCURRENCY_MAX}, or null"),
+    ] = Field(
+        default=None,
+        description="For an async function, or a class with an async `__call__`: the number of calls that wait at the "
+        "same time, over all workers; with `per: element`, of elements. The instance of a class then serves several "
+        "calls at the same time. Such a call is never executed a second time because it is slow. Default: 32 per "
+        "worker for a function, one for a class, and one with `resources`.",
+        examples=[64],
+    )
+    rate: Annotated[RateSpec, ExpectedShape("a mapping {calls: N, per_s: S}, or null", mapping)] | None = (
+        Field(
+            default=None,
+            description="The maximum rate of calls (with `per: element`, of elements), attempts of `retry` "
+            "included. It is divided among the workers, each of which begins its calls at even intervals. So at most "
+            "one call per worker more than the rate begins in any time.",
+            examples=[{"calls": 50, "per_s": 1}],
+        )
+    )
+    retry: (
+        Annotated[
+            RetrySpec, ExpectedShape("a mapping {attempts: N, backoff_s: S, on: [NAME]}, or null", mapping)
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="Attempts of a call (with `per: element`, of an element) in its worker, instead of `retries`.",
+        examples=[{"attempts": 5, "backoff_s": 1, "on": ["TimeoutError"]}],
     )
     on_error: Literal["fail", "quarantine"] = Field(
         default="fail",

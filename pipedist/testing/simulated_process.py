@@ -237,6 +237,9 @@ class SimulatedProcess:
     def recv(self) -> Received:
         return self._inbox.popleft()
 
+    def fileno(self) -> int:
+        return -1
+
     def _sleep(self, for_s: float) -> None:
         self._listens = False
         self._wait(for_s)
@@ -271,6 +274,7 @@ class SimulatedDriver(Driver):
         with self._lock:
             if self._run is not None and self._slice is not None:
                 self._reports.finished(self._slice.lease, self._run)
+            self._report_overlapping()
 
     def pass_of_slice(self) -> int:
         return self._slice.pass_id if self._slice is not None else 0

@@ -125,6 +125,10 @@ class Dealer:
             flags = _SNDMORE if number < last else 0
             self._socket.send(part, flags, copy=copy or size_of(part) <= COPY_BYTES_MAX)
 
+    def fileno(self) -> int:
+        """Return a file that becomes readable when a message arrives after `poll` has found none."""
+        return int(self._socket.getsockopt(zmq.FD))
+
     def poll(self, timeout_s: float) -> bool:
         """Wait for a message (0 s: only look); return whether there is one."""
         return self._wait(_POLLIN, timeout_s)

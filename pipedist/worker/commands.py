@@ -26,7 +26,7 @@ class Send(Struct, frozen=True):
 class SendResults(Struct, frozen=True):
     """Send a message with the results that the driver has just reported."""
 
-    message: msg.Results
+    message: msg.Results | msg.Elements
     cache_pass: int = 0  # they are cached first under the key of this pass; 0: no caching
 
 
@@ -77,9 +77,19 @@ class Execute(Struct, frozen=True):
     slice_bytes: int  # start no call once results of this size are waiting
 
 
+class Begin(Struct, frozen=True):
+    """Begin the calls [lo, hi) of a lease beside all others; it ends with its `DropLease`."""
+
+    lease: int
+    pass_id: int
+    lo: int
+    hi: int
+    sharing: int  # number of workers among which the limits of the pass are divided
+
+
 class Leave(Struct, frozen=True):
     ending: Ending
     reason: str
 
 
-Command = Send | SendResults | SendExchange | Apply | DropLease | Execute | Leave
+Command = Send | SendResults | SendExchange | Apply | DropLease | Execute | Begin | Leave

@@ -5,7 +5,7 @@
 
     [seed, int.from_bytes(sha256(stage name)[:8], "big"), step, replica]
 
-so it does not depend on the worker, the attempt, or earlier calls.
+and, with `per: element`, the element's id. So it does not depend on the worker, the attempt, or earlier calls.
 """
 
 from __future__ import annotations
@@ -94,10 +94,12 @@ class ReplicaContext:
         seed: the spec's seed.
         collectives: executes its collectives; None if the stage has none.
         device: the device for its arrays, in libraries with devices: "cpu", "cuda:0".
+        element: the only element's id, in a stage with `per: element`.
     """
 
     __slots__ = (
         "_collectives",
+        "_element",
         "_elements",
         "_rng",
         "_seed",
@@ -121,6 +123,7 @@ class ReplicaContext:
         seed: int,
         collectives: Collectives | None = None,
         device: str = "cpu",
+        element: int | None = None,
     ) -> None:
         self.replica_id_in_sync_group = replica_id_in_sync_group
         self.num_replicas_in_sync = num_replicas_in_sync
@@ -129,6 +132,7 @@ class ReplicaContext:
         self.stage = stage
         self.device = device
         self._elements = elements
+        self._element = element
         self._seed = seed
         self._collectives = collectives
         self._rng: Generator | None = None
@@ -153,6 +157,7 @@ class ReplicaContext:
             from numpy.random import PCG64, Generator, SeedSequence  # most functions draw no numbers
 
             entropy = [self._seed, stage_digest(self.stage), self.step, self.replica_id_in_sync_group]
+            entropy += [] if self._element is None else [self._element]
             self._rng = Generator(PCG64(SeedSequence(entropy)))
         return self._rng
 

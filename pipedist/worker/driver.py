@@ -18,6 +18,7 @@ import math
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, assert_never
 
@@ -32,6 +33,7 @@ from pipedist.worker.commands import Ending, Execute
 from pipedist.worker.devices import DevicesUnseen
 from pipedist.worker.identity import JoinReporter
 from pipedist.worker.lease_queue import WorkerLimits
+from pipedist.worker.lease_run import LeaseRun, RejectedLeaseRun
 from pipedist.worker.leases import Leases
 from pipedist.worker.log_forwarding import LogForwarder, OutputCapture, Socket
 from pipedist.worker.machine import WorkerMachine
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from pipedist.worker.leases import Run
 
 IDLE_POLL_S = 1.0  # how long an idle worker waits for a message before it checks its deadlines
+OVERLAP_S = 0.05  # how long calls that wait go on before messages are checked, at most
 LISTEN_S = 0.1  # how long a replica waits for another member before printed lines are sent
 
 
@@ -83,6 +86,7 @@ class Driver:
         self._contribution: Sequence[Frame] = ()  # the replicas' part of a collective that is being sent
         self._slice: Execute | None = None  # the slice that executes, or is next
         self._run: Run | None = None  # the run of the executing lease
+        self._beginning: deque[commands.Begin] = deque()  # leases that overlap, and have not begun
         self._left: tuple[Ending, str] | None = None
         self._working = threading.Event()  # set while there is work; the reporter waits for it
         self._over = threading.Event()
@@ -102,16 +106,15 @@ class Driver:
                 if self._leave_reason:
                     with self._lock:
                         self._handle(ev.LeaveRequested(self._leave_reason))
+                elif self._leases.overlapping.runs or self._beginning:
+                    self._overlap()
+                    if self._slice is not None and self._left is None:
+                        self._execute_next(self._slice)
                 elif self._slice is None:
                     with contextlib.suppress(_Interrupted):
                         self._wait()
-                elif self._slice.lease in self._reports.recalls:
-                    with self._lock:
-                        self._reports.recalled(self._slice)
-                        self._handle(ev.SliceEnded(self._slice.lease))
-                        self._receive()
                 else:
-                    self._execute(self._slice)
+                    self._execute_next(self._slice)
         finally:
             with self._lock:
                 # If the connection failed, its error is raised already; a lost line is less important.
@@ -163,6 +166,55 @@ class Driver:
                 self._handle(message)
             finally:
                 self._frames = []
+
+    def _execute_next(self, slice_: Execute) -> None:
+        if slice_.lease not in self._reports.recalls:
+            self._execute(slice_)
+            return
+        with self._lock:
+            self._reports.recalled(slice_)
+            self._handle(ev.SliceEnded(slice_.lease))
+            self._receive()
+
+    def _overlap(self) -> None:
+        """Let the calls of overlapping leases go on until one is over or a message arrives, and report them."""
+        overlapping = self._leases.overlapping
+        self._working.set()
+        while self._beginning:
+            begin = self._beginning.popleft()
+            try:
+                run = self._leases.begin(begin, self._progress.of_lease(begin.lease))
+            except DevicesUnseen as error:
+                with self._lock:
+                    self._handle(ev.RestartNeeded(str(error)))
+                return
+            assert isinstance(run, LeaseRun | RejectedLeaseRun)
+            overlapping.runs[begin.lease] = run
+        try:
+            overlapping.advance(0.0 if self._slice is not None else OVERLAP_S, self._socket.fileno())
+        except BaseException:  # as in `_execute`
+            with self._lock:
+                self._report_overlapping()
+            raise
+        self._progress.idle()
+        self.output.finish()
+        with self._lock:
+            if (fault := self._log_forwarder.fault) is not None:
+                raise fault
+            self._report_overlapping()
+            self._log_forwarder.send_lines()
+            self._receive()
+
+    def _report_overlapping(self) -> None:
+        """Report finished calls and elements of overlapping leases; the caller holds the lock."""
+        for lease, run in list(self._leases.overlapping.runs.items()):
+            self._reports.elements(lease, run)
+            while run.has_done and not run.is_over:
+                failure = run.collect()
+                self._reports.finished(lease, run)
+                if failure is not None:
+                    run.skip()
+                    self._reports.failed(lease, failure)
 
     def _execute(self, slice_: Execute) -> None:
         try:
@@ -254,6 +306,8 @@ class Driver:
                     try:
                         if run is not None and slice_ is not None and due and time.monotonic() >= due:
                             self._reports.finished(slice_.lease, run)
+                        if due and time.monotonic() >= due:
+                            self._report_overlapping()
                         self._log_forwarder.send_lines()
                     except ConnectionLost as error:  # the running calls continue, and are cached
                         self._log_forwarder.fault = error
@@ -268,13 +322,15 @@ class Driver:
                 joining = self._machine.state is ev.ProtocolState.JOINING
                 self._socket.send(message, timeout_s=self._join_s if joining else math.inf)
             case commands.SendResults(message, cache_pass):
-                if cache_pass:
+                if cache_pass and isinstance(message, msg.Results):
                     self._reports.store(cache_pass, message)
                 self._log_forwarder.send_lines()  # first: these results may end the run, and with it all listeners
                 # No timeout: a slow reader is back-pressure. No copy: `take_ownership` has made the payload exclusive.
                 self._socket.send(message, self._reports.payload, copy=False, timeout_s=math.inf)
             case Execute():
                 self._slice = command
+            case commands.Begin():
+                self._beginning.append(command)
             case commands.Apply(message):
                 self._apply(message)
             case commands.DropLease(lease):
@@ -319,6 +375,9 @@ class Driver:
                 assert_never(message)
 
     def _drop_lease(self, lease: int) -> None:
+        if self._leases.overlapping.drop(lease):
+            return
+        self._beginning = deque(begin for begin in self._beginning if begin.lease != lease)
         if self._slice is not None and self._slice.lease == lease:
             self._slice = None
         if lease in self._reports.recalls:

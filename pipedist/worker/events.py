@@ -32,6 +32,13 @@ class CallsFinished(Struct, frozen=True):
     busy_ns: int
 
 
+class ElementsFinished(Struct, frozen=True):
+    """Elements of a call that still runs are over; the driver holds their results."""
+
+    lease: int
+    call: int
+
+
 class CallRaised(Struct, frozen=True):
     """A call raised, or its result cannot be sent."""
 
@@ -76,6 +83,7 @@ Event = (
     | Started
     | DataFound
     | CallsFinished
+    | ElementsFinished
     | CallRaised
     | CollectiveReached
     | CollectiveOverdue
@@ -111,7 +119,8 @@ _STORED = (
     TimePassed,
 )
 _ASSIGNED = (msg.Assign, msg.AssignGang, msg.Recall)
-_REPORTED = (CallsFinished, CallRaised, CollectiveReached, CollectiveOverdue)
+_REPORTED = (ElementsFinished, CollectiveReached, CollectiveOverdue)
+_OVER = (CallsFinished, CallRaised)
 _LAST = (msg.Refuse, msg.Stop, LeaveRequested)
 
 TRANSITIONS: dict[ProtocolState, dict[type, frozenset[ProtocolState]]] = {
@@ -128,7 +137,7 @@ TRANSITIONS: dict[ProtocolState, dict[type, frozenset[ProtocolState]]] = {
     },
     _EXECUTING: {
         **_to(_EXECUTING, on=(*_STORED, *_ASSIGNED, *_REPORTED)),
-        **_to(_EXECUTING, _READY, on=(msg.Unbind, msg.Cancel, SliceEnded)),
+        **_to(_EXECUTING, _READY, on=(*_OVER, msg.Unbind, msg.Cancel, SliceEnded)),
         **_to(_STOPPING, on=(*_LAST, RestartNeeded)),
     },
     _STOPPING: {},

@@ -17,17 +17,22 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Token
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from pipedist.core import dlpack, ragged, trees
+from pipedist.core.remote_errors import class_names, exception_text
 from pipedist.core.types import Tree
 from pipedist.errors import NonDeterministicError, PipedistError
 from pipedist.protocol.codec import UnsendableError, encode
 from pipedist.protocol.limits import RESULT_OBJECTS_MAX
+from pipedist.protocol.messages import CULPRITS_MAX
 from pipedist.protocol.program import Emit, Program
 from pipedist.reduction.tree import Reduction
 from pipedist.worker import failures, process_setup
@@ -41,11 +46,15 @@ from pipedist.worker.stages import Stage
 
 if TYPE_CHECKING:
     from pipedist.worker.variables.replica import ReplicaVariables
+    from pipedist.worker.waiting_calls import WorkerShare
 
 
 Outcome = dict[str, Tree]  # the values that one call sends back: {slot: tree}
 Result = tuple[Outcome, int]  # an outcome, and its size in bytes
 
+
+CANCEL_NS = 10**9
+"""Time that a function which waits has to end, after it was cancelled for its time limit; then its worker is killed."""
 
 STORED_S_MIN = 0.001
 """The value of a shorter call is not stored for a reuse."""
@@ -104,7 +113,17 @@ class Call:
     permanent: bool = False  # whether an error now would recur on every attempt
     reading: bool = False  # whether its shard is being read
     in_user_code: bool = False
+    lease: int = 0  # 0: not known, and no other call runs at the same time
+    place: int = 1  # the number of its stage, counted from 1
+    begin: Callable[[int], None] = lambda _call: None  # records that the call has the thread
+    fresh: list[Tree] = field(default_factory=list)
+    """[stage, element, result] of elements that are over, and not reported yet."""
+    culprits: tuple[tuple[int, str], ...] = ()  # elements that failed by themselves; see `messages.Failed`
     seconds: list[float] = field(default_factory=list)  # how long each stage took, if its value may be stored
+
+    def begin_step(self) -> None:
+        """Record that the call has the thread, in its stage."""
+        self.begin(self.number)
 
 
 class PassExecutor:
@@ -131,6 +150,12 @@ class PassExecutor:
         names = [stage.name for stage in program.stages] or [emit.slot for emit in program.emits]
         self.first_stage = names[0] if names else ""
         readers = [stage.of for stage in program.stages]
+        self._sharing = 1
+        self._shares: dict[str, WorkerShare] = {}
+        """This worker's share of the limits of stages that wait, by stage."""
+        self.waits = any(stage.waits for stage in self._stages)
+        """Whether its calls are tasks of an event loop, because they wait for elements, attempts or a rate."""
+        self._keys = count(1 << 62)  # of timed functions
         self._shard_is_shared = (readers + [emit.of for emit in program.emits]).count(-1) > 1
 
     def stage_of(self, slot: str) -> str:
@@ -157,7 +182,23 @@ class PassExecutor:
                 self._load(stage, call)
             except BaseException:  # each call raises and reports it, under its own number
                 return False
-        return any(s.is_async for s in self._stages) and not any(s.is_class for s in self._stages)
+        return any(s.is_async for s in self._stages) and not any(
+            s.is_class and s.is_async for s in self._stages
+        )
+
+    def share_with(self, workers: int) -> None:
+        """Set the number of workers among which the limits of stages are divided."""
+        self._sharing = workers
+        for share in self._shares.values():
+            share.sharing = workers
+
+    def _share(self, stage: Stage) -> WorkerShare:
+        if stage.name not in self._shares:
+            from pipedist.worker.waiting_calls import WorkerShare  # most workers have no such stage
+
+            share = self._shares[stage.name] = WorkerShare(stage.program)
+            share.sharing = self._sharing
+        return self._shares[stage.name]
 
     def _load(self, stage: Stage, call: Call) -> None:
         token = importer.set((stage.name, call.step, call.replica))
@@ -171,6 +212,9 @@ class PassExecutor:
 
         `wait` waits for an awaitable that an async function returned, and returns its result.
         """
+        if self.waits and call.gang is None:
+            result: Result = wait(self.run_among_others(call, shards))
+            return result
         shard = self._find(call, shards)
         empty = call.gang is not None and self.finder.is_empty(shard)
         values = self._values(call, shard, empty, wait)
@@ -207,31 +251,136 @@ class PassExecutor:
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
         """Execute one call outside of a gang, as a task of the running loop; see `run`."""
         shard = self._find(call, shards)
-        values = await self._values_among_others(call, shard)
+        finished = {} if self.program.verify else shards.finished(call.number)
+        values = await self._values_among_others(call, shard, finished)
         if self.program.verify:
             first = self._digests(values)
             del values
-            values = await self._values_among_others(call, shard)
+            values = await self._values_among_others(call, shard, finished)
             self._check_same(call, first, values)
         return self._emit(call, shard.value, values, False)
 
-    async def _values_among_others(self, call: Call, shard: Shard) -> list[Tree]:
+    async def _values_among_others(
+        self, call: Call, shard: Shard, finished: Mapping[tuple[int, int], Tree]
+    ) -> list[Tree]:
+        """Return the values of the stages; `finished` has results of elements, by stage and element."""
         values: list[Tree] = []
-        for stage in self._stages:
-            ctx = self._enter(stage, 0, call, shard)
-            token = current.set(ctx)
+        for place, stage in enumerate(self._stages):
+            call.place = place + 1
+            self._enter(stage, call.place if call.lease else 0, call, shard)
             began = monotonic() if self._stored else 0.0
-            try:
-                result = self._begin(stage, call, shard, values, ctx)
-                if hasattr(type(result), "__await__"):
-                    result = await (Stepped(result, self.clock, call.number) if stage.limit_ns else result)
-                values.append(self._end(call, result))
-                if self._stored:
-                    call.seconds.append(monotonic() - began)
-                del result
-            finally:
-                self._leave(stage, call, token)
+            value = self._input(stage, shard, values)
+            if stage.program.per_element:
+                done = {element: result for (at, element), result in finished.items() if at == place}
+                result = await self._elements(stage, call, shard, value, done)
+            else:
+                context = partial(self._context, stage, call, shard, shard.elements)
+                result = await self._attempts(stage, call, value, context)
+            values.append(self._end(call, result))
+            if self._stored:
+                call.seconds.append(monotonic() - began)
+            del result
         return values
+
+    async def _elements(
+        self, stage: Stage, call: Call, shard: Shard, value: Tree, done: Mapping[int, Tree]
+    ) -> Tree:
+        """Call a stage's function with each element that is not done, and return all results as a batch."""
+        from pipedist.worker import waiting_calls as waiting
+
+        size = waiting.count_elements(value)
+        is_named = shard.elements is not None and len(shard.elements) == size
+        ids = (
+            [int(each) for each in shard.elements] if is_named and shard.elements is not None else range(size)
+        )
+        results = {at: done[element] for at, element in enumerate(ids) if is_named and element in done}
+
+        async def execute(at: int) -> None:
+            id_ = ids[at]
+            own = np.array([id_]) if is_named else None
+            result = await self._attempts(
+                stage,
+                call,
+                waiting.element_at(value, at),
+                lambda: self._context(stage, call, shard, own, id_),
+                (id_,),
+            )
+            box = [result]
+            del result
+            results[at] = take_ownership(box)[0]
+            if is_named:
+                call.fresh.append([call.place - 1, ids[at], results[at]])
+
+        rest = [at for at in range(size) if at not in results]
+        failed = await waiting.each_element(
+            rest, self._share(stage), execute, all_of_them=stage.program.quarantine
+        )
+        if failed:
+            if len(failed) <= CULPRITS_MAX:
+                call.culprits = tuple((at, f"{class_names(e)[1]}: {exception_text(e)}") for at, e in failed)
+            raise failed[0][1]
+        return waiting.batched([results[at] for at in range(size)], ids)
+
+    async def _attempts(
+        self,
+        stage: Stage,
+        call: Call,
+        value: Tree,
+        context: Callable[[], ReplicaContext],
+        element: tuple[int, ...] = (),
+    ) -> Tree:
+        """Call a stage's function until it returns, at most as often as its `retry` allows.
+
+        Each attempt gets the same value and random numbers.
+        """
+        if not stage.waits:
+            return await self._attempt(stage, call, value, context())
+        import asyncio  # loaded already
+
+        from pipedist.worker.waiting_calls import pause_s
+
+        place: tuple[int | str, ...] = (self.program.seed, stage.name, call.step, call.replica, *element)
+        attempt = 1
+        while True:
+            await self._share(stage).turn()
+            try:
+                return await self._attempt(stage, call, as_readonly(value), context())
+            except Exception as error:
+                rest_s = pause_s(stage.program, error, attempt, place)
+                if rest_s is None:
+                    raise
+            await asyncio.sleep(rest_s)
+            attempt += 1
+
+    async def _attempt(self, stage: Stage, call: Call, value: Tree, ctx: ReplicaContext) -> Tree:
+        """Call a stage's function once; cancel it after its time limit."""
+        import asyncio  # loaded already
+
+        key, limit_s, limit = next(self._keys), stage.limit_ns / 1e9, None
+        token = current.set(ctx)
+        call.in_user_code = True
+        if stage.is_class:
+            stage.make_instance(0)
+        if stage.limit_ns:
+            hung_ns = stage.limit_ns + (CANCEL_NS if call.lease and stage.is_async else 0)
+            self.clock.start(call.number, call.place, hung_ns, lease=call.lease, key=key)
+        try:
+            result = stage.call(value, ctx, 0)
+            if hasattr(type(result), "__await__"):
+                begin = call.begin_step if call.lease else None
+                result = Stepped(result, self.clock, key, begin) if stage.limit_ns or begin else result
+                async with asyncio.timeout(limit_s or None) as limit:
+                    result = await result
+            return result
+        except TimeoutError as error:
+            if limit is not None and limit.expired():
+                raise TimeoutError(f"timed out after {limit_s:g} s") from error
+            raise
+        finally:
+            if process_setup.is_copy:
+                process_setup.end_copy(stage.name)
+            self.clock.stop(key)
+            current.reset(token)
 
     def _leave(self, stage: Stage, call: Call, token: Token[ReplicaContext | None]) -> None:
         if process_setup.is_copy:
@@ -272,6 +421,16 @@ class PassExecutor:
             call.permanent = True
             self._load(stage, call)
             call.permanent = False
+        return self._context(stage, call, shard, shard.elements)
+
+    def _context(
+        self,
+        stage: Stage,
+        call: Call,
+        shard: Shard,
+        elements: range | NDArray[np.int64] | None,
+        element: int | None = None,
+    ) -> ReplicaContext:
         gang = call.gang
         ctx = ReplicaContext(
             call.replica,
@@ -279,9 +438,10 @@ class PassExecutor:
             call.step,
             shard.epoch,
             stage.name,
-            shard.elements,
+            elements,
             self.program.seed,
             gang.collectives(stage.is_async) if gang is not None and stage.collectives else None,
+            element=element,
         )
         ctx.device = stage.device
         if gang is not None:
@@ -295,13 +455,15 @@ class PassExecutor:
         owner = 0 if call.gang is None else call.replica
         if stage.is_class:
             stage.make_instance(owner)
-        if stage.of >= 0:
-            value = as_readonly(values[stage.of])
-        else:
-            value = as_readonly(shard.value) if self._shard_is_shared else shard.value
+        value = self._input(stage, shard, values)
         if stage.limit_ns:
             self.clock.start(call.number, len(values) + 1, stage.limit_ns)
         return stage.call(value, ctx, owner)
+
+    def _input(self, stage: Stage, shard: Shard, values: list[Tree]) -> Tree:
+        if stage.of >= 0:
+            return as_readonly(values[stage.of])
+        return as_readonly(shard.value) if self._shard_is_shared else shard.value
 
     def _end(self, call: Call, result: Tree) -> Tree:
         call.in_user_code = False
@@ -386,6 +548,7 @@ class PassExecutor:
             retryable=not final,
             in_user_code=call.in_user_code,
             aborted=aborted,
+            culprits=call.culprits,
         )
 
     def unsendable(self, number: int, outcome: Outcome) -> CallFailure | None:

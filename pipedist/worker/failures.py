@@ -19,10 +19,14 @@ from pipedist.core.remote_errors import class_names, exception_text, within_limi
 from pipedist.errors import PipedistError
 
 TEXT_CHARS_MAX = 16_384  # maximum length of an exception's text; longer texts are cut in the middle
+CULPRIT_CHARS_MAX = 512  # maximum length of the text of an element's exception
 TRACEBACK_CHARS_MAX = 65_536  # maximum length of a formatted traceback
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_CALLERS = frozenset(os.path.join(_FOLDER, name) for name in ("execution.py", "lease_run.py", "stages.py"))
+_CALLERS = frozenset(
+    os.path.join(_FOLDER, name)
+    for name in ("execution.py", "lease_run.py", "progress.py", "stages.py", "waiting_calls.py")
+)
 """The files whose frames call user code."""
 
 _ENDS: dict[type[BaseException], Callable[[BaseException], str]] = {
@@ -55,10 +59,18 @@ class CallFailure(Struct, frozen=True):
     traceback: str  # from the first frame of user code on; "" if there is none
     retryable: bool
     aborted: bool = False  # the call failed only because its gang was ended
+    culprits: tuple[tuple[int, str], ...] = ()
 
 
 def describe(
-    error: BaseException, *, call: int, stage: str, retryable: bool, in_user_code: bool, aborted: bool = False
+    error: BaseException,
+    *,
+    call: int,
+    stage: str,
+    retryable: bool,
+    in_user_code: bool,
+    aborted: bool = False,
+    culprits: tuple[tuple[int, str], ...] = (),
 ) -> CallFailure:
     """Return the failure to report; `in_user_code`: a stage's function raised the error."""
     module, name = class_names(error)
@@ -72,6 +84,7 @@ def describe(
         traceback=_clipped(_formatted(error, text, in_user_code), TRACEBACK_CHARS_MAX),
         retryable=retryable,
         aborted=aborted,
+        culprits=tuple((at, _clipped(each, CULPRIT_CHARS_MAX)) for at, each in culprits),
     )
 
 

@@ -151,6 +151,11 @@ class LeaseShards:
         self._block: list[Shard] = []
         self._block_lo = lo
 
+    def finished(self, call: int) -> dict[tuple[int, int], Tree]:
+        """Return the results of elements of a call that were sent along, by stage and element."""
+        found = self._shards.finished or ()
+        return {(stage, element): result for number, stage, element, result in found if number == call}
+
     def find(self, call: int) -> Shard:
         index = call - self._block_lo
         if 0 <= index < len(self._block):

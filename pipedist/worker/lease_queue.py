@@ -24,6 +24,7 @@ class WorkerLimits(Struct, frozen=True):
     flush_s: float = 0.02  # until a finished call is reported
     flush_bytes: int = 4 * 2**20  # of results that wait to be reported
     leases_queued_max: int = 64  # behind the executing one
+    leases_overlapping_max: int = 65_536
     recalls_queued_max: int = CACHED_RANGES_MAX  # besides the leases
     passes_max: int = 1024
     states_max: int = 4096
@@ -41,6 +42,7 @@ class AssignedLease:
     collectives: int = 0  # the number of collectives that it has contributed to
     recalled: bool = False  # its results are in the cache, and are reported without executing anything
     cached: bool = False  # its results are cached until they are durable
+    sharing: int = 0  # not 0: it is executed beside other leases, see `messages.Assign`
 
 
 class LeaseQueue:
@@ -49,6 +51,7 @@ class LeaseQueue:
     def __init__(self, limits: WorkerLimits) -> None:
         self._limits = limits
         self.active: AssignedLease | None = None  # the executing lease; while it is None, no lease waits
+        self.overlapping: dict[int, AssignedLease] = {}  # executing leases that overlap
         self._waiting: OrderedDict[int, AssignedLease] = OrderedDict()
 
     # -- events from the scheduler ---------------------------------------------------
@@ -57,11 +60,16 @@ class LeaseQueue:
         """Add a lease; return whether it executes at once."""
         if not 0 <= lease.next < lease.hi:
             raise RemoteProtocolError(f"lease {lease.id} has the calls [{lease.next}, {lease.hi})")
+        if self.find(lease.id) is not None:
+            raise RemoteProtocolError(f"lease {lease.id} was assigned twice")
+        if lease.sharing:
+            if len(self.overlapping) >= self._limits.leases_overlapping_max:
+                raise RemoteProtocolError(f"more than {self._limits.leases_overlapping_max} leases overlap")
+            self.overlapping[lease.id] = lease
+            return False
         if self.active is None:
             self.active = lease
             return True
-        if lease.id in self._waiting or lease.id == self.active.id:
-            raise RemoteProtocolError(f"lease {lease.id} was assigned twice")
         most = self._limits.recalls_queued_max if lease.recalled else self._limits.leases_queued_max
         if sum(1 for x in self._waiting.values() if x.recalled == lease.recalled) >= most:
             raise RemoteProtocolError(f"more than {most} leases wait")
@@ -71,20 +79,22 @@ class LeaseQueue:
     def find(self, lease_id: int) -> AssignedLease | None:
         if self.active is not None and self.active.id == lease_id:
             return self.active
-        return self._waiting.get(lease_id)
+        return self._waiting.get(lease_id) or self.overlapping.get(lease_id)
 
     def withdraw(self, lease_id: int) -> bool:
-        return self._waiting.pop(lease_id, None) is not None
+        return (self._waiting.pop(lease_id, None) or self.overlapping.pop(lease_id, None)) is not None
 
     def withdraw_pass(self, pass_id: int) -> list[int]:
-        gone = [lease.id for lease in self._waiting.values() if lease.pass_id == pass_id]
+        leases = [*self._waiting.values(), *self.overlapping.values()]
+        gone = [lease.id for lease in leases if lease.pass_id == pass_id]
         for lease_id in gone:
-            del self._waiting[lease_id]
+            self.withdraw(lease_id)
         return gone
 
     def clear(self) -> None:
         self.active = None
         self._waiting.clear()
+        self.overlapping.clear()
 
     # -- events from the driver ------------------------------------------------------
 
@@ -94,13 +104,15 @@ class LeaseQueue:
         return self.active
 
     def report(self, lease_id: int, lo: int, hi: int) -> AssignedLease:
-        """Record that calls [lo, hi) of the active lease are over; return it."""
-        lease = self.active
+        """Record that calls [lo, hi) of an executing lease are over; return it."""
+        lease = self.overlapping.get(lease_id, self.active)
         if lease is None or lease.id != lease_id:
             raise LocalProtocolError(f"calls of lease {lease_id} were reported, but {lease} executes")
         if not lease.next == lo < hi <= lease.hi:
             raise LocalProtocolError(f"calls [{lo}, {hi}) of {lease} were reported")
         lease.next = hi
+        if lease.sharing and hi == lease.hi:
+            del self.overlapping[lease_id]
         return lease
 
     def gang_lease(self, lease_id: int) -> AssignedLease:
@@ -128,6 +140,9 @@ class LeaseQueue:
                 return f"{active} belongs to no gang, but has collectives"
             if active.pass_id not in passes:
                 return f"{active} belongs to no bound pass"
+        for lease in self.overlapping.values():
+            if lease.pass_id not in passes or lease.next >= lease.hi or lease.id in self._waiting:
+                return f"{lease} overlaps, and is over, waits, or its pass is not bound"
         for lease in self._waiting.values():
             if lease.pass_id not in passes:
                 return f"{lease} waits, but its pass is not bound"

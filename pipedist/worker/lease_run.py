@@ -1,9 +1,9 @@
 """Execution of a lease's calls: one after the other, or overlapping if they only wait.
 
-Calls run in the main thread, which is the thread of the worker's driver. Only if a stage is an async FUNCTION, and
-none is a class, up to `CALLS_AT_ONCE_MAX` calls of a lease overlap, on one event loop that lives as long as the
-process: async functions wait for the outside world, and users expect these waits to overlap. Results are still
-reported in order.
+Calls run in the main thread, which is the thread of the worker's driver. Calls of leases that overlap are tasks of
+one event loop that lives as long as the process: async functions wait for the outside world. In a pass whose leases
+do not overlap, because its calls read states that change, up to `CALLS_AT_ONCE_MAX` calls of one lease overlap if a
+stage is an async function. Within a lease, results are reported in order.
 
 A call that raises fails alone, whatever it raises: like `concurrent.futures`, a worker survives `sys.exit` and
 KeyboardInterrupt in a function. As both of them request an end, the call is not retried; asyncio's CancelledError,
@@ -17,20 +17,22 @@ import contextlib
 import selectors
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipedist.core.types import Tree
 from pipedist.protocol.program import Shards
 from pipedist.worker import failures
 from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
+from pipedist.worker.progress import Stepped
 
 if TYPE_CHECKING:
     import asyncio
 
-CALLS_AT_ONCE_MAX = 16  # maximum number of overlapping calls of async functions in one worker
+CALLS_AT_ONCE_MAX = 32  # maximum number of overlapping calls of one lease
 
 
 # -- event loop --------------------------------------------------------------------------
@@ -144,6 +146,49 @@ class LeaseRun:
         self._overlaps: bool | None = None
         self._running: deque[tuple[Call, asyncio.Task[Result]]] = deque()  # overlapping calls, in order
 
+    def start(self, lease: int, on_done: Callable[[object], None]) -> None:
+        """Begin all calls as tasks of the running loop, beside those of other leases; `collect` returns results."""
+        import asyncio  # loaded already
+
+        while self._next < self._hi:
+            call = self.executor.call(self._next)
+            call.lease, call.begin = lease, self._begin
+            self._next += 1
+            result = await_result(self.executor.run_among_others(call, self._shards))
+            task = asyncio.ensure_future(Stepped(result, self.executor.clock, -1, call.begin_step).run())
+            task.add_done_callback(on_done)
+            self._running.append((call, task))
+
+    def collect(self) -> CallFailure | None:
+        """Add the outcomes of finished calls, in order; return the failure of the call after them, if it raised."""
+        while self._running and self._running[0][1].done():
+            call, task = self._running.popleft()
+            try:
+                self._finished(task.result())
+            except BaseException as error:
+                return self._failure(call, error)
+        return None
+
+    def elements(self) -> Iterator[tuple[int, list[Tree]]]:
+        """Yield the results of elements of calls without a result, since the last time, by call."""
+        for call, task in self._running:
+            returned = task.done() and not task.cancelled() and task.exception() is None
+            if call.fresh and not returned:
+                fresh, call.fresh = call.fresh, []
+                yield call.number, fresh
+
+    @property
+    def has_done(self) -> bool:
+        """Whether `collect` has something to return."""
+        return bool(self._running) and self._running[0][1].done()
+
+    @property
+    def is_over(self) -> bool:
+        return self._next == self._hi and not self._running
+
+    def _failure(self, call: Call, error: BaseException) -> CallFailure:
+        return self.executor.failure(call, error.cause if isinstance(error, ExitRequested) else error)
+
     def advance(self, slice_s: float, slice_bytes: int) -> CallFailure | None:
         """Execute calls until the slice is over, or a call raises; see `commands.Execute`.
 
@@ -188,7 +233,7 @@ class LeaseRun:
             try:
                 self._finished(self.executor.run(call, self._shards, self._wait))
             except BaseException as error:  # any exception of user code is a failure of its call
-                return self.executor.failure(call, error.cause if isinstance(error, ExitRequested) else error)
+                return self._failure(call, error)
             if self._worked_until_ns >= until_ns or self._bytes >= slice_bytes:
                 break
         return None
@@ -224,9 +269,54 @@ class LeaseRun:
             try:
                 self._finished(task.result())
             except BaseException as error:
-                return self.executor.failure(call, error.cause if isinstance(error, ExitRequested) else error)
+                return self._failure(call, error)
             if self._worked_until_ns >= until_ns or self._bytes >= slice_bytes:
                 return None
+
+
+class OverlappingRuns:
+    """The runs of leases that overlap: their calls are tasks of one event loop."""
+
+    def __init__(self, loop: PersistentLoop) -> None:
+        self._loop = loop
+        self.runs: dict[int, LeaseRun | RejectedLeaseRun] = {}
+
+    def advance(self, slice_s: float, fileno: int) -> None:
+        """Let calls go on until one is over, the file `fileno` is readable (-1: none), or time has passed."""
+        self._loop.run(self._advance(slice_s, fileno))
+
+    async def _advance(self, slice_s: float, fileno: int) -> None:
+        import asyncio  # only async functions need it
+
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        for lease, run in list(self.runs.items()):  # the reporter's thread may end runs
+            if isinstance(run, RejectedLeaseRun):
+                news.set()
+            else:
+                run.start(lease, self._on_done)
+        self._news = news
+        if any(run.has_done for run in list(self.runs.values())):
+            news.set()
+        if fileno >= 0:
+            loop.add_reader(fileno, news.set)
+        try:
+            async with asyncio.timeout(slice_s):
+                await news.wait()
+        except TimeoutError:
+            pass
+        finally:
+            if fileno >= 0:
+                loop.remove_reader(fileno)
+
+    def _on_done(self, _task: object) -> None:
+        self._news.set()
+
+    def drop(self, lease: int) -> bool:
+        """End the run of a lease; return False if there is none."""
+        run = self.runs.pop(lease, None)
+        if run is not None:
+            run.abandon()
+        return run is not None
 
 
 class RejectedLeaseRun:
@@ -235,7 +325,10 @@ class RejectedLeaseRun:
     `stage` is the stage that fails; "" if the program is unknown.
     """
 
-    def __init__(self, error: Exception, stage: str, lo: int) -> None:
+    has_done = True
+
+    def __init__(self, error: Exception, stage: str, lo: int, hi: int) -> None:
+        self._hi = hi
         self._error = error
         self._stage = stage
         self._next = lo
@@ -245,11 +338,21 @@ class RejectedLeaseRun:
             self._error, call=self._next, stage=self._stage, retryable=False, in_user_code=False
         )
 
+    def collect(self) -> CallFailure:
+        return self.advance(0.0, 0)
+
+    def elements(self) -> Iterator[tuple[int, list[Tree]]]:
+        return iter(())
+
     def take(self) -> FinishedCalls:
         return FinishedCalls(self._next, [], 0)
 
     def skip(self) -> None:
         self._next += 1
+
+    @property
+    def is_over(self) -> bool:
+        return self._next >= self._hi
 
     def abandon(self) -> None:
         """Do nothing: no call runs."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from pipedist.errors import PipedistError, ProtocolError
 from pipedist.protocol.messages import AssignGang, Relay
 from pipedist.protocol.program import Shards, Unloadable, from_frames, load_tree
-from pipedist.worker.commands import Execute
+from pipedist.worker.commands import Begin, Execute
 from pipedist.worker.execution import PassExecutor
 from pipedist.worker.inputs import StateStore
-from pipedist.worker.lease_run import LeaseRun, PersistentLoop, RejectedLeaseRun
+from pipedist.worker.lease_run import LeaseRun, OverlappingRuns, PersistentLoop, RejectedLeaseRun
 from pipedist.worker.progress import StageClock
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ class Leases:
         self._clock = clock
         self._code = code
         self._loop = PersistentLoop()
+        self.overlapping = OverlappingRuns(self._loop)
+        """The leases that overlap."""
         self._passes: dict[int, PassExecutor | Unloadable] = {}  # the executor, or why there is none
         self._payloads: dict[int, Sequence[memoryview]] = {}  # shards of leases that have not begun
         self._members: dict[int, tuple[AssignGang, RelayBuffer]] = {}  # gang leases until they are dropped
@@ -81,7 +83,7 @@ class Leases:
     def is_gang_lease(self, lease: int) -> bool:
         return lease in self._members
 
-    def begin(self, slice_: Execute, begin: Callable[[int], None]) -> Run:
+    def begin(self, slice_: Execute | Begin, begin: Callable[[int], None]) -> Run:
         """Return the run of a lease whose first slice is about to execute.
 
         `begin` is called with the number of each call before it runs.
@@ -89,18 +91,20 @@ class Leases:
         frames = self._payloads.pop(slice_.lease)
         executor = self._passes[slice_.pass_id]
         if isinstance(executor, Unloadable):
-            return RejectedLeaseRun(executor, "", slice_.lo)
+            return RejectedLeaseRun(executor, "", slice_.lo, slice_.hi)
         begin(slice_.lo)  # decoding may import a user's module, which may end the process
         try:
             shards = Shards(*load_tree(frames, "the arguments of this call"))
             bound = self._use_states(executor, shards)
+            if isinstance(slice_, Begin):
+                executor.share_with(slice_.sharing)
             if slice_.lease not in self._members:
                 return LeaseRun(executor, self._loop, shards, slice_.lo, slice_.hi, begin)
             return self._begin_gang(slice_.lease, executor, shards, bound, begin)
         except ProtocolError:
             raise
         except PipedistError as error:
-            return RejectedLeaseRun(error, executor.first_stage, slice_.lo)
+            return RejectedLeaseRun(error, executor.first_stage, slice_.lo, slice_.hi)
 
     def _use_states(self, executor: PassExecutor, shards: Shards) -> BoundVariables | None:
         """Pass a lease's states to the stages; return the variables among them."""

@@ -191,6 +191,9 @@ class Socket(Protocol):
 
     def recv(self) -> tuple[Message, list[memoryview]]: ...
 
+    def fileno(self) -> int:
+        """Return a file that becomes readable when a message arrives; -1: there is none."""
+
 
 class LogForwarder:
     """Lines that wait for the socket, and the error that broke the connection.

@@ -9,8 +9,10 @@ Rules
   So the unreported calls are always the rest of the range.
 * A finished call waits at most `flush_s` to be reported, also while the next one runs for minutes; short
   calls share a message.
-* One lease executes; at most `leases_queued_max` wait. A lease that is cancelled, or whose pass is unbound,
-  is dropped at once, and never reported afterwards. No call runs while a message is handled, except
+* Leases whose calls only wait overlap: they begin at once, are reported in any order, and end with their last call.
+  Results of elements may be reported before their call is over.
+* Of the other leases, one executes; at most `leases_queued_max` wait. A lease that is cancelled, or whose pass
+  is unbound, is dropped at once, and never reported afterwards. No call runs while a message is handled, except
   paused ones: overlapping async calls, and the replicas of a gang, which end where they wait for a
   collective.
 * An `Execute` stands until its slice has ended. Until then the next `Execute` replaces it, and the
@@ -158,12 +160,15 @@ class WorkerMachine:
         drop = cmd.Apply(event)
         active = self._leases.active
         if active is None or active.pass_id != event.pass_id:
+            self._settle(now)
             return [*withdrawn, drop]
         return [*withdrawn, cmd.DropLease(active.id), drop, *self._execute(self._leases.next(), now)]
 
     def _on_assign(self, event: msg.Assign, now: float) -> list[cmd.Command]:
         cached = event.pass_id in self._cached_passes and not event.elements
-        lease = AssignedLease(event.lease, event.pass_id, event.lo, event.hi, cached=cached)
+        lease = AssignedLease(
+            event.lease, event.pass_id, event.lo, event.hi, cached=cached, sharing=event.sharing
+        )
         return self._enqueue(lease, event, now)
 
     def _on_recall(self, event: msg.Recall, now: float) -> list[cmd.Command]:
@@ -191,6 +196,11 @@ class WorkerMachine:
         if lease.pass_id not in self._passes:
             raise RemoteProtocolError(f"lease {lease.id} belongs to pass {lease.pass_id}, which is not bound")
         executes = self._leases.add(lease)
+        if lease.sharing:
+            if self.state is not ProtocolState.EXECUTING:
+                self._settle(now)
+            begin = cmd.Begin(lease.id, lease.pass_id, lease.next, lease.hi, lease.sharing)
+            return [cmd.Apply(event), begin]
         return [cmd.Apply(event), *(self._execute(lease, now) if executes else ())]
 
     def _on_relay(self, event: msg.Relay, _now: float) -> list[cmd.Command]:
@@ -210,6 +220,7 @@ class WorkerMachine:
         if active is not None and active.id == event.lease:
             return [cmd.DropLease(event.lease), confirmation, *self._execute(self._leases.next(), now)]
         if self._leases.withdraw(event.lease):
+            self._settle(now)
             return [cmd.DropLease(event.lease), confirmation]
         return [confirmation]  # a lease that is over: the messages have crossed
 
@@ -229,26 +240,36 @@ class WorkerMachine:
 
     def _execute(self, lease: AssignedLease | None, now: float) -> list[cmd.Command]:
         """Execute a lease from its first unreported call; None: become ready."""
+        self._settle(now)
         if lease is None:
-            self.state = ProtocolState.READY
-            self._due = None
             return []
-        self.state = ProtocolState.EXECUTING
-        self._due = now + self._limits.flush_s
         slice_s, slice_bytes = self._limits.flush_s, self._limits.flush_bytes
         return [cmd.Execute(lease.id, lease.pass_id, lease.next, lease.hi, slice_s, slice_bytes)]
 
+    def _settle(self, now: float) -> None:
+        """Become executing if there is a lease that executes, else ready."""
+        executes = self._leases.active is not None or bool(self._leases.overlapping)
+        self.state = ProtocolState.EXECUTING if executes else ProtocolState.READY
+        self._due = now + self._limits.flush_s if executes else None
+
     def _on_calls_finished(self, event: ev.CallsFinished, now: float) -> list[cmd.Command]:
         lease = self._leases.report(event.lease, event.lo, event.hi)
-        self._due = now + self._limits.flush_s
+        self._settle(now)
         cache_pass = lease.pass_id if lease.cached else 0
-        return [cmd.SendResults(msg.Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)]
+        send = cmd.SendResults(msg.Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)
+        return [send, *_end_of(lease)]
+
+    def _on_elements_finished(self, event: ev.ElementsFinished, _now: float) -> list[cmd.Command]:
+        lease = self._leases.find(event.lease)
+        if lease is None or not lease.sharing or not lease.next <= event.call < lease.hi:
+            raise LocalProtocolError(f"elements of call {event.call} of {lease} were reported")
+        return [cmd.SendResults(msg.Elements(event.lease, event.call))]
 
     def _on_call_raised(self, event: ev.CallRaised, now: float) -> list[cmd.Command]:
         failed = event.failed
-        self._leases.report(failed.lease, failed.call, failed.call + 1)
-        self._due = now + self._limits.flush_s
-        return [cmd.Send(failed)]
+        lease = self._leases.report(failed.lease, failed.call, failed.call + 1)
+        self._settle(now)
+        return [cmd.Send(failed), *_end_of(lease)]
 
     def _on_collective_reached(self, event: ev.CollectiveReached, _now: float) -> list[cmd.Command]:
         lease = self._leases.gang_lease(event.lease)
@@ -279,8 +300,8 @@ class WorkerMachine:
 
     def _broken_invariant(self) -> str:
         executing = self.state is ProtocolState.EXECUTING
-        if executing != (self._leases.active is not None):
-            return "a lease must be active if and only if the state is EXECUTING"
+        if executing != (self._leases.active is not None or bool(self._leases.overlapping)):
+            return "a lease must execute if and only if the state is EXECUTING"
         if not self._cached_passes <= self._passes:
             return "results of an unbound pass are cached"
         if len(self._spaces) > self._limits.states_max:
@@ -290,6 +311,10 @@ class WorkerMachine:
         if executing and self._due is None:
             return "an executing worker has no report due"
         return self._leases.broken_invariant(self._passes)
+
+
+def _end_of(lease: AssignedLease) -> list[cmd.Command]:
+    return [cmd.DropLease(lease.id)] if lease.sharing and lease.next == lease.hi else []
 
 
 _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[cmd.Command]]] = {
@@ -313,6 +338,7 @@ _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[cmd.Command]]] 
     msg.Relay: WorkerMachine._on_relay,
     msg.Cancel: WorkerMachine._on_cancel,
     ev.CallsFinished: WorkerMachine._on_calls_finished,
+    ev.ElementsFinished: WorkerMachine._on_elements_finished,
     ev.CallRaised: WorkerMachine._on_call_raised,
     ev.CollectiveReached: WorkerMachine._on_collective_reached,
     ev.CollectiveOverdue: WorkerMachine._on_collective_overdue,

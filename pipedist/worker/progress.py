@@ -60,9 +60,11 @@ class Overdue(NamedTuple):
 
 @dataclass(slots=True)
 class _Timed:
+    call: int
     stage: int
     began_ns: int
     limit_ns: int
+    lease: int = 0  # 0: that of the running call
     paused_ns: int = 0
 
 
@@ -87,39 +89,41 @@ class StageClock:
         """Record the stage of the running call; 0: unknown."""
         self._cells[_STAGE] = stage
 
-    def start(self, call: int, stage: int, limit_ns: int) -> None:
+    def start(self, call: int, stage: int, limit_ns: int, *, lease: int = 0, key: int | None = None) -> None:
+        """Record the start of a function; `key` names it if a call has several at the same time."""
         with self._lock:
-            timed = self._timed[call] = _Timed(stage, time.monotonic_ns(), limit_ns)
-            self._write(call, timed)
+            timed = _Timed(call, stage, time.monotonic_ns(), limit_ns, lease)
+            self._timed[call if key is None else key] = timed
+            self._write(timed)
 
-    def stop(self, call: int) -> None:
+    def stop(self, key: int) -> None:
         """Record the end of the function, if a start was recorded."""
         with self._lock:
-            if self._timed.pop(call, None) is not None:
+            if self._timed.pop(key, None) is not None:
                 self._write_first()
 
-    def pause(self, call: int) -> None:
+    def pause(self, key: int) -> None:
         """Stop the time of the function while it waits for other replicas."""
         with self._lock:
-            timed = self._timed.get(call)
+            timed = self._timed.get(key)
             if timed is not None:
                 timed.paused_ns = time.monotonic_ns()
                 self._write_first()
 
-    def resume(self, call: int) -> None:
+    def resume(self, key: int) -> None:
         with self._lock:
-            timed = self._timed.get(call)
+            timed = self._timed.get(key)
             if timed is not None:
                 timed.began_ns += time.monotonic_ns() - timed.paused_ns
                 timed.paused_ns = 0
                 self._write_first()
 
-    def step(self, call: int) -> None:
+    def step(self, key: int) -> None:
         """Record which one of several overlapping calls has the thread."""
         with self._lock:
-            timed = self._timed.get(call)
+            timed = self._timed.get(key)
             if timed is not None:
-                self._write(call, timed)
+                self._write(timed)
 
     def unstep(self) -> None:
         """Record that the call has yielded the thread."""
@@ -127,19 +131,20 @@ class StageClock:
             self._write_first()
 
     def _write_first(self) -> None:
-        running = [(x.began_ns + x.limit_ns, call, x) for call, x in self._timed.items() if not x.paused_ns]
+        running = [(x.began_ns + x.limit_ns, key, x) for key, x in self._timed.items() if not x.paused_ns]
         if running:
-            _, call, timed = min(running, key=lambda x: x[:2])
-            self._write(call, timed)
+            self._write(min(running, key=lambda x: x[:2])[2])
         else:
             self._cells[_LIMIT] = 0
 
-    def _write(self, call: int, timed: _Timed) -> None:
+    def _write(self, timed: _Timed) -> None:
         cells = self._cells
         cells[_LIMIT] = 0
         fence_unless_tso()  # else a reader could see the last limit with the next start
         cells[_TIMED_STAGE] = timed.stage
-        cells[_TIMED_CALL] = call
+        cells[_TIMED_CALL] = timed.call
+        if timed.lease:
+            cells[_LEASE] = timed.lease
         cells[_BEGAN] = timed.began_ns
         fence_unless_tso()
         cells[_LIMIT] = timed.limit_ns
@@ -234,7 +239,11 @@ class Stepped:
 
     awaitable: Any
     clock: StageClock
-    call: int
+    key: int
+    begin: Callable[[], None] | None = None  # called when the call gets the thread
+
+    async def run(self) -> Any:
+        return await self
 
     def __await__(self) -> Generator[Any, Any, Any]:
         steps = self.awaitable.__await__()
@@ -242,7 +251,9 @@ class Stepped:
         value: Any = None
         error: BaseException | None = None
         while True:
-            self.clock.step(self.call)
+            if self.begin is not None:
+                self.begin()
+            self.clock.step(self.key)
             try:
                 waits_for = send(value) if error is None else steps.throw(error)
             except StopIteration as stop:

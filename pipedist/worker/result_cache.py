@@ -11,6 +11,7 @@ When the cache is full, new results are dropped; the oldest are needed first, be
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +26,9 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
 from pipedist.protocol.messages import CACHED_RANGES_MAX, Failed, Results
 from pipedist.worker.commands import Execute
-from pipedist.worker.events import CallRaised, CallsFinished, Event
+from pipedist.worker.events import CallRaised, CallsFinished, ElementsFinished, Event
 from pipedist.worker.failures import CallFailure
-from pipedist.worker.lease_run import RejectedLeaseRun
+from pipedist.worker.lease_run import LeaseRun, RejectedLeaseRun
 
 if TYPE_CHECKING:
     from pipedist.worker.leases import Run
@@ -167,6 +168,14 @@ class ResultReporter:
                 self._handle(CallsFinished(lease, call, call + 1, busy_ns if call == lo else 0))
         else:
             self._handle(CallsFinished(lease, lo, hi, busy_ns))
+        self.payload = ()
+
+    def elements(self, lease: int, run: LeaseRun | RejectedLeaseRun) -> None:
+        """Report results of elements of calls that still run; one that can't be sent fails with its call."""
+        for call, results in run.elements():
+            with contextlib.suppress(UnsendableError):
+                self.payload = encode(results)
+                self._handle(ElementsFinished(lease, call))
         self.payload = ()
 
     def failed(self, lease: int, failure: CallFailure) -> None:

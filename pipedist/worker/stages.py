@@ -39,6 +39,8 @@ class Stage:
         self.is_loaded = False  # whether the function was found, and can be called
         self.is_class = False  # whether calls go to an instance, which serves one call at a time
         self.is_async = False  # whether calls return an awaitable
+        self.program = program
+        self.waits = program.per_element or program.attempts > 1 or program.calls_per_s > 0
 
     def load(self) -> None:
         """Find the function, or raise the error for which it cannot be called, as the first time."""

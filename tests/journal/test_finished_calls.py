@@ -177,39 +177,57 @@ def reopened(folder: Path, stamp: str) -> PassJournal:
     return PassJournal(Journal.reopen(folder, history), "0/d", 2, history.passes["0/d"], stamp)
 
 
-def test_a_log_of_finished_calls_ends_with_the_next_step_and_counts_for_the_same_code_only(
+def test_a_log_of_finished_calls_ends_with_its_last_step_and_counts_for_the_same_code_only(
     tmp_path: Path,
 ) -> None:
     journal = Journal.create(tmp_path, header())
     durable = PassJournal(journal, "0/d", 2, PassHistory(), "stamp")
     calls = FinishedCallLog(durable)
 
-    def commit(steps: int, results: dict[int, Any]) -> None:
-        calls.add(steps, results)
+    def commit(steps: int, results: dict[Any, Any]) -> list[str]:
+        calls.add(2 * steps, results)
+        dropped = calls.dropped(2 * steps)
         taken = durable.snapshot(
-            steps, steps, {CALLS: calls.count}, quarantined={}, dropped=calls.dropped(), complete=False
+            steps, steps, {CALLS: calls.count}, quarantined={}, dropped=dropped, complete=False
         )
         journal.commit([taken.snapshot])
         durable.committed(taken)
+        return sorted(path.name for path in tmp_path.glob("*calls.*"))
 
-    def found(stamp: str = "stamp") -> dict[int, Any]:
-        return {chunk.lo: chunk.calls[0]["y"] for chunk in reopened(tmp_path, stamp).finished_calls()}
+    def found(stamp: str = "stamp") -> dict[Any, Any]:
+        chunks, elements = reopened(tmp_path, stamp).finished_calls()
+        return {chunk.lo: chunk.calls[0]["y"] for chunk in chunks} | elements
 
     assert not calls.is_used
     commit(0, {1: {"y": 10}, 5: {"y": 50}})
     assert not calls.lacks({1: {"y": 10}})
-    commit(0, {1: {"y": 10}, 2: {"y": 20}, 5: {"y": 50}})
-    assert found() == {1: 10, 2: 20, 5: 50}
+    commit(0, {1: {"y": 10}, 2: {"y": 20}, 5: {"y": 50}, (3, 0, 7): 37})
+    assert found() == {1: 10, 2: 20, 5: 50, (3, 0, 7): 37}
     assert found("other code") == {}
-    commit(1, {})
-    assert found() == {}
-    commit(1, {2: {"y": 20}, 5: {"y": 50}})
-    assert found() == {2: 20, 5: 50}
-    commit(2, {5: {"y": 50}})  # a step and finished calls at once
+    first = commit(1, {2: {"y": 20}, 5: {"y": 50}, (3, 0, 7): 37})
+    assert found() == {2: 20, 5: 50, (3, 0, 7): 37}
+    assert commit(2, {5: {"y": 50}}) == first  # nothing is logged twice
     assert found() == {5: 50}
-    logs = [path.name for path in tmp_path.glob("*calls.*")]
-    assert len(logs) == 1
+    assert commit(3, {}) == []
+    assert found() == {}
+    second = commit(3, {6: {"y": 60}})
     resumed = FinishedCallLog(reopened(tmp_path, "stamp"))
-    assert resumed.lacks({5: {"y": 50}})  # it is logged again before the old log is dropped
-    resumed.add(2, {5: {"y": 50}})
-    assert [f"0-d.{name}.log" for name in resumed.dropped()] == logs
+    assert resumed.lacks({6: {"y": 60}})  # it is logged again before the old log is dropped
+    resumed.add(6, {6: {"y": 60}})
+    assert [f"0-d.{name}.log" for name in resumed.dropped(6)] == second != first
+
+
+def test_a_failed_run_whose_only_results_are_finished_calls_is_protected(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, n=12, batch=12, replicas=12, waiting=[])
+    spec["dataset"] = {"function": {"call": f"{F}:one_negative", "with": {"count": 12}}, "batch": 12}
+    out = tmp_path / "out"
+    (tmp_path / "go").touch()
+    with pytest.raises(pipedist.CallError):
+        pipedist.run(spec, workers=2, output=out)
+    assert durable_calls(tmp_path) == 11
+    with pytest.raises(pipedist.UsageError, match="--resume continues it"):
+        pipedist.run(spec, workers=2, output=out)
+    began = sum(calls_in(tmp_path).values())
+    with pytest.raises(pipedist.CallError):
+        pipedist.run(spec, workers=2, output=out, resume=True)
+    assert sum(calls_in(tmp_path).values()) == began + 1

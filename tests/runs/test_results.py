@@ -96,7 +96,7 @@ def test_a_run_that_failed_leaves_no_file_and_is_not_replaced_unasked(tmp_path: 
 
 def test_a_run_that_failed_before_anything_was_done_is_replaced(tmp_path: Path) -> None:
     spec = document(y={"run": f"{F}:fails_on_13"})
-    spec["dataset"] = {"range": {"start": 13, "stop": 25}, "batch": 4}
+    spec |= {"replicas": 1, "dataset": {"range": {"start": 13, "stop": 25}, "batch": 4}}
     spec["stages"]["rows"] = {"gather": 0, "of": "y"}
     spec["outputs"] = {"rows": "rows.npy"}
     for _ in range(2):

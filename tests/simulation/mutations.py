@@ -428,9 +428,9 @@ def number_of_queued_gangs_is_unlimited(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def call_is_queued_behind_a_gang(patch: pytest.MonkeyPatch) -> None:
-    def grant(original: Any, self: Membership, *args: Any) -> Any:
+    def grant(original: Any, self: Membership, *args: Any, **known: Any) -> Any:
         *before, _expected_s, gang = args if len(args) == 7 else (*args, None)
-        return original(self, *before, 0.001, gang)
+        return original(self, *before, 0.001, gang, **known)
 
     wrapped(patch, Membership, "grant", grant)
 
@@ -547,19 +547,19 @@ def culprits_are_sent_again(patch: pytest.MonkeyPatch) -> None:
 
 @mutation
 def failing_rest_fails_the_pass(patch: pytest.MonkeyPatch) -> None:
-    def give_up(original: Any, self: Outcomes, pass_: Pass, lo: int, *rest: Any) -> None:
+    def give_up(original: Any, self: Outcomes, pass_: Pass, lo: int, *rest: Any, **known: Any) -> None:
         if lo in pass_.searches.cleared:
             pass_.searches.cleared.pop(lo)
             rest = (*rest[:-1], False)
-        original(self, pass_, lo, *rest)
+        original(self, pass_, lo, *rest, **known)
 
     wrapped(patch, Outcomes, "_give_up", give_up)
 
 
 @mutation
 def call_without_quarantine_is_bisected(patch: pytest.MonkeyPatch) -> None:
-    def give_up(original: Any, self: Outcomes, *rest: Any) -> None:
-        original(self, *rest[:-1], True)
+    def give_up(original: Any, self: Outcomes, *rest: Any, **known: Any) -> None:
+        original(self, *rest[:-1], True, **known)
 
     wrapped(patch, Outcomes, "_give_up", give_up)
 
@@ -570,6 +570,21 @@ def only_the_first_call_of_a_gang_is_quarantined(patch: pytest.MonkeyPatch) -> N
         original(self, pass_, lo, lo + 1 if pass_.settings.gang else hi, *rest)
 
     wrapped(patch, Quarantine, "quarantine_all", quarantine_all)
+
+
+@mutation
+def calls_overlap_without_limit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Assigner, "_calls_at_once", lambda self, pass_: 1000)
+
+
+@mutation
+def report_of_an_overlapping_lease_needs_its_turn(patch: pytest.MonkeyPatch) -> None:
+    def grant(original: Any, self: Membership, *args: Any, overlaps: bool = False) -> Any:
+        lease = original(self, *args, overlaps=overlaps)
+        lease.overlaps = False
+        return lease
+
+    wrapped(patch, Membership, "grant", grant)
 
 
 @mutation

@@ -55,6 +55,7 @@ class LeaseRecord:
     is_void: bool = False
     twin: LeaseRecord | None = None
     second_attempts: int = 0
+    overlaps: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -426,13 +427,14 @@ class ReferenceModel:
         ):
             return [cmd.DropResults(name, event.lease)]
         assert lease is not None
-        if lease is not worker.leases[0] or not lease.next == lo < hi <= lease.hi:
+        is_running = lease.overlaps or lease is worker.leases[0]
+        if not is_running or not lease.next == lo < hi <= lease.hi:
             return [
                 cmd.DropResults(name, event.lease),
                 _evict(name, incarnation),
                 *self._lose(name, graceful=False),
             ]
-        worker.unsure = False
+        worker.unsure = worker.unsure and lease.overlaps
         twin = self._unpair(lease)
         if twin is not None and not is_done:
             self._superseded = lease  # the other attempt decides: the call is not charged
@@ -609,9 +611,13 @@ class ReferenceModel:
                 raise Violation(f"calls from {command.lo} are assigned before call {first}")
             self._check_turn(record)
             record.waiting.difference_update(calls)
-        if len(worker.leases) >= 2:
+        ordered = [x for x in worker.leases if not x.overlaps]
+        if at_once := record.work.settings.at_once:
+            held = [x for x in worker.leases if x.pass_id == record.work.id]
+            self._must(sum(x.hi - x.next for x in held) + len(calls) <= at_once, "too many calls overlap")
+        elif len(ordered) >= 2:
             raise Violation(f"{command.worker} gets a third lease")
-        if worker.leases and record.work.call_s >= self.limits.prefetch_below_s:
+        elif ordered and record.work.call_s >= self.limits.prefetch_below_s:
             raise Violation("a long call is assigned in advance")
         lease = self._issue(command.worker, command.lease, record, command.lo, command.hi)
         if command.twin:
@@ -642,7 +648,11 @@ class ReferenceModel:
         self._must(
             (call, span) not in record.probes_backing_off, f"{span} of call {call} is still backing off"
         )
-        self._must(not worker.leases, "a probe is assigned to a worker that is not idle")
+        is_busy = any(not x.overlaps for x in worker.leases)
+        self._must(
+            not is_busy or record.work.settings.at_once > 0,
+            "a probe is assigned to a worker that is not idle",
+        )
         self._check_turn(record)
         record.probing.add((call, span))
         self._issue(command.worker, command.lease, record, call, call + 1).probe = span
@@ -719,16 +729,18 @@ class ReferenceModel:
         for held in worker.leases:
             if (held.serial > 0) != (serial > 0):
                 raise Violation(f"lease {id_}: gangs and others in one queue at {name}")
-        lease = LeaseRecord(id_, name, worker.incarnation, work.id, lo, hi, serial)
+        overlaps = work.settings.at_once > 0
+        lease = LeaseRecord(id_, name, worker.incarnation, work.id, lo, hi, serial, overlaps=overlaps)
         self.leases[id_] = lease
-        worker.leases.append(lease)
+        ordered = sum(not x.overlaps for x in worker.leases)
+        worker.leases.insert(len(worker.leases) if overlaps else ordered, lease)
         return lease
 
     def _check_turn(self, record: PassRecord) -> None:
         """Verify that passes of the best priority take turns."""
         for other in self.passes.values():
-            if other is record or not other.is_assignable:
-                continue
+            if other is record or not other.is_assignable or other.work.settings.at_once:
+                continue  # one whose calls overlap may have as many as it may
             mine, its = record.work.settings.priority, other.work.settings.priority
             if mine > its:
                 raise Violation(f"pass {other.work.id} has priority")
@@ -750,12 +762,13 @@ class ReferenceModel:
         record = self.passes[lease.pass_id]
         is_first = lease is worker.leases[0]
         is_obsolete = record.is_closed or record.end != "" or lease.next > record.last_call
-        worker.unsure = worker.unsure or is_first
+        worker.unsure = worker.unsure or (is_first and not lease.overlaps)
         worker.leases.remove(lease)
         lease.is_void = True
         self._unpair(lease)
         if lease is self._superseded:
-            self._suspend(worker, lease.id)
+            if not worker.leases:
+                self._suspend(worker, lease.id)
             return
         if is_obsolete:
             if is_first:

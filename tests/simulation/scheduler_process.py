@@ -271,7 +271,8 @@ class SimulatedSchedulerProcess:
 
     def _do_assign(self, c: cmd.SendAssign) -> None:
         elements = sum(hi - lo for lo, hi in c.elements)
-        self.send(c.worker, msg.Assign(c.lease, c.pass_id, c.lo, c.hi, c.attempt, elements), c.elements)
+        head = msg.Assign(c.lease, c.pass_id, c.lo, c.hi, c.attempt, elements, c.sharing)
+        self.send(c.worker, head, c.elements)
 
     def _do_gang(self, c: cmd.SendGang) -> None:
         self._gangs.begin(c)

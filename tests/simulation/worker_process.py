@@ -76,6 +76,7 @@ class WorkerProcess:
         "incarnation",
         "listening",
         "machine",
+        "overlapping",
         "supervised",
         "worker",
     )  # fmt: skip
@@ -99,6 +100,8 @@ class WorkerProcess:
         """The gangs that run or wait, by lease."""
         self.elements: dict[int, Spans] = {}
         """By lease of one call, the elements to execute, unless all."""
+        self.overlapping: dict[int, int] = {}
+        """The running call of each lease that overlaps."""
         self.machine = WorkerMachine(Hello(worker, incarnation, 0, "", "", 1, "", "", "", ""))
         self._slice: wcmd.Execute | None = None
         self._inbox: deque[Item] = deque()
@@ -279,6 +282,39 @@ class WorkerProcess:
         self.executing = None
         self.handle(SliceEnded(lease))
 
+    def _call_later(self, begin: wcmd.Begin, call: int) -> None:
+        """Let a call of a lease that overlaps wait for its time."""
+        simulation = self._simulation
+        cost = simulation.works[begin.pass_id].call_s * (0.5 + simulation.network.draw())
+        simulation.time.at(simulation.time.now + cost, self._called, begin, call, cost)
+
+    def _called(self, begin: wcmd.Begin, call: int, cost: float) -> None:
+        """End a call of a lease that overlaps."""
+        lease, simulation = begin.lease, self._simulation
+        if not self.alive or self.overlapping.get(lease) != call:
+            return
+        if self.asleep or self.busy:  # the thread is not free
+            simulation.time.at(simulation.time.now + 0.05, self._called, begin, call, cost)
+            return
+        fate = simulation.works[begin.pass_id].fates.get(call, NO_FATE)
+        poisoned = fate.poison is not None and fate.poison.fails(self.elements.get(lease, ()))
+        how = fate.poison.how if poisoned and fate.poison is not None else ""
+        if how == "takes too long":
+            self.exit("signal 9 (SIGKILL)", (lease, call), timed_out=fate)
+        elif how == "kills" or fate.kills > 0:
+            fate.kill_once()
+            self.exit("signal 11 (SIGSEGV)", (lease, call))
+        else:
+            self.overlapping[lease] = call + 1
+            if how == "raises" or fate.raises > 0:
+                fate.raise_once()
+                self.handle(raised(simulation, lease, call))
+            else:
+                self.handle(CallsFinished(lease, call, call + 1, int(cost * 1e9)))
+            if self.alive and lease in self.overlapping:
+                self._call_later(begin, call + 1)
+            self._go_on()
+
     @property
     def keeps(self) -> frozenset[int]:
         """The passes that it keeps; none if a message in flight may still end them."""
@@ -287,7 +323,8 @@ class WorkerProcess:
     @property
     def is_at_rest(self) -> bool:
         """Whether it is idle, and no message is in flight to it."""
-        return self.alive and not self.asleep and not self.busy and self.connection.is_silent
+        works = self.busy or bool(self.overlapping)
+        return self.alive and not self.asleep and not works and self.connection.is_silent
 
     def clear(self) -> None:
         """Break reference cycles."""
@@ -381,7 +418,12 @@ class WorkerProcess:
             case Relay(lease) as relay:
                 self.gangs[lease].take(relay, self._payload)
 
+    def _do_begin(self, command: wcmd.Begin) -> None:
+        self.overlapping[command.lease] = command.lo
+        self._call_later(command, command.lo)
+
     def _do_drop_lease(self, command: wcmd.DropLease) -> None:
+        self.overlapping.pop(command.lease, None)
         self.gangs.pop(command.lease, None)
         self.elements.pop(command.lease, None)
         if self._slice is not None and self._slice.lease == command.lease:
@@ -404,6 +446,7 @@ _EXECUTE: dict[type, Callable[[WorkerProcess, Any], None]] = {
     wcmd.SendExchange: WorkerProcess._do_send_exchange,
     wcmd.Apply: WorkerProcess._do_apply,
     wcmd.DropLease: WorkerProcess._do_drop_lease,
+    wcmd.Begin: WorkerProcess._do_begin,
     wcmd.Execute: WorkerProcess._do_execute,
     wcmd.Leave: WorkerProcess._do_leave,
 }

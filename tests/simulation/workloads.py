@@ -21,6 +21,7 @@ REPLICAS = ((1, 2, 3, 4, 8), (1, 4, 10, 20))
 """Replicas of a pass: in small simulations, and in larger ones."""
 
 _SPECULATION = (1.0, 0.0, 3.0)
+_AT_ONCE = (0, 0, 0, 3, 32)
 
 ELEMENTS = (0, 1, 2, 3, 7, 8, 13)
 """Elements of a call with poison."""
@@ -202,6 +203,14 @@ def _draw(number: int, random: Random, calls: int, faults: Faults, *, few_faults
     )
     if not gang and not few_faults:
         settings = replace(settings, speculation=_SPECULATION[(number + replicas + len(fates)) % 3])
+    if (
+        not gang
+        and settings.speculation != 1.0
+        and (at_once := _AT_ONCE[(number + 3 * replicas + len(fates)) % len(_AT_ONCE)])
+    ):
+        concurrency = at_once * (len(fates) % 2)
+        speculation = 0.0 if concurrency else settings.speculation
+        settings = replace(settings, at_once=at_once, concurrency=concurrency, speculation=speculation)
     return Workload(
         number,
         settings,

@@ -64,3 +64,20 @@ def prints(shard: Any) -> Any:
 
 def never_executed(shard: Any) -> Any:
     raise AssertionError("a stage of a declared cost was executed")
+
+
+async def answer(element: Any, ctx: Any) -> float:
+    """Wait, and raise in every third attempt."""
+    await asyncio.sleep(float(ctx.rng.random()))
+    tried = _tried[int(element)] = _tried.get(int(element), 0) + 1
+    if tried % 3 == 1:
+        raise ConnectionError("reset")
+    return float(element) + float(ctx.rng.random())
+
+
+_tried: dict[int, int] = {}
+
+
+async def waits_long(shard: Any) -> Any:
+    await asyncio.sleep(3)
+    return shard * 2.0

@@ -233,3 +233,22 @@ def test_a_run_that_does_not_end_without_faults(monkeypatch: pytest.MonkeyPatch)
 
 def test_poison_is_not_a_value() -> None:
     assert POISON.startswith("POISON")
+
+
+def test_calls_that_wait_give_the_same_results_under_faults() -> None:
+    """Elements, attempts, a rate and overlapping calls, whose waits take virtual time only."""
+    retry = {"attempts": 4, "backoff_s": 2, "on": "ConnectionError"}
+    keys = {"per": "element", "concurrency": 6, "retry": retry, "rate": {"calls": 30}, "timeout_s": 20}
+    spec = {
+        "pipedist": 1,
+        "replicas": 2,
+        "dataset": {"range": 40, "batch": 8},
+        "stages": {
+            "y": {"run": "tests.testing.replica_functions:answer", **keys},
+            "z": {"run": "tests.testing.replica_functions:waits_long"},
+            "rows": {"gather": 0, "of": "y"},
+            "total": {"reduce": "sum", "of": "z", "axis": 0},
+        },
+    }
+    faults = simulate(spec, seeds=range(6), faults=Faults(crash=0.03, drop=0.02, slow=0.05, pause=0.02))
+    assert faults["crash"] > 0

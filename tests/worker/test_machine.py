@@ -19,6 +19,7 @@ from pipedist.protocol.messages import (
     Cancel,
     Cancelled,
     DropState,
+    Elements,
     Exchange,
     Failed,
     Goodbye,
@@ -161,6 +162,44 @@ def test_the_next_lease_replaces_one_that_is_dropped_before_its_start() -> None:
     scenario.now = 101.0
     assert scenario.handle(Cancel(7)) == [commands.DropLease(7), confirmed(7), execute(8, 9, 10)]
     assert scenario.machine.deadline() == 101.5
+
+
+def test_leases_that_overlap_begin_at_once_and_are_reported_in_any_order() -> None:
+    scenario = ready()
+    scenario.handle(Assign(1, 1, 0, 4, 0))
+    second, third = Assign(2, 1, 4, 5, 0, sharing=2), Assign(3, 1, 5, 7, 0, sharing=2)
+    assert scenario.handle(second) == [commands.Apply(second), commands.Begin(2, 1, 4, 5, 2)]
+    scenario.handle(third)
+    elements = commands.SendResults(Elements(3, 5))
+    assert scenario.handle(events.ElementsFinished(3, 5)) == [elements]
+    finished = commands.SendResults(Results(3, 5, 6, 7))
+    assert scenario.handle(events.CallsFinished(3, 5, 6, 7)) == [finished]
+    last = raised(3, 6)
+    assert scenario.handle(last) == [commands.Send(last.failed), commands.DropLease(3)]
+    scenario.handle(events.CallsFinished(1, 0, 4, 7))
+    scenario.handle(events.SliceEnded(1))
+    assert scenario.machine.state is events.ProtocolState.EXECUTING
+    assert scenario.handle(Cancel(2)) == [commands.DropLease(2), confirmed(2)]
+    assert scenario.machine.state is events.ProtocolState.READY
+    assert scenario.machine.deadline() is None
+
+
+def test_leases_that_overlap_end_with_their_pass() -> None:
+    scenario = ready()
+    scenario.handle(Assign(1, 1, 0, 1, 0, sharing=1))
+    assert scenario.handle(Unbind(1)) == [commands.DropLease(1), commands.Apply(Unbind(1))]
+    assert scenario.machine.state is events.ProtocolState.READY
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [events.CallsFinished(1, 1, 2, 0), events.ElementsFinished(1, 3), events.ElementsFinished(9, 0)],
+)
+def test_a_lease_that_overlaps_is_reported_without_gaps(wrong: Any) -> None:
+    scenario = ready()
+    scenario.handle(Assign(1, 1, 0, 2, 0, sharing=1))
+    with pytest.raises(LocalProtocolError):
+        scenario.handle(wrong)
 
 
 def test_unbinding_withdraws_the_slice_and_the_waiting_leases_of_the_pass() -> None:

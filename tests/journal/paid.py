@@ -1,0 +1,78 @@
+"""A server that counts requests, and functions that ask it: what is asked again after a driver was killed?"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import Counter
+from random import Random
+from typing import Any
+
+PROCESS = "PIPEDIST_TEST_PROCESS"
+"""The environment variable with the number of the driver process."""
+
+
+class CountingServer:
+    """Answers a line `N` with `answer N` after a random latency, in a thread; notes when it answered."""
+
+    def __init__(self, latency_s: tuple[float, float], seed: int = 0) -> None:
+        self.answered: list[tuple[int, int, float]] = []
+        """(number, driver process, time) of each answer."""
+        self.asked: Counter[int] = Counter()
+        """Number of requests by driver process."""
+        self._latency_s, self._random = latency_s, Random(seed)
+        self.port = 0
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> CountingServer:
+        self._thread.start()
+        self._ready.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        async def begin() -> None:
+            self._loop = asyncio.get_running_loop()
+            self._stop = asyncio.Event()
+            async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
+                self.port = server.sockets[0].getsockname()[1]
+                self._ready.set()
+                await self._stop.wait()
+                others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+                await asyncio.wait(others or [asyncio.ensure_future(asyncio.sleep(0))])
+
+        asyncio.run(begin())
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            number, process = map(int, (await reader.readline()).split())
+            self.asked[process] += 1
+            await asyncio.sleep(self._random.uniform(*self._latency_s))
+            writer.write(b"answer %d\n" % number)
+            self.answered.append((number, process, time.monotonic()))
+            await writer.drain()
+        except (ConnectionError, ValueError):
+            pass  # its process was killed
+        writer.close()
+
+
+async def ask(number: Any, port: int) -> str:
+    """Ask the server about one element."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"{number} {os.environ[PROCESS]}\n".encode())
+    answer = await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+    return answer.decode().strip()
+
+
+async def ask_shard(numbers: Any, port: int) -> Any:
+    import numpy as np
+
+    return np.array([await ask(number, port) for number in numbers])

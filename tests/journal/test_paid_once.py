@@ -1,0 +1,137 @@
+"""Answers of a server are durable soon, in any order: after a kill of the driver, none of those is asked for again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipedist.journal.history import audit, read_history
+from pipedist.journal.log_format import read_log
+from tests.journal.killing import ROOT
+from tests.journal.paid import PROCESS, CountingServer
+
+DURABLE_S = 0.5
+"""Answers are durable after this time, by the documentation."""
+
+CONCURRENCY = 32
+
+LATE_S = 2.5
+"""How much later, if the machine is busy with other tests."""
+
+
+def spec_of(port: int, *, n: int, batch: int, replicas: int, per: str | None) -> dict[str, Any]:
+    function = "ask" if per else "ask_shard"
+    return {
+        "pipedist": 1,
+        "code": str(ROOT),
+        "replicas": replicas,
+        "dataset": {"range": n, "batch": batch},
+        "stages": {
+            "y": {
+                "run": f"tests.journal.paid:{function}",
+                "with": {"port": port},
+                "per": per,
+                "concurrency": CONCURRENCY,
+            },
+            "rows": {"gather": 0, "of": "y"},
+        },
+        "outputs": {"rows": "rows.json"},
+    }
+
+
+COMMAND = [sys.executable, "-m", "pipedist", "run", "spec.yaml", "--output", "out", "--workers", "2"]
+
+
+def begin(folder: Path, number: int) -> subprocess.Popen[bytes]:
+    """Start the driver process `number` of a run."""
+    command = [*COMMAND, *(["--resume"] if number else [])]
+    environment = {**os.environ, PROCESS: str(number)}
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("per", "batch", "replicas"), [("element", 200, 2), ("element", 40, 1), (None, 40, 40)]
+)
+def test_no_durable_answer_is_asked_for_again(
+    tmp_path: Path, per: str | None, batch: int, replicas: int
+) -> None:
+    n, times = 300, random.Random(batch + replicas)
+    killed_at: list[float] = []
+    durable: list[set[int]] = []
+    with CountingServer((0.02, 0.4)) as server:
+        spec = spec_of(server.port, n=n, batch=batch, replicas=replicas, per=per)
+        (tmp_path / "spec.yaml").write_text(json.dumps(spec))
+        for number in range(2):
+            until = len(server.answered) + times.randrange(60, 120)
+            with begin(tmp_path, number) as process:
+                while len(server.answered) < until:
+                    assert process.poll() is None
+                    time.sleep(0.005)
+                process.kill()
+                killed_at.append(time.monotonic())
+            durable.append(durable_places(tmp_path, per))
+        with begin(tmp_path, 2) as process:
+            assert process.wait(60) == 0
+    assert json.loads((tmp_path / "out" / "rows.json").read_text()) == [f"answer {i}" for i in range(n)]
+    assert audit(tmp_path / "out" / ".pipedist" / "journal", finished=True, ledger=None).problems == ()
+    answers: dict[int, list[tuple[int, float]]] = {}
+    for element, number, at in server.answered:
+        answers.setdefault(element, []).append((number, at))
+    assert sorted(answers) == list(range(n))
+    for found in answers.values():
+        assert len({number for number, _ in found}) == len(found), "asked twice by one process"
+    for element, number, _ in server.answered:
+        assert all(element not in durable[earlier] for earlier in range(number)), "a durable answer"
+    for found in answers.values():
+        for (number, at), _ in itertools.pairwise(sorted(found)):
+            assert at > killed_at[number] - DURABLE_S - LATE_S
+    late = sum(
+        number < 2 and at > killed_at[number] - DURABLE_S - LATE_S for _, number, at in server.answered
+    )
+    assert server.asked.total() - n <= late + CONCURRENCY * len(killed_at)
+
+
+@pytest.mark.parametrize(("per", "replicas"), [("element", 1), (None, 64)])
+def test_finished_places_of_an_unfinished_step_are_durable(
+    tmp_path: Path, per: str | None, replicas: int
+) -> None:
+    """Killed when the journal has a part of the only step: the resumed run asks for the rest only."""
+    n = 64
+    with CountingServer((0.05, 0.2)) as server:
+        spec = spec_of(server.port, n=n, batch=n, replicas=replicas, per=per)
+        (tmp_path / "spec.yaml").write_text(json.dumps(spec))
+        with begin(tmp_path, 0) as process:
+            while not durable_places(tmp_path, per):
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.kill()
+        durable = durable_places(tmp_path, per)
+        with begin(tmp_path, 1) as process:
+            assert process.wait(60) == 0
+    asked = {element for element, number, _ in server.answered if number == 1}
+    assert asked == set(range(n)) - durable
+    assert server.asked[1] == n - len(durable)
+
+
+def durable_places(folder: Path, per: str | None) -> set[int]:
+    """Return the elements that a run's journal has: of finished steps, and single ones, or calls of one element."""
+    journal = folder / "out" / ".pipedist" / "journal"
+    history = read_history(journal) if (journal / "journal").exists() else None
+    found: set[int] = set()
+    for before in () if history is None else history.passes.values():
+        found |= set(range(before.elements))
+        for name, end in before.logs.items():
+            if ".calls." in name:
+                metas = [entry.meta for entry, _ in read_log(journal / name, end)][1:]
+                found |= {meta[2] if per else meta for meta in metas if isinstance(meta, list) == bool(per)}
+    return found

@@ -1,0 +1,195 @@
+"""Calls that wait: at the same time, for each element, again, at a rate, and with a time limit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pipedist
+from pipedist.plan import as_text, compile_plan
+from pipedist.runs.identity import meaning
+from pipedist.runs.programs import CallKey
+from pipedist.runs.replay import open_replay
+from pipedist.spec import load
+
+F = "tests.runs.waiting_functions"
+
+
+def document(run: str, *, n: int = 12, batch: int = 1, replicas: int = 1, **keys: Any) -> dict[str, Any]:
+    return {
+        "pipedist": 1,
+        "replicas": replicas,
+        "dataset": {"range": n, "batch": batch},
+        "stages": {"y": {"run": f"{F}:{run}", **keys}, "out": {"gather": 0, "of": "y"}},
+    }
+
+
+@pytest.mark.parametrize("function", ["all_there", "Client"])
+def test_calls_wait_at_the_same_time_over_all_workers(tmp_path: Path, function: str) -> None:
+    spec = document(function, n=40, concurrency=40, **{"with": {"folder": str(tmp_path), "count": 40}})
+    assert pipedist.run(spec, workers=2)["out"].tolist() == list(range(0, 80, 2))
+
+
+def test_32_calls_of_an_async_function_wait_in_a_worker_by_default(tmp_path: Path) -> None:
+    spec = document("all_there", n=33, **{"with": {"folder": str(tmp_path), "count": 32}})
+    assert pipedist.run(spec, workers=1)["out"].tolist() == list(range(0, 66, 2))
+
+
+def test_concurrency_of_a_plain_function_is_an_error_of_the_plan() -> None:
+    with pytest.raises(
+        pipedist.PlanError, match=r"stages.y.concurrency.*needs an async function, and .*plain"
+    ):
+        pipedist.run(document("plain", concurrency=4), workers=1)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_function_of_one_element_gives_batches_in_order(workers: int) -> None:
+    spec = document("element", n=22, batch=8, replicas=2, per="element", concurrency=5)
+    out = pipedist.run(spec, workers=workers)["out"]
+    assert out["text"].tolist() == [f"answer {n}" for n in range(22)]
+    assert out["n"].tolist() == list(range(22))
+    assert out["raw"].tolist() == [b"x" * n + b"\0" for n in range(22)]
+    assert out["vector"].tolist() == [[n, n + 1] for n in range(22)]
+
+
+def test_each_element_has_its_own_random_numbers_in_any_division() -> None:
+    one = pipedist.run(document("plain_element", n=8, batch=8, per="element"), workers=1)["out"]
+    two = pipedist.run(document("plain_element", n=8, batch=8, per="element"), workers=2)["out"]
+    assert one["text"].tolist() == [f"{n}-{n}" for n in range(8)]
+    assert one["draw"].tolist() == two["draw"].tolist()
+    assert len(set(one["draw"].tolist())) == 8
+
+
+def test_results_of_different_shapes_can_not_be_batched() -> None:
+    with pytest.raises(pipedist.CallError, match="that of element 1 has another structure or shape"):
+        pipedist.run(document("ragged", n=3, batch=3, per="element"), workers=1)
+
+
+def test_only_the_element_that_fails_is_quarantined_and_others_are_called_once(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    spec = document("bad_element", n=16, batch=8, per="element", on_error="quarantine")
+    spec["stages"]["y"]["with"] = {"note": str(note), "bad": [3, 4, 12]}
+    result = pipedist.run(spec, workers=2)
+    assert result["out"].tolist() == [float(n) for n in range(16) if n not in (3, 4, 12)]
+    assert [(x["element"], x["cause"]) for x in result.quarantined] == [
+        (n, f"ValueError: no {n}") for n in (3, 4, 12)
+    ]
+    assert Counter(note.read_text().split()) == dict.fromkeys(map(str, range(16)), 1)
+
+
+def test_the_failure_of_the_lowest_element_ends_the_run(tmp_path: Path) -> None:
+    spec = document("bad_element", n=8, batch=8, per="element")
+    spec["stages"]["y"]["with"] = {"note": str(tmp_path / "note"), "bad": [2, 5]}
+    with pytest.raises(pipedist.CallError, match="no 2"):
+        pipedist.run(spec, workers=1)
+
+
+def test_attempts_follow_the_backoff_and_the_wait_that_the_function_names(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    retry = {"attempts": 3, "backoff_s": 0.1, "on": ["OSError"]}
+    spec = document("flaky", n=4, batch=4, per="element", retry=retry, **{"with": {"note": str(note)}})
+    assert pipedist.run(spec, workers=1)["out"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    times: dict[str, list[float]] = {}
+    for line in note.read_text().splitlines():
+        element, at = line.split()
+        times.setdefault(element, []).append(float(at))
+    for first, second, third in times.values():
+        assert second - first >= 0.05
+        assert third - second >= 0.2
+
+
+@pytest.mark.parametrize("retry", [None, {"attempts": 2}, {"attempts": 5, "on": "KeyError"}])
+def test_without_another_attempt_the_call_fails(tmp_path: Path, retry: dict[str, Any] | None) -> None:
+    spec = document("flaky", n=1, retry=retry, per="element", **{"with": {"note": str(tmp_path / "note")}})
+    error = "retry after 0.2 s" if retry == {"attempts": 2} else "ConnectionError: reset"
+    with pytest.raises(pipedist.CallError, match=error):
+        pipedist.run(spec, workers=1)
+
+
+def test_a_time_limit_cancels_one_call_and_its_neighbours_go_on(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    spec = document("hangs", n=12, batch=6, per="element", timeout_s=0.3, concurrency=6)
+    spec["stages"]["y"] |= {"retry": {"attempts": 2, "backoff_s": 0}, "with": {"note": str(note)}}
+    assert pipedist.run(spec, workers=1)["out"].tolist() == [float(n) for n in range(12)]
+    calls = [line.split() for line in note.read_text().splitlines()]
+    assert Counter(element for element, _ in calls) == {str(n): 1 + (n == 3) for n in range(12)}
+    assert len({pid for _, pid in calls}) == 1
+
+
+def test_a_call_that_blocks_the_thread_beyond_its_time_limit_costs_its_worker(tmp_path: Path) -> None:
+    spec = document(
+        "blocks", n=8, timeout_s=0.2, retries=1, concurrency=8, **{"with": {"note": str(tmp_path / "n")}}
+    )
+    spec["stages"]["y"]["per"] = "element"
+    assert pipedist.run(spec, workers=1)["out"].tolist() == [float(n) for n in range(8)]
+
+
+def test_a_rate_holds_over_all_workers(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    spec = document("timed", n=8, batch=4, per="element", rate={"calls": 8, "per_s": 1})
+    spec["stages"]["y"]["with"] = {"note": str(note)}
+    began = time.monotonic()
+    pipedist.run(spec, workers=2)
+    times = sorted(map(float, note.read_text().split()))
+    assert len(times) == 8
+    assert times[-1] - began >= 3 / 4, "a worker has four calls at least, and begins four in a second"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"retry": {"attempts": 2}, "retries": 1}, "`retry` and `retries` both say how often"),
+        (
+            {"concurrency": 2, "collectives": True},
+            "`concurrency` is for calls that are executed by themselves",
+        ),
+        ({"concurrency": 0}, "`concurrency` must be an integer from 1 to 65536"),
+        ({"rate": 3}, "`rate` must be a mapping {calls: N, per_s: S}"),
+        ({"retry": {"attempts": 1}}, "`attempts` must be an integer from 2 to 1000"),
+        ({"retry": {"attempts": 2, "on": "not a name"}}, "`on` must be the name of an exception"),
+        ({"per": "step"}, "`per` must be element"),
+    ],
+)
+def test_mistakes_have_a_place(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(pipedist.SpecError) as caught:
+        pipedist.run(document("element", **keys), workers=1)
+    assert message in str(caught.value)
+    assert "stages.y" in str(caught.value)
+
+
+def test_the_plan_shows_how_calls_wait() -> None:
+    keys = {"per": "element", "concurrency": 8, "rate": {"calls": 50, "per_s": 2}, "retry": {"attempts": 3}}
+    plan = compile_plan(load(document("element", **keys)), workers=2)
+    line = next(line for line in as_text(plan).splitlines() if line.strip().startswith("run "))
+    limits = (
+        "for each element, 8 elements at once over all workers, at most 50 calls per 2 s, up to 3 attempts"
+    )
+    assert line.endswith(f"waiting_functions:element of dataset, {limits}")
+    plan.close()
+    other = meaning(load(document("element", per="element", concurrency=3, retry={"attempts": 3})))
+    assert other == meaning(plan.spec), "limits never change a result, so a run is resumed with others"
+
+
+def test_a_call_of_elements_is_replayed(tmp_path: Path) -> None:
+    spec = document("element", n=8, batch=8, per="element", retry={"attempts": 2}, concurrency=4)
+    (tmp_path / "spec.yaml").write_text(json.dumps({**spec, "code": str(Path(__file__).parents[2])}))
+    pipedist.run(tmp_path / "spec.yaml", workers=1, output=tmp_path / "out")
+    with open_replay(tmp_path / "out", CallKey.of("y/0/0"), ()) as replay:
+        assert replay.execute().value["text"].tolist() == [f"answer {n}" for n in range(8)]
+    with open_replay(tmp_path / "out", CallKey.of("y/0/0"), (5,)) as replay:
+        assert replay.execute().value["text"].tolist() == ["answer 5"]
+
+
+def test_the_results_do_not_depend_on_the_workers() -> None:
+    spec = document("element", n=30, batch=10, replicas=3, per="element")
+    spec["stages"]["total"] = {"reduce": "sum", "of": "y", "axis": 0}
+    del spec["stages"]["out"]
+    spec["stages"]["y"]["run"] = f"{F}:timed_numbers"
+    results = [pipedist.run(spec, workers=workers)["total"] for workers in (1, 3)]
+    assert np.array_equal(*results)

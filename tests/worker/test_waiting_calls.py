@@ -1,0 +1,125 @@
+"""Waits between attempts, shares of limits, and elements: the parts of calls that wait."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipedist import RetryAfter
+from pipedist.core.remote_errors import rebuild_exception
+from pipedist.core.types import FunctionRef
+from pipedist.protocol.program import StageProgram
+from pipedist.worker.waiting_calls import (
+    WorkerShare,
+    batched,
+    count_elements,
+    each_element,
+    element_at,
+    pause_s,
+)
+
+
+def stage(**keys: Any) -> StageProgram:
+    return StageProgram("y", FunctionRef("m:f"), -1, {}, **keys)
+
+
+def test_the_wait_doubles_with_a_jitter_that_depends_on_the_call_only() -> None:
+    retries = stage(attempts=20, backoff_s=1.0)
+    waits = [pause_s(retries, OSError(), attempt, (7, "y", 3)) for attempt in range(1, 19)]
+    assert waits == [pause_s(retries, OSError(), attempt, (7, "y", 3)) for attempt in range(1, 19)]
+    assert all(wait is not None and 0.5 <= wait / min(60.0, 2.0**n) < 1.5 for n, wait in enumerate(waits))
+    assert len({pause_s(retries, OSError(), 1, (7, "y", element)) for element in range(50)}) == 50
+    assert pause_s(retries, OSError(), 20, (7, "y", 3)) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (TimeoutError(), True),
+        (ConnectionResetError(), True),  # a ConnectionError
+        (KeyError(), False),
+        (RetryAfter(3), True),
+        (RetryAfter(4000), False),
+        (SystemExit(), False),
+    ],
+)
+def test_exceptions_are_named_by_their_classes_or_base_classes(error: BaseException, again: bool) -> None:
+    retries = stage(attempts=2, retry_on=("builtins.TimeoutError", "ConnectionError"))
+    assert (pause_s(retries, error, 1, ()) is not None) == again
+
+
+def test_a_wait_that_a_function_names_has_no_jitter_and_survives_a_process() -> None:
+    assert pause_s(stage(attempts=2, backoff_s=9.0), RetryAfter(1.5), 1, ()) == 1.5
+    again = rebuild_exception("pipedist.errors", "RetryAfter", str(RetryAfter(1.5)))
+    assert isinstance(again, RetryAfter)
+    assert again.seconds == 1.5
+    with pytest.raises(ValueError, match="`seconds` must be 0 or more, got -1"):
+        RetryAfter(-1)
+
+
+@pytest.mark.asyncio
+async def test_a_worker_has_its_share_of_the_places() -> None:
+    share = WorkerShare(stage(concurrency=8))
+    share.sharing = 3
+    running = most = 0
+
+    async def execute(_index: int) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+
+    both = (each_element(range(10), share, execute, all_of_them=True) for _ in range(2))
+    assert await asyncio.gather(*both) == [[], []]
+    assert most == 2
+
+
+@pytest.mark.asyncio
+async def test_calls_begin_at_even_intervals_and_are_not_saved_up() -> None:
+    share = WorkerShare(stage(calls_per_s=200.0))
+    share.sharing = 2
+    loop = asyncio.get_running_loop()
+    for _ in range(2):
+        began, times = loop.time(), []
+
+        async def turn(times: list[float] = times) -> None:
+            await share.turn()
+            times.append(loop.time())
+
+        await asyncio.gather(*(turn() for _ in range(6)))
+        assert all(at - began >= 0.01 * n - 0.001 for n, at in enumerate(times))
+        await asyncio.sleep(0.03)  # without calls: the next ones do not make up for it
+
+
+@pytest.mark.asyncio
+async def test_no_element_begins_after_a_failure_and_those_before_it_are_over() -> None:
+    begun: list[int] = []
+
+    async def execute(index: int) -> None:
+        begun.append(index)
+        await asyncio.sleep(0.02 * (3 - index) if index < 3 else 0)
+        if index in (1, 2):
+            raise ValueError(index)
+
+    failed = await each_element(range(9), WorkerShare(stage(concurrency=3)), execute, all_of_them=False)
+    assert [index for index, _ in failed] == [1, 2]
+    assert begun == [0, 1, 2]
+
+
+def test_a_batch_is_divided_and_put_together() -> None:
+    batch = {"a": np.arange(3), "b": ["x", "y", "z"], "c": (np.eye(3),)}
+    assert count_elements(batch) == 3
+    element = element_at(batch, 1)
+    assert (element["a"], element["b"], element["c"][0].tolist()) == (1, "y", [0, 1, 0])
+    again = batched([element_at(batch, n) for n in range(3)], range(3))
+    assert again["a"].tolist() == [0, 1, 2]
+    assert again["b"].tolist() == ["x", "y", "z"]
+    assert np.array_equal(again["c"][0], np.eye(3))
+    with pytest.raises(ValueError, match="of different lengths"):
+        count_elements({"a": np.arange(3), "b": np.arange(2)})
+    with pytest.raises(ValueError, match="without arrays or lists"):
+        count_elements(3)
