@@ -92,7 +92,7 @@ class Execution:
             """Cancel the passes that can't fail before the first failure any more."""
             first = min((place for place, _ in failed), default=(math.inf, 0))
             for place, execution in enumerate(executions):
-                if (execution.steps, place) > first:
+                if (execution.steps, place) > first or execution.is_starved:
                     scopes[place].cancel()
 
         async def guarded(place: int, execution: PassExecution) -> None:
@@ -115,6 +115,8 @@ class Execution:
                     execution.leave_training()  # workers keep its results until the phase is durable
                 else:
                     execution.leave()
+                if failed:
+                    stop_later_passes()
 
         journal = self._journal
         durables = {} if journal is None else {p: journal.of(p, self._plan.spec.replicas) for p in phase}
@@ -126,13 +128,19 @@ class Execution:
         for pass_ in phase:
             for name in pass_.kept:
                 log = durables[pass_].log(name) if pass_ in durables else None
-                self._spools[name] = stack.enter_context(closing(Spool(name, log)))
+                later = (p for p in self._plan.passes if p.phase > self._phase and p.root == name)
+                if log is not None or any(later):
+                    self._spools[name] = stack.enter_context(closing(Spool(name, log)))
         with ExitStack() as opened:
             training = await self._begin_training(phase, opened, durables)
             executions = [self._open(pass_, training, opened, durables.get(pass_)) for pass_ in phase]
             if training is not None:
                 held_out = [r for p, r in zip(phase, executions, strict=True) if p.follows]
                 self._executions[next(p for p in phase if p.updates)].evaluated_by = held_out
+            for pass_, execution in zip(phase, executions, strict=True):
+                maker = self._plan.maker(pass_)
+                if maker in phase:  # an earlier process may have completed it
+                    execution.read_from(self._executions[maker])
             scopes = [anyio.CancelScope() for _ in executions]
             for execution in executions:
                 await execution.begin()
@@ -324,7 +332,7 @@ class Execution:
             handle = self._counts.get(pass_)
             if handle is None:
                 continue
-            division = self._plan.division(pass_.dataset)
+            division = self._plan.division_of(pass_)
             total = calls = None
             if division is not None:
                 whole = division.steps_per_epoch * division.batch

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.abc
 import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
 
 from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle, Slots
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.pass_feeds import GatedFeed, Spool, feed_of
+from pipedist.runs.pass_feeds import GatedFeed, Spool, SpoolFeed, feed_of
 from pipedist.runs.pass_folds import PassFolds
 from pipedist.runs.pass_journal import CALLS, CALLS_S, PASS_STATE, STATE, FinishedCallLog
 from pipedist.runs.programs import (
@@ -31,6 +33,7 @@ from pipedist.runs.programs import (
     stored_slot,
 )
 from pipedist.runs.quarantine import PassQuarantine
+from pipedist.runs.rebatching import kept_shards
 from pipedist.runs.state_history import StateHistory
 from pipedist.runs.subscription import Part, Step, Subscription
 from pipedist.runs.training import Trainer, TrainingParticipant
@@ -41,6 +44,9 @@ if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
     from pipedist.runs.pass_journal import PassJournal, PendingSnapshot, RunJournal, Versioned
 
+
+Places = tuple[list[Tree], tuple[int, ...], list[tuple[int, NDArray[np.int64]]]]
+"""The ids, skipped replicas and removed positions of a step; see `PassQuarantine.ids`."""
 
 STORED_BYTES_MAX = 256 * 2**20
 """Bytes of the values of one run that are stored for a reuse; with more, none of them are."""
@@ -109,7 +115,12 @@ class PassExecution:
             self._feed = self._participant.feed
         elif steps_max is not None:
             self._feed = GatedFeed(self._feed, "run", steps_max=steps_max)
-        self._spools = {name: spools[name] for name in pass_.kept}
+        self._readers: dict[str, list[SpoolFeed]] = {}
+        """The feeds of other passes of the phase, by the run whose values they get."""
+        self._fed_by: PassExecution | None = None
+        """The pass of the phase that makes the values which this one reads."""
+        self._ending_commit = anyio.Lock()
+        self._spools = {name: spools[name] for name in pass_.kept if name in spools}
         self._storable: tuple[str, ...] = ()
         """The other runs. The same ones in each process of a run, because cached results are of one program."""
         self._stored: dict[str, Spool] = {}
@@ -180,6 +191,8 @@ class PassExecution:
                 quarantine_max=self._plan.quarantine_max(self._pass.dataset),
                 quarantined=0 if found is None else len(found["quarantine"]),
                 gpus=self._pass.gpus,
+                # values that were made are used before more are made
+                priority=1 if self._plan.maker(self._pass) is None else 0,
             ),
             retries=retries_of(self._plan, self._pass),
             quarantine=quarantine,
@@ -195,6 +208,18 @@ class PassExecution:
         handle.counts.calls_past = self._plan.calls(self._pass, self.steps)
         return handle
 
+    def read_from(self, maker: PassExecution) -> None:
+        """Get the values of a run from the pass of the phase that makes them."""
+        assert isinstance(self._feed, SpoolFeed)  # its root is a run
+        self._fed_by = maker
+        self._feed.follow()
+        maker._readers.setdefault(self._pass.root, []).append(self._feed)
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the pass that makes its values has failed, and all of these are processed."""
+        return isinstance(self._feed, SpoolFeed) and self._feed.is_starved(self.steps)
+
     async def begin(self) -> None:
         """Go to the first uncommitted step, before any pass of the phase runs."""
         if self._durable is None:
@@ -203,9 +228,9 @@ class PassExecution:
             self._state_history = StateHistory(self._durable)
         for name, spool in (self._spools | self._stored).items():
             await spool.restore(self._durable.places(name))
+        await self._feed.begin_at(self.steps)
         if self.steps:
             self.quarantine.restore(self._durable.part(PASS_STATE)["quarantine"])
-            await self._feed.begin_at(self.steps)
             if self._participant is not None:
                 self._participant.restore(self._durable.part(PASS_STATE)["training"])
         if self._calls is not None:
@@ -219,6 +244,8 @@ class PassExecution:
             await self._feed.aclose()
         self._folds.deliver(self._values)
         self._between = self.is_complete = True
+        if self._journal is not None:
+            self._journal.wake()
 
     async def _run(self) -> None:
         participant = self._participant
@@ -262,7 +289,14 @@ class PassExecution:
                 self._between = True
             self._took.set()
             self.on_taken()
+            for feed in self._feeds_fed():
+                await feed.room()
+        for feed in self._feeds_fed():
+            feed.end()
         committing.cancel()
+
+    def _feeds_fed(self) -> list[SpoolFeed]:
+        return [feed for feeds in self._readers.values() for feed in feeds]
 
     async def _next_snapshot(self, durable: PassJournal) -> PendingSnapshot:
         """Wait until the subscriber has seen new steps, and snapshot them; in a long step, its finished calls."""
@@ -276,6 +310,7 @@ class PassExecution:
                     taken = self._snapshot(durable)
                     others = [(held_out, held_out.steps) for held_out in self.evaluated_by]
                     mark = 0 if self._subscription is None else self._subscription.mark
+                    made = 0 if self._fed_by is None else self._fed_by.steps
                     break
                 if self._calls is not None and self._calls.lacks(finished := self._finished_calls()):
                     return self._snapshot(durable, finished)
@@ -284,7 +319,23 @@ class PassExecution:
         for held_out, steps in others:
             if self._journal is not None and held_out._durable is not None:
                 await self._journal.reached(held_out._durable, steps)
+        if self._fed_by is not None:
+            await self._fed_by._make_durable(made)
         return taken
+
+    async def _make_durable(self, steps: int) -> None:
+        """Wait until steps [0, steps) are durable; commit them if the pass has ended, and commits no more itself."""
+        durable, journal = self._durable, self._journal
+        if durable is None or journal is None:
+            return
+        await journal.reached(durable, steps, lambda: self.is_complete)
+        async with self._ending_commit:
+            if durable.steps_committed < steps:
+                if self._fed_by is not None:
+                    await self._fed_by._make_durable(self._fed_by.steps)
+                if self._subscription is not None:
+                    await self._subscription.passed(self._subscription.mark)
+                await journal.commit([self.complete_snapshot()])
 
     def last_snapshot(self) -> PendingSnapshot | None:
         """Return a snapshot of uncommitted whole steps and finished calls, None if there are none."""
@@ -296,9 +347,17 @@ class PassExecution:
             return None
         if not all(held_out._between for held_out in self.evaluated_by):
             return None
+        if self._fed_by is not None and self._fed_by._lacks_snapshot:
+            return None
         if self._subscription is not None and not self._subscription.has_passed(self._subscription.mark):
             return None
         return self._snapshot(self._durable, finished)
+
+    @property
+    def _lacks_snapshot(self) -> bool:
+        """Whether there are uncommitted steps that `last_snapshot` can't commit."""
+        durable = self._durable
+        return durable is not None and self.steps > durable.steps_committed and self.last_snapshot() is None
 
     def _finished_calls(self) -> dict[int, Slots]:
         """Return the finished calls of steps that are not taken, whose elements all count."""
@@ -355,10 +414,12 @@ class PassExecution:
         await self._folds.add(epoch, steps)
         if self.quarantine.has_unread_inputs:
             await self.quarantine.read_inputs(first + len(steps))
-        if self._spools or self._stored:
+        if self._spools or self._stored or self._readers:
             places = [self.quarantine.ids(step) for step in range(first, first + len(steps))]
             counts = [self._feed.elements(step, step + 1) for step in range(first, first + len(steps))]
-            await anyio.to_thread.run_sync(self._keep, epoch, steps, places, counts)
+            if self._spools or self._stored:
+                await anyio.to_thread.run_sync(self._keep, epoch, steps, places, counts)
+            self._hand_over(epoch, steps, places, counts, step_bytes)
         self.elements += self._feed.elements(first, first + len(steps))
         self.steps = first + len(steps)
         subscription = self._subscription
@@ -375,22 +436,40 @@ class PassExecution:
         self,
         epoch: int,
         steps: list[list[Slots]],
-        places: list[tuple[list[Tree], tuple[int, ...]]],
+        places: list[Places],
         counts: list[int],
     ) -> None:
         """Append steps to the spools, in a thread; nothing else uses the spools meanwhile."""
         for name, spool in self._spools.items():
             for at, parts in enumerate(parts_of(slot_of(name, self._plan.spec.stages[name]), steps)):
-                ids, skipped = places[at]
-                spool.append(parts, ids, elements=counts[at], epoch=epoch, skipped=skipped)
+                ids, skipped, removed = places[at]
+                spool.append(parts, ids, elements=counts[at], epoch=epoch, skipped=skipped, removed=removed)
         for name, spool in list(self._stored.items()):
             for at, found in enumerate(parts_of(stored_slot(name), steps)):
                 if len(found) < len(steps[at]) or spool.bytes(0, len(spool)) > STORED_BYTES_MAX:
                     del self._stored[name]
                     self._not_stored.append(name)
                     break
-                ids, _ = places[at]
+                ids, *_ = places[at]
                 spool.append([value for (value,) in found], ids, elements=counts[at], epoch=epoch)
+
+    def _hand_over(
+        self,
+        epoch: int,
+        steps: list[list[Slots]],
+        places: list[Places],
+        counts: list[int],
+        step_bytes: int,
+    ) -> None:
+        """Give the values of steps to the passes of the phase that read them."""
+        for name, feeds in self._readers.items():
+            for at, parts in enumerate(parts_of(slot_of(name, self._plan.spec.stages[name]), steps)):
+                ids, skipped, removed = places[at]
+                for hole in skipped:
+                    parts.insert(hole, None)
+                shards = kept_shards(ids, parts, counts[at], self._replicas, removed)
+                for feed in feeds:
+                    feed.put(epoch, counts[at], step_bytes, shards)
 
     async def _notify_training(self, participant: TrainingParticipant, last: int, epoch: int) -> None:
         ends = await participant.feed.ends_epoch(last)
@@ -408,7 +487,9 @@ class PassExecution:
         self.leave_training()
 
     def leave_training(self) -> None:
-        """Leave the training, so that other passes need not wait for this one."""
+        """Leave the training and the readers, so that other passes need not wait for this one."""
+        for feed in self._feeds_fed():
+            feed.cut_off()
         if self._participant is not None:
             self._participant.leave()
 

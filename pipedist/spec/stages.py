@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from pipedist.core.gpus import GPUS_MAX
 from pipedist.core.types import Tree
 from pipedist.spec.fields import (
+    BATCH_ELEMENTS_MAX,
     FUNCTION_EXPECTED,
     FUNCTION_PATTERN,
     SECONDS_MAX,
@@ -199,6 +200,17 @@ class RunSpec(Section):
         description="The input of the function: the dataset whose shards, or the run whose values, it gets. "
         "Required if the spec has several datasets; default: the only dataset.",
         examples=["dataset"],
+    )
+    batch: Annotated[
+        Annotated[int, Field(ge=1, le=BATCH_ELEMENTS_MAX)] | None,
+        Expected("a positive whole number of elements, or null"),
+    ] = Field(
+        default=None,
+        description="The global batch size of this stage and of the stages that read it, if `of` is a run. Step s "
+        "of an epoch has elements [s * batch, (s + 1) * batch), divided among the replicas as for a dataset; "
+        "arrays of the input are cut and joined along axis 0, which has one row for each element. `null`: the "
+        "steps and shards of the input.",
+        examples=[256],
     )
     with_: Arguments = _with()
     timeout_s: _OptionalSeconds = Field(
