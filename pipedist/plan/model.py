@@ -145,6 +145,15 @@ class Plan(Struct, frozen=True):
             return 0
         return steps * division.replicas if pass_.gang else division.calls(steps)
 
+    def elements(self, pass_: PassPlan, steps: int) -> int:
+        """Return the number of elements of a pass in steps [0, steps), of whole steps if it is unknown."""
+        division = self.division_of(pass_)
+        if division is None or not division.steps_per_epoch:
+            return steps * pass_.batch
+        epochs, rest = divmod(steps, division.steps_per_epoch)
+        whole = division.steps_per_epoch * division.batch
+        return epochs * (whole if division.drop_remainder else division.length) + rest * division.batch
+
     def states_read(self, pass_: PassPlan) -> tuple[str, ...]:
         """Return the states that the calls of a pass read while they change."""
         if not (pass_.updates or pass_.follows):

@@ -283,17 +283,14 @@ class Execution:
             # a complete pass may have had fewer steps than another of its dataset, which then ended early
             seen = [issued if _is_complete(h) else h.counts.elements_visible if h else 0 for h in handles]
             committed += min(seen, default=0)
-            quarantined_steps: dict[int, int] = {}
+            places: dict[int, int] = {}
+            """By quarantined element, the number of elements before its step."""
             for pass_ in passes:
                 if pass_ in self._quarantines:
-                    quarantined_steps |= self._quarantines[pass_].steps()
-            if quarantined_steps:
-                visible = min(
-                    math.inf if _is_complete(h) else h.counts.steps_visible if h is not None else 0
-                    for h in handles
-                )
-                committed -= sum(1 for step in quarantined_steps.values() if step < visible)
-                quarantined += len(quarantined_steps)
+                    steps = self._quarantines[pass_].steps().items()
+                    places |= {element: self._plan.elements(pass_, step) for element, step in steps}
+            committed -= sum(1 for before in places.values() if before < min(seen))
+            quarantined += len(places)
         return Ledger(elements, committed, quarantined, elements - committed - quarantined)
 
     def _settle(self) -> None:
@@ -335,9 +332,7 @@ class Execution:
             division = self._plan.division_of(pass_)
             total = calls = None
             if division is not None:
-                whole = division.steps_per_epoch * division.batch
-                per_epoch = whole if division.drop_remainder else division.length
-                total = per_epoch * self._plan.epochs(pass_)
+                total = self._plan.elements(pass_, division.steps_per_epoch * self._plan.epochs(pass_))
                 calls = None if handle.steps_total is None else self._plan.calls(pass_, handle.steps_total)
             counts = handle.counts
             passes.append(

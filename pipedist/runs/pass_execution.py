@@ -108,7 +108,8 @@ class PassExecution:
         self.on_taken: Callable[[], None] = lambda: None
         """Called after steps were taken."""
         self.evaluated_by: list[PassExecution] = []
-        """Passes over held-out data: their steps are committed before later steps of this pass."""
+        """Passes over held-out data, and the one that makes the values which this pass reads: their steps are
+        committed before later steps of this pass."""
         self._participant: TrainingParticipant | None = None
         if training is not None:
             self._participant = training.participant(pass_, self._feed)
@@ -117,9 +118,6 @@ class PassExecution:
             self._feed = GatedFeed(self._feed, "run", steps_max=steps_max)
         self._readers: dict[str, list[SpoolFeed]] = {}
         """The feeds of other passes of the phase, by the run whose values they get."""
-        self._fed_by: PassExecution | None = None
-        """The pass of the phase that makes the values which this one reads."""
-        self._ending_commit = anyio.Lock()
         self._spools = {name: spools[name] for name in pass_.kept if name in spools}
         self._storable: tuple[str, ...] = ()
         """The other runs. The same ones in each process of a run, because cached results are of one program."""
@@ -211,7 +209,7 @@ class PassExecution:
     def read_from(self, maker: PassExecution) -> None:
         """Get the values of a run from the pass of the phase that makes them."""
         assert isinstance(self._feed, SpoolFeed)  # its root is a run
-        self._fed_by = maker
+        self.evaluated_by.append(maker)
         self._feed.follow()
         maker._readers.setdefault(self._pass.root, []).append(self._feed)
 
@@ -244,8 +242,6 @@ class PassExecution:
             await self._feed.aclose()
         self._folds.deliver(self._values)
         self._between = self.is_complete = True
-        if self._journal is not None:
-            self._journal.wake()
 
     async def _run(self) -> None:
         participant = self._participant
@@ -271,16 +267,27 @@ class PassExecution:
 
     async def _read(self, tasks: anyio.abc.TaskGroup) -> None:
         """Take all steps, and commit them periodically."""
-        committing = anyio.CancelScope()
+        committing, done = anyio.CancelScope(), anyio.Event()
 
         async def commit_periodically(journal: RunJournal, durable: PassJournal) -> None:
             with committing:
                 await journal.commit_periodically(lambda: self._next_snapshot(durable))
+            if self._readers and self.steps > durable.steps_committed:  # their passes wait for these steps
+                if self._subscription is not None:
+                    await self._subscription.passed(self._subscription.mark)
+                for maker in self.evaluated_by:
+                    if maker._durable is not None:
+                        await journal.reached(maker._durable, maker.steps)
+                await anyio.to_thread.run_sync(durable.flush)
+                await journal.commit([self._snapshot(durable)])
+            done.set()
 
         self._between = True
         if self._journal is not None and self._durable is not None:
             name = f"journal of {self.name}"
             tasks.start_soon(commit_periodically, self._journal, self._durable, name=name)
+        else:
+            done.set()
         async for batch in self.handle.batches():
             async with self._taking:
                 self._between = False
@@ -294,6 +301,8 @@ class PassExecution:
         for feed in self._feeds_fed():
             feed.end()
         committing.cancel()
+        if self._readers:
+            await done.wait()
 
     def _feeds_fed(self) -> list[SpoolFeed]:
         return [feed for feeds in self._readers.values() for feed in feeds]
@@ -310,7 +319,6 @@ class PassExecution:
                     taken = self._snapshot(durable)
                     others = [(held_out, held_out.steps) for held_out in self.evaluated_by]
                     mark = 0 if self._subscription is None else self._subscription.mark
-                    made = 0 if self._fed_by is None else self._fed_by.steps
                     break
                 if self._calls is not None and self._calls.lacks(finished := self._finished_calls()):
                     return self._snapshot(durable, finished)
@@ -319,23 +327,7 @@ class PassExecution:
         for held_out, steps in others:
             if self._journal is not None and held_out._durable is not None:
                 await self._journal.reached(held_out._durable, steps)
-        if self._fed_by is not None:
-            await self._fed_by._make_durable(made)
         return taken
-
-    async def _make_durable(self, steps: int) -> None:
-        """Wait until steps [0, steps) are durable; commit them if the pass has ended, and commits no more itself."""
-        durable, journal = self._durable, self._journal
-        if durable is None or journal is None:
-            return
-        await journal.reached(durable, steps, lambda: self.is_complete)
-        async with self._ending_commit:
-            if durable.steps_committed < steps:
-                if self._fed_by is not None:
-                    await self._fed_by._make_durable(self._fed_by.steps)
-                if self._subscription is not None:
-                    await self._subscription.passed(self._subscription.mark)
-                await journal.commit([self.complete_snapshot()])
 
     def last_snapshot(self) -> PendingSnapshot | None:
         """Return a snapshot of uncommitted whole steps and finished calls, None if there are none."""
@@ -347,17 +339,9 @@ class PassExecution:
             return None
         if not all(held_out._between for held_out in self.evaluated_by):
             return None
-        if self._fed_by is not None and self._fed_by._lacks_snapshot:
-            return None
         if self._subscription is not None and not self._subscription.has_passed(self._subscription.mark):
             return None
         return self._snapshot(self._durable, finished)
-
-    @property
-    def _lacks_snapshot(self) -> bool:
-        """Whether there are uncommitted steps that `last_snapshot` can't commit."""
-        durable = self._durable
-        return durable is not None and self.steps > durable.steps_committed and self.last_snapshot() is None
 
     def _finished_calls(self) -> dict[int, Slots]:
         """Return the finished calls of steps that are not taken, whose elements all count."""

@@ -211,7 +211,7 @@ class SpoolFeed(Feed):
         self._held: dict[int, KeptStep] = {}
         """Steps that are pulled and not released."""
         self._next = 0
-        self._ended = True
+        self._ended = self._is_complete = True
         self._is_cut_off = False
         self._closed = False
         self._changed = anyio.Event()
@@ -245,9 +245,10 @@ class SpoolFeed(Feed):
         while len(self._ahead) >= AHEAD_STEPS_MAX or sum(each[2] for each in self._ahead) >= AHEAD_BYTES_MAX:
             await self._changed.wait()
 
-    def end(self) -> None:
-        """End the feed after the values that were put."""
+    def end(self, *, complete: bool = True) -> None:
+        """End the feed after the values that were put; `complete`: they are all there are."""
         self._ended = True
+        self._is_complete = complete
         self._wake()
 
     def cut_off(self) -> None:
@@ -277,7 +278,8 @@ class SpoolFeed(Feed):
                 self._ready += self._cutter.add(*self._ahead.popleft())
                 self._wake()
             elif self._ended:
-                self._ready += self._cutter.end()
+                if self._is_complete:
+                    self._ready += self._cutter.end()
                 break
             elif self._ready:
                 break

@@ -90,19 +90,13 @@ class RunJournal:
             one.pass_.committed(one)
             one.pass_.on_committed(one.pass_.steps_committed)
             self.holds_steps = self.holds_steps or one.pass_.steps_committed > 0
-        self.wake()
-
-    async def reached(
-        self, pass_: PassJournal, steps: int, has_ended: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Wait until steps [0, steps) of a pass are durable, or the pass has ended."""
-        while pass_.steps_committed < steps and not has_ended():
-            await self._changed.wait()
-
-    def wake(self) -> None:
-        """Let waits of `reached` look again."""
         self._changed.set()
         self._changed = anyio.Event()
+
+    async def reached(self, pass_: PassJournal, steps: int) -> None:
+        """Wait until steps [0, steps) of a pass are durable."""
+        while pass_.steps_committed < steps:
+            await self._changed.wait()
 
     async def commit_periodically(self, take: Callable[[], Awaitable[PendingSnapshot]]) -> None:
         """Commit periodically what `take` returns, until cancelled."""

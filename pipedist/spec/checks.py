@@ -196,7 +196,9 @@ class Checks:
 
     def _batches(self) -> None:
         """A run with a `batch` reads a run, and is executed in calls of its own."""
-        collectives = [name for name, stage in self._stages.items() if stage.raw.get("collectives")]
+        collectives = [
+            name for name, stage in self._stages.items() if stage.raw.get("collectives", False) is not False
+        ]
         whole = undivided(tuple(self._datasets), self.links, collectives)
         for name, stage in self._stages.items():
             if stage.verb != "run" or stage.raw.get("batch") is None:

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from pipedist.journal.history import read_history
-from tests.journal.killing import GANG, MANY, NEVER, TRAINING, Job, everything, kill_and_resume
+from tests.journal.killing import (
+    GANG,
+    MANY,
+    NEVER,
+    ROOT,
+    STREAMED,
+    TRAINING,
+    F,
+    Job,
+    everything,
+    kill_and_resume,
+)
 
 STEPS = 24
 
@@ -189,6 +200,35 @@ def test_gangs_and_sources_without_random_access_are_resumed(tmp_path: Path) -> 
     record = straight.history().count // 2
     job = kill_and_resume(tmp_path / "job", GANG.spec(tmp_path / "job", 10), record, GANG.passes)
     assert job.outcome() == straight.outcome()
+
+
+@pytest.mark.parametrize("record", [14, pytest.param(9, marks=pytest.mark.slow)])
+def test_runs_that_read_each_others_values_are_resumed(tmp_path: Path, record: int) -> None:
+    """All records: make chaos-driver."""
+    straight = Job(tmp_path / "straight", STREAMED.spec(tmp_path / "straight", 10))
+    assert straight.run(workers=1) == 0, straight.stderr
+    job = kill_and_resume(tmp_path / "job", STREAMED.spec(tmp_path / "job", 10), record, STREAMED.passes, 3)
+    assert job.outcome() == straight.outcome()
+
+
+def test_all_readers_of_a_function_whose_attempts_differ_see_the_first_committed_one(tmp_path: Path) -> None:
+    spec = f"""
+pipedist: 1
+replicas: 2
+code: {ROOT}
+dataset: {{range: 91, batch: 8}}
+stages:
+  nonces: {{run: "{F}:nonces"}}
+  first: {{gather: 0, of: nonces}}
+  read: {{run: "{F}:the_same", of: nonces, batch: 20}}
+  second: {{gather: 0, of: read}}
+"""
+    job = Job(tmp_path, spec)
+    assert job.run(kill_at=9) == -signal.SIGKILL, job.stderr
+    steps = {key: each.steps for key, each in job.history().passes.items()}
+    assert 0 < 20 * steps["0/nonces+0+20"] < 8 * steps["0/dataset"] < 91, steps
+    assert job.run("--resume") == 0, job.stderr
+    assert job.document["results"]["first"] == job.document["results"]["second"]
 
 
 @pytest.fixture(scope="module")
