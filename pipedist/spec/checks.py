@@ -208,7 +208,7 @@ class Checks:
                 message = f"`batch` requires the input of `{name}` to be a run, and `{stage.of}` is a dataset"
                 self._note_key(path, message, f"`batch` in `{stage.of}`, or no `batch`")
             elif root in whole:
-                message = f"`{name}` can't have a `batch`: stages of `{root}` use collectives or feed or read a state"
+                message = f"`{name}` can't have a `batch`: stages of `{root}` use collectives or are part of a training"
                 self._note_key(path, message, "no `batch`")
 
     def _cluster(self, cluster: Mapping[object, object]) -> None:

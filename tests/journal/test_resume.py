@@ -225,8 +225,7 @@ stages:
 """
     job = Job(tmp_path, spec)
     assert job.run(kill_at=9) == -signal.SIGKILL, job.stderr
-    steps = {key: each.steps for key, each in job.history().passes.items()}
-    assert 0 < 20 * steps["0/nonces+0+20"] < 8 * steps["0/dataset"] < 91, steps
+    assert job.history().passes["0/dataset"].steps > 0
     assert job.run("--resume") == 0, job.stderr
     assert job.document["results"]["first"] == job.document["results"]["second"]
 

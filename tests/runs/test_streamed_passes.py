@@ -114,7 +114,7 @@ def test_a_worker_that_dies_in_either_stage_changes_nothing(alone: Any, tmp_path
 def test_both_stages_run_at_the_same_time(tmp_path: Path) -> None:
     with_ = {"folder": str(tmp_path)}
     document = spec_of(
-        decode={"run": functions.decode_last_after_first_inference, "with": {**with_, "last": 60}},
+        decode={"run": functions.decode_half_before_first_inference, "with": {**with_, "half": 30}},
         infer={"run": functions.infer_first, "with": with_},
     )
     document["dataset"]["shuffle"] = False
