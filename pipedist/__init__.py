@@ -26,66 +26,77 @@ if "t" in getattr(sys, "abiflags", ""):
     )
 
 if TYPE_CHECKING:
-    from pipedist.cluster.base import LocalCluster
-    from pipedist.cluster.engine_clusters import DaskCluster, RayCluster
-    from pipedist.cluster.remote import ConnectCluster
-    from pipedist.cluster.resolvers import ClusterResolver, ClusterSpec, SimpleClusterResolver, UnionResolver
-    from pipedist.cluster.resolvers_environment import SlurmClusterResolver, TFConfigClusterResolver
-    from pipedist.cluster.resolvers_kubernetes import KubernetesClusterResolver
-    from pipedist.cluster.tf_config import TaskCluster, open_cluster
-    from pipedist.collectives.options import CommunicationOptions
-    from pipedist.datasets.element import ArraySpec
-    from pipedist.datasets.input import (
-        AutoShardPolicy,
-        InputContext,
-        InputOptions,
-        InputReplicationMode,
-        ValueContext,
-    )
-    from pipedist.datasets.logical import Dataset
-    from pipedist.errors import (
-        CallError,
-        CollectiveMismatchError,
-        CollectiveTimeoutError,
-        FoldError,
-        JournalError,
-        OutOfRangeError,
-        OutputError,
-        PipedistError,
-        PlanError,
-        Problem,
-        RunCancelled,
-        RunDrained,
-        SpecError,
-        UsageError,
-        WorkerDied,
-        WorkersLost,
-    )
-    from pipedist.runs.api import open, run
-    from pipedist.runs.result import Ledger, Progress, Result
-    from pipedist.runs.run import Run
-    from pipedist.runs.subscription import Part, Step
-    from pipedist.strategy import (
-        CentralStorageStrategy,
-        DistributedDataset,
-        MirroredStrategy,
-        MultiWorkerMirroredStrategy,
-        OneDeviceStrategy,
-        Strategy,
-        Variable,
-        get_strategy,
-        has_strategy,
-        in_cross_replica_context,
-        strategy_of,
-    )
-    from pipedist.strategy.closures import ClosureCancelled, RemoteValue
-    from pipedist.strategy.cluster_coordinator import ClusterCoordinator
-    from pipedist.strategy.parameter_server import ParameterServerStrategy
-    from pipedist.strategy.partitioners import FixedShardsPartitioner, MaxSizePartitioner, MinSizePartitioner
-    from pipedist.values import Mirrored, PerReplica, ReduceOp
-    from pipedist.worker.context import ReplicaContext, get_replica_context
-    from pipedist.worker.variables.access import ShardedVariable
-    from pipedist.worker.variables.rules import VariableAggregation, VariableSynchronization
+    from pipedist.cluster.base import LocalCluster as LocalCluster
+    from pipedist.cluster.engine_clusters import DaskCluster as DaskCluster
+    from pipedist.cluster.engine_clusters import RayCluster as RayCluster
+    from pipedist.cluster.remote import ConnectCluster as ConnectCluster
+    from pipedist.cluster.resolvers import ClusterResolver as ClusterResolver
+    from pipedist.cluster.resolvers import ClusterSpec as ClusterSpec
+    from pipedist.cluster.resolvers import SimpleClusterResolver as SimpleClusterResolver
+    from pipedist.cluster.resolvers import UnionResolver as UnionResolver
+    from pipedist.cluster.resolvers_environment import SlurmClusterResolver as SlurmClusterResolver
+    from pipedist.cluster.resolvers_environment import TFConfigClusterResolver as TFConfigClusterResolver
+    from pipedist.cluster.resolvers_kubernetes import KubernetesClusterResolver as KubernetesClusterResolver
+    from pipedist.cluster.tf_config import TaskCluster as TaskCluster
+    from pipedist.cluster.tf_config import open_cluster as open_cluster
+    from pipedist.collectives.options import CommunicationOptions as CommunicationOptions
+    from pipedist.datasets.element import ArraySpec as ArraySpec
+    from pipedist.datasets.input import AutoShardPolicy as AutoShardPolicy
+    from pipedist.datasets.input import InputContext as InputContext
+    from pipedist.datasets.input import InputOptions as InputOptions
+    from pipedist.datasets.input import InputReplicationMode as InputReplicationMode
+    from pipedist.datasets.input import ValueContext as ValueContext
+    from pipedist.datasets.logical import Dataset as Dataset
+    from pipedist.errors import CallError as CallError
+    from pipedist.errors import CollectiveMismatchError as CollectiveMismatchError
+    from pipedist.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from pipedist.errors import FoldError as FoldError
+    from pipedist.errors import JournalError as JournalError
+    from pipedist.errors import OutOfRangeError as OutOfRangeError
+    from pipedist.errors import OutputError as OutputError
+    from pipedist.errors import PipedistError as PipedistError
+    from pipedist.errors import PlanError as PlanError
+    from pipedist.errors import Problem as Problem
+    from pipedist.errors import RunCancelled as RunCancelled
+    from pipedist.errors import RunDrained as RunDrained
+    from pipedist.errors import SpecError as SpecError
+    from pipedist.errors import UsageError as UsageError
+    from pipedist.errors import WorkerDied as WorkerDied
+    from pipedist.errors import WorkersLost as WorkersLost
+    from pipedist.runs.api import open as open
+    from pipedist.runs.api import run as run
+    from pipedist.runs.result import Ledger as Ledger
+    from pipedist.runs.result import Progress as Progress
+    from pipedist.runs.result import Result as Result
+    from pipedist.runs.run import Run as Run
+    from pipedist.runs.subscription import Part as Part
+    from pipedist.runs.subscription import Step as Step
+    from pipedist.strategy import CentralStorageStrategy as CentralStorageStrategy
+    from pipedist.strategy import DistributedDataset as DistributedDataset
+    from pipedist.strategy import MirroredStrategy as MirroredStrategy
+    from pipedist.strategy import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+    from pipedist.strategy import OneDeviceStrategy as OneDeviceStrategy
+    from pipedist.strategy import Strategy as Strategy
+    from pipedist.strategy import Variable as Variable
+    from pipedist.strategy import get_strategy as get_strategy
+    from pipedist.strategy import has_strategy as has_strategy
+    from pipedist.strategy import in_cross_replica_context as in_cross_replica_context
+    from pipedist.strategy import strategy_of as strategy_of
+    from pipedist.strategy.closures import ClosureCancelled as ClosureCancelled
+    from pipedist.strategy.closures import RemoteValue as RemoteValue
+    from pipedist.strategy.cluster_coordinator import ClusterCoordinator as ClusterCoordinator
+    from pipedist.strategy.parameter_server import ParameterServerStrategy as ParameterServerStrategy
+    from pipedist.strategy.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
+    from pipedist.strategy.partitioners import MaxSizePartitioner as MaxSizePartitioner
+    from pipedist.strategy.partitioners import MinSizePartitioner as MinSizePartitioner
+    from pipedist.values import Mirrored as Mirrored
+    from pipedist.values import PerReplica as PerReplica
+    from pipedist.values import ReduceOp as ReduceOp
+    from pipedist.worker.context import ReplicaContext as ReplicaContext
+    from pipedist.worker.context import get_replica_context as get_replica_context
+    from pipedist.worker.variables.access import ShardedVariable as ShardedVariable
+    from pipedist.worker.variables.rules import VariableAggregation as VariableAggregation
+    from pipedist.worker.variables.rules import VariableSynchronization as VariableSynchronization
 
 _HOMES = {
     "pipedist.cluster.resolvers": "ClusterResolver ClusterSpec SimpleClusterResolver UnionResolver",
@@ -124,79 +135,7 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = [
-    "ArraySpec",
-    "AutoShardPolicy",
-    "CallError",
-    "CentralStorageStrategy",
-    "ClosureCancelled",
-    "ClusterCoordinator",
-    "ClusterResolver",
-    "ClusterSpec",
-    "CollectiveMismatchError",
-    "CollectiveTimeoutError",
-    "CommunicationOptions",
-    "ConnectCluster",
-    "DaskCluster",
-    "Dataset",
-    "DistributedDataset",
-    "FixedShardsPartitioner",
-    "FoldError",
-    "InputContext",
-    "InputOptions",
-    "InputReplicationMode",
-    "JournalError",
-    "KubernetesClusterResolver",
-    "Ledger",
-    "LocalCluster",
-    "MaxSizePartitioner",
-    "MinSizePartitioner",
-    "Mirrored",
-    "MirroredStrategy",
-    "MultiWorkerMirroredStrategy",
-    "OneDeviceStrategy",
-    "OutOfRangeError",
-    "OutputError",
-    "ParameterServerStrategy",
-    "Part",
-    "PerReplica",
-    "PipedistError",
-    "PlanError",
-    "Problem",
-    "Progress",
-    "RayCluster",
-    "ReduceOp",
-    "RemoteValue",
-    "ReplicaContext",
-    "Result",
-    "Run",
-    "RunCancelled",
-    "RunDrained",
-    "ShardedVariable",
-    "SimpleClusterResolver",
-    "SlurmClusterResolver",
-    "SpecError",
-    "Step",
-    "Strategy",
-    "TFConfigClusterResolver",
-    "TaskCluster",
-    "UnionResolver",
-    "UsageError",
-    "ValueContext",
-    "Variable",
-    "VariableAggregation",
-    "VariableSynchronization",
-    "WorkerDied",
-    "WorkersLost",
-    "__version__",
-    "get_replica_context",
-    "get_strategy",
-    "has_strategy",
-    "in_cross_replica_context",
-    "open_cluster",
-    "run",
-    "strategy_of",
-]
+__all__ = [name for name in (*_HOME, "__version__") if name != "open"]  # a star import keeps the builtin
 
 
 def __getattr__(name: str) -> Any:

@@ -36,6 +36,7 @@ To combine other components by key, define an instance of `ByKey` in your module
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -347,25 +348,14 @@ def _sum_rows(rows: NDArray[Any]) -> Any:
         return rows.sum(axis=0, dtype=np.result_type(rows.dtype, np.float32))
 
 
-def _min_rows(rows: NDArray[Any]) -> Any:
-    return _plain(rows.min(axis=0))
+def _extreme_row(ufunc: np.ufunc, rows: NDArray[Any]) -> Any:
+    return _plain(ufunc.reduce(rows, axis=0))
 
 
-def _max_rows(rows: NDArray[Any]) -> Any:
-    return _plain(rows.max(axis=0))
-
-
-def _smaller(a: Any, b: Any) -> Any:
-    return min(a, b) if _are_ints(a, b) else _plain(np.minimum(a, b))
-
-
-def _larger(a: Any, b: Any) -> Any:
-    return max(a, b) if _are_ints(a, b) else _plain(np.maximum(a, b))
-
-
-def _are_ints(a: Any, b: Any) -> bool:
-    # may exceed int64
-    return type(a) is int and type(b) is int
+def _extreme(ufunc: np.ufunc, of_integers: Callable[[int, int], int], a: Any, b: Any) -> Any:
+    if type(a) is int and type(b) is int:  # may exceed int64
+        return of_integers(a, b)
+    return _plain(ufunc(a, b))
 
 
 def _plain(value: Any) -> Any:
@@ -377,7 +367,7 @@ counter = Counter()
 moments = Moments()
 top_k = TopK()
 by_key = by_key_sum = ByKey("by_key_sum", _add, _sum_rows)
-by_key_min = ByKey("by_key_min", _smaller, _min_rows)
-by_key_max = ByKey("by_key_max", _larger, _max_rows)
+by_key_min = ByKey("by_key_min", partial(_extreme, np.minimum, min), partial(_extreme_row, np.minimum))
+by_key_max = ByKey("by_key_max", partial(_extreme, np.maximum, max), partial(_extreme_row, np.maximum))
 by_key_counter = ByKey("by_key_counter", counter)
 by_key_moments = ByKey("by_key_moments", moments)

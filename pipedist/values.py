@@ -6,8 +6,7 @@ Names and rules are tf.distribute's (`PerReplica`, `Mirrored`, `Strategy.reduce`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -139,10 +138,7 @@ def local_results(tree: Tree, replicas: int) -> tuple[Tree, ...]:
         _check_length(leaf, replicas)
     if tree is None or (treedef.is_leaf() and not isinstance(tree, PerReplica)):
         return (tree,)
-    return tuple(
-        trees.unflatten(treedef, [leaf[replica] if isinstance(leaf, PerReplica) else leaf for leaf in leaves])
-        for replica in range(replicas)
-    )
+    return tuple(select(tree, replica) for replica in range(replicas))
 
 
 def reduce(op: ReduceOp | str, tree: Tree, axis: int | Sequence[int] | None, replicas: int) -> Tree:
@@ -173,16 +169,9 @@ def reduce(op: ReduceOp | str, tree: Tree, axis: int | Sequence[int] | None, rep
         OverflowError: an integer result does not fit its dtype.
     """
     reduction = Reduction.of(op, axis)
-    if isinstance(tree, PerReplica):
-        return _reduce_leaf(reduction, tree, replicas)
     if replicas > 1 and tree is None:
         return _reduce_plain(reduction, tree)
-    leaves, treedef = trees.flatten(tree)
-    results = []
-    for index, leaf in enumerate(leaves):
-        with _place(treedef, index):
-            results.append(_reduce_leaf(reduction, leaf, replicas))
-    return trees.unflatten(treedef, results)
+    return _leaf_by_leaf(lambda leaf: _reduce_leaf(reduction, leaf, replicas), tree)
 
 
 def gather(tree: Tree, axis: int, replicas: int) -> Tree:
@@ -200,28 +189,27 @@ def gather(tree: Tree, axis: int, replicas: int) -> Tree:
         TypeError: dtypes differ, a component is not an array, or the axis is not an int.
     """
     number = axis_of(axis)
-    if isinstance(tree, PerReplica):
-        _check_length(tree, replicas)
-        return concatenate(tree.components, number)
+
+    def gathered(leaf: Any) -> Any:
+        _check_length(leaf, replicas)
+        return concatenate(leaf.components, number) if isinstance(leaf, PerReplica) else leaf
+
+    return _leaf_by_leaf(gathered, tree)
+
+
+def _leaf_by_leaf(fn: Callable[[Any], Any], tree: Tree) -> Tree:
+    """Return the tree of `fn(leaf)`; errors begin with the path of the leaf, unless it is the whole tree."""
     leaves, treedef = trees.flatten(tree)
     results = []
-    for index, leaf in enumerate(leaves):
-        with _place(treedef, index):
-            _check_length(leaf, replicas)
-            results.append(concatenate(leaf.components, number) if isinstance(leaf, PerReplica) else leaf)
+    for leaf in leaves:
+        try:
+            results.append(fn(leaf))
+        except (TypeError, ValueError, OverflowError) as error:
+            path = trees.treedef_paths(treedef)[len(results)]
+            if not path:
+                raise
+            raise type(error)(f"leaf {path!r}: {error}") from None
     return trees.unflatten(treedef, results)
-
-
-@contextmanager
-def _place(treedef: trees.Treedef, index: int) -> Iterator[None]:
-    """Prefix errors with the path of the leaf, unless it is the whole tree."""
-    try:
-        yield
-    except (TypeError, ValueError, OverflowError) as error:
-        path = trees.treedef_paths(treedef)[index]
-        if not path:
-            raise
-        raise type(error)(f"leaf {path!r}: {error}") from None
 
 
 def _check_length(leaf: Any, replicas: int) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from pipedist.worker import boot
+from tests.preloaded import Popen
 
 # How long an example takes, or takes to be made, says nothing here: others use the machine, too.
 settings.register_profile("pipedist", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -19,6 +24,17 @@ for number, disposition in ((signal.SIGINT, signal.default_int_handler), (signal
         signal.signal(number, disposition)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage among thousands of tests, neither while they are collected nor later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave the tests that take long to `make test-slow`, and say so."""
     if os.environ.get("PIPEDIST_TEST_SLOW"):
@@ -26,3 +42,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="takes long: make test-slow"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_workers() -> Iterator[None]:
+    """Fork workers and their servers from a process that has imported what they need."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boot, "Popen", Popen)
+        yield

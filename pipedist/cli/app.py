@@ -9,8 +9,7 @@ import click
 
 from pipedist.errors import PipedistError
 
-_REUSE: Final = "--resume-reuse"
-"""The internal form of `--resume=reuse`: an option with an optional value would consume SPEC."""
+_REUSE: Final = "--resume-reuse"  # stands for `--resume=reuse`: an optional value would consume SPEC
 
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -66,7 +65,6 @@ def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None
 
 
 def _count(name: str, text: str, *, least: int = 1, most: int | None = None, **more: Any) -> _Decorator:
-    """Return an option that is a number."""
     return click.option(name, metavar="N", type=click.IntRange(least, most), help=text, **more)
 
 
@@ -331,21 +329,15 @@ def launch() -> None:
     """Print a job script that starts a run and its workers."""
 
 
-_prints = click.option("--print", "prints", is_flag=True, help="Print the text; nothing is submitted.")
-_nodes = _count("--nodes", "Number of hosts with workers.", default=1, show_default=True)
-_workers_per_node = _count(
+@launch.command()
+@_spec
+@click.option("--print", "prints", is_flag=True, help="Print the script; nothing is submitted.")
+@_count("--nodes", "Number of hosts with workers.", default=1, show_default=True)
+@_count(
     "--workers-per-node",
     "Number of workers of each host. Default: the spec's workers, divided among the hosts.",
 )
-_gpus = _count("--gpus", "Number of GPUs of each host.", least=0, default=0, show_default=True)
-
-
-@launch.command()
-@_spec
-@_prints
-@_nodes
-@_workers_per_node
-@_gpus
+@_count("--gpus", "Number of GPUs of each host.", least=0, default=0, show_default=True)
 @click.option(
     "--time",
     metavar="TIME",
@@ -359,33 +351,6 @@ def slurm(time: str, port: int | None, **options: Any) -> None:
 
     The job executes the run on its first host, and workers on all hosts.
     """
-    from pipedist.cli.commands import LaunchOptions, launch_slurm
+    from pipedist.cli.commands import launch_slurm
 
-    _end(lambda: launch_slurm(LaunchOptions(**options), time=time, port=port))
-
-
-@launch.command()
-@_spec
-@click.option("--image", metavar="IMAGE", required=True, help="Image with pipedist and the user's modules.")
-@_prints
-@_nodes
-@_workers_per_node
-@_gpus
-@click.option(
-    "--namespace", metavar="NAME", default="default", show_default=True, help="Kubernetes namespace."
-)
-@click.option(
-    "--claim", metavar="NAME", help="PersistentVolumeClaim for outputs, so that a restarted driver resumes."
-)
-@click.option(
-    "--spec-in-image",
-    metavar="PATH",
-    help="Path of the spec in the image. Default: a ConfigMap of the spec's folder.",
-)
-def kubernetes(
-    image: str, namespace: str, claim: str | None, spec_in_image: str | None, **options: Any
-) -> None:
-    """Print a JobSet with a job for the driver and one for the workers."""
-    from pipedist.cli.commands import LaunchOptions, launch_kubernetes
-
-    _end(lambda: launch_kubernetes(LaunchOptions(**options), image, namespace, claim, spec_in_image))
+    _end(lambda: launch_slurm(time=time, port=port, **options))

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from msgspec import Struct
+from typing import Any
 
 from pipedist.cli import terminal
 from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
 from pipedist.errors import SpecError, UsageError
-
-if TYPE_CHECKING:
-    from pipedist.cluster.templates import JobRequest
 
 REPLY_S = 10.0  # time for a run to reply to `pipedist why`
 
@@ -79,7 +73,7 @@ def print_schema() -> int:
 
 def audit_run(run: str) -> int:
     """Verify the journal of the run in an output folder; return 1 if an element is not accounted for."""
-    from pipedist.journal.audit import audit
+    from pipedist.journal.history import audit
     from pipedist.outputs.run_record import PRIVATE, read_record, read_results
 
     path = Path(run)
@@ -135,7 +129,7 @@ def explain_run(run: str, *, as_json: bool) -> int:
     """Print what the run in an output folder waits for; return 1 if it is not executing."""
     import json
 
-    from pipedist.journal.audit import audit
+    from pipedist.journal.history import audit
     from pipedist.outputs.run_record import LIVE, PRIVATE, is_there, read_record
     from pipedist.runs.diagnostics import VERSION, lines, query_status
 
@@ -179,60 +173,23 @@ _ENDED = {
 }
 
 
-class LaunchOptions(Struct, frozen=True):
-    """Options common to the `launch` commands, as `pipedist.cli.app` describes them."""
-
-    spec: str
-    nodes: int
-    workers_per_node: int | None
-    gpus: int
-    prints: bool
-
-
-def launch_slurm(options: LaunchOptions, *, time: str, port: int | None) -> int:
-    from pipedist.cluster.templates import slurm_script
-
-    request = _job_request(options, "sbatch")
-    write_out(slurm_script(request, os.path.abspath(options.spec), time=time, port=port))
-    return terminal.OK
-
-
-def launch_kubernetes(
-    options: LaunchOptions, image: str, namespace: str, claim: str | None, spec_in_image: str | None
+def launch_slurm(
+    spec: str,
+    *,
+    nodes: int,
+    workers_per_node: int | None,
+    gpus: int,
+    prints: bool,
+    time: str,
+    port: int | None,
 ) -> int:
-    """Print a JobSet, after comments with the commands that create the objects it refers to."""
-    from ruamel.yaml import YAML
-
-    from pipedist.cluster.templates import jobset, jobset_commands
-
-    request = _job_request(options, "kubectl apply -f -")
-    manifest = jobset(
-        request,
-        image=image,
-        namespace=namespace,
-        spec=spec_in_image or os.path.basename(options.spec),
-        in_image=spec_in_image is not None,
-        claim=claim,
-    )
-    commands = jobset_commands(request, namespace=namespace, spec=None if spec_in_image else options.spec)
-    text = io.StringIO()
-    text.writelines(f"# {line}\n" for line in ("Run once, before applying this manifest:", *commands))
-    yaml = YAML(typ="safe")
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # the default is None
-    yaml.dump(manifest, text)
-    write_out(text.getvalue())
-    return terminal.OK
-
-
-def _job_request(options: LaunchOptions, submit: str) -> JobRequest:
-    from pipedist.cluster.templates import JobRequest
+    from pipedist.cluster.slurm import JobRequest, slurm_script
     from pipedist.spec import load
 
-    if not options.prints:
+    if not prints:
         raise UsageError(
-            f"pipedist does not submit jobs. Print the script with --print, and pass it to `{submit}`"
+            "pipedist does not submit jobs. Print the script with --print, and pass it to `sbatch`"
         )
-    return JobRequest.of(
-        load(options.spec), nodes=options.nodes, workers_per_node=options.workers_per_node, gpus=options.gpus
-    )
+    request = JobRequest.of(load(spec), nodes=nodes, workers_per_node=workers_per_node, gpus=gpus)
+    write_out(slurm_script(request, os.path.abspath(spec), time=time, port=port))
+    return terminal.OK

@@ -20,18 +20,12 @@ if TYPE_CHECKING:
     from pipedist.runs.result import Progress
 
 _FIRST_LINE_S = 2.0
-_INTERVAL_GROWTH = 1.5
-"""Plain lines come at times that grow by this factor: 10 in the first two minutes, 27 in a day, 32 in a week."""
+_INTERVAL_GROWTH = 1.5  # plain lines are 10 in the first two minutes, 27 in a day, 32 in a week
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressTotals:
-    """Progress of a run, summed over the passes of its current phase, whose total may be unknown (None).
-
-    Args:
-        calls_past: of the calls done, those that this process need not execute.
-        activity: the work on the results after the last call, or "".
-    """
+    """Progress of a run, summed over the passes of its current phase, whose total may be unknown (None)."""
 
     elements_done: int
     elements_total: int | None
@@ -40,8 +34,8 @@ class ProgressTotals:
     phase: int = 0
     phases: int = 1
     calls_total: int | None = None
-    calls_past: int = 0
-    activity: str = ""
+    calls_past: int = 0  # those among the calls done that this process need not execute
+    activity: str = ""  # the work on the results after the last call, or ""
 
     @classmethod
     def of(cls, progress: Progress) -> Self:
@@ -66,18 +60,12 @@ def _sum(totals: Sequence[int | None]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Progress of a phase in time.
+    """Progress of a phase in time."""
 
-    Args:
-        elapsed_s: seconds since its first worker was ready.
-        elements_per_s, calls_per_s: means over this time, without what earlier processes did.
-        left_s: the estimated time until its last call returns; None if unknown.
-    """
-
-    elapsed_s: float
-    elements_per_s: float
+    elapsed_s: float  # since its first worker was ready
+    elements_per_s: float  # mean over this time, without what earlier processes did
     calls_per_s: float
-    left_s: float | None
+    left_s: float | None  # the estimated time until its last call returns; None if unknown
 
 
 class Pacer:
@@ -95,12 +83,10 @@ class Pacer:
         self._phase = totals.phase
         self._first = totals
         self._began_s: float | None = None
-        self._starts: deque[float] = deque()
-        """When the running calls began, the oldest first."""
+        self._starts: deque[float] = deque()  # when the running calls began, the oldest first
         self._executed = totals.calls_done - totals.calls_past
         self._returned = 0
-        self._busy_s = 0.0
-        """Time that slots spent on the calls returned."""
+        self._busy_s = 0.0  # time that slots spent on the calls returned
 
     def pace(self, totals: ProgressTotals, now_s: float) -> Pace:
         if totals.phase != self._phase:
@@ -178,8 +164,7 @@ class PlainReporter(Reporter):
         self._pacer = Pacer()
         self._began_s = clock_s()
         self._due_s = _FIRST_LINE_S
-        self._shown = (0, False)
-        """The phase of the last line, and whether its calls were done."""
+        self._shown = (0, False)  # the phase of the last line, and whether its calls were done
 
     def update(self, totals: ProgressTotals) -> None:
         elapsed_s = self._clock_s() - self._began_s

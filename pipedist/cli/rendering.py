@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # if standard output is no terminal: paths are never wrapped
 PLAIN_WIDTH = 1_000_000
 PLAIN_VALUE_WIDTH = 60  # of the column of values
-
 INLINE_SIZE_MAX = 16  # elements of an array that is shown in full
 INLINE_CHARACTERS_MAX = 120  # of the text of a tree that is shown in full
 LEAVES_MAX = 12  # leaves of a large tree that are listed
@@ -40,6 +39,8 @@ CELL_DIGITS = 7  # significant digits of a float in a table of records
 SCANNED_BYTES_MAX = 4 * 2**20  # size of a text file whose rows are counted
 RECORDS_MAX = 20  # rows of a table of records that are shown
 FIELDS_MAX = 32  # columns of a table of records
+
+_REASONS = {"error": "raised", "timeout": "timed out", "death": "whose worker died", "slow": "slow"}
 
 _SCALARS = frozenset({int, float, complex, bool, str, bytes, type(None), np.ndarray})
 
@@ -54,7 +55,12 @@ class Row:
     file: Path | None = None
 
 
-def render(rows: Iterable[Row], ledger: Mapping[str, int], timings: Mapping[str, float]) -> str:
+def render(
+    rows: Iterable[Row],
+    ledger: Mapping[str, int],
+    timings: Mapping[str, float],
+    retries: Mapping[str, Mapping[str, int]] = {},
+) -> str:
     """Return the results as text for standard output, with its width and colours."""
     from rich.console import Console
     from rich.text import Text
@@ -88,6 +94,10 @@ def render(rows: Iterable[Row], ledger: Mapping[str, int], timings: Mapping[str,
     console.print()
     kinds = ", ".join(f"{ledger[kind]:,} {kind}" for kind in ("committed", "quarantined", "lost"))
     console.print(Text(f"{_counted(ledger['elements'], 'element')}: {kinds}"))
+    for stage, counts in retries.items():
+        reasons = ", ".join(f"{count:,} {_REASONS[reason]}" for reason, count in counts.items())
+        calls = _counted(sum(counts.values()), "call")
+        console.print(Text(f"stage {stage}: {calls} executed again ({reasons})"))
     if timings:
         times = (f"{name.removesuffix('_s')} {duration(seconds)}" for name, seconds in timings.items())
         console.print(Text(", ".join(times)))
@@ -139,7 +149,8 @@ def summarize(value: Tree) -> str:
         return f"{len(value):,} bytes"
     if encoding.node(value) is None:
         return _scalar(encoding.to_json(value))
-    if _small(value):
+    leaves = [leaf for _, leaf in islice(_leaves(value), INLINE_SIZE_MAX + 1)]
+    if len(leaves) <= INLINE_SIZE_MAX and all(np.size(leaf) <= INLINE_SIZE_MAX for leaf in leaves):
         text = encoding.dumps(value, sort_keys=False)
         if len(text) <= INLINE_CHARACTERS_MAX:
             return text
@@ -318,8 +329,3 @@ def _scalar(value: encoding.Json) -> str:
     if not isinstance(value, str):
         return encoding.text(value)
     return value if len(value) <= INLINE_CHARACTERS_MAX else value[:INLINE_CHARACTERS_MAX] + "..."
-
-
-def _small(value: Tree) -> bool:
-    leaves = [leaf for _, leaf in islice(_leaves(value), INLINE_SIZE_MAX + 1)]
-    return len(leaves) <= INLINE_SIZE_MAX and all(np.size(leaf) <= INLINE_SIZE_MAX for leaf in leaves)

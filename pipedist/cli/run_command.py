@@ -47,21 +47,14 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """The outcome of a run.
-
-    Args:
-        error: why the run failed, or which output could not be written.
-        document: the results document; None if the run was interrupted.
-        notice: the notice about the output folder that was printed before the run.
-        resumable: the folder has committed steps.
-    """
+    """The outcome of a run."""
 
     spec: Spec
     result: Result | None
-    error: PipedistError | None
-    document: Mapping[str, object] | None
-    notice: str = ""
-    resumable: bool = False
+    error: PipedistError | None  # why the run failed, or which output could not be written
+    document: Mapping[str, object] | None  # the results document; None if the run was interrupted
+    notice: str = ""  # the notice about the output folder that was printed before the run
+    resumable: bool = False  # the folder has committed steps
 
 
 def execute(options: RunOptions) -> int:
@@ -229,7 +222,7 @@ def _show(outcome: RunOutcome, result: Result, options: RunOptions) -> None:
             for name in outcome.spec.stages  # results of an earlier run may have another order
             if name in result
         ]
-        write_out(render(rows, result.ledger.to_json(), result.timings))
+        write_out(render(rows, result.ledger.to_json(), result.timings, result.retries))
     if result.quarantined:
         write_error(_quarantine_text(result, replays=options.key_file is None))
 

@@ -39,8 +39,7 @@ class Interruption:
         self.show = show
         self._end = end
         self._run: Run | None = None
-        self._task: asyncio.Task[Any] | None = None
-        """The task that opens and closes the run."""
+        self._task: asyncio.Task[Any] | None = None  # the task that opens and closes the run
         self._has_run = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchdog: threading.Timer | None = None

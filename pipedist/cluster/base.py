@@ -83,6 +83,14 @@ class Cluster(AsyncOnly, ABC):
         """Wait for workers that may have cached results of a resumed run."""
         return
 
+    async def ready(self, count: int | None = None) -> None:
+        """Return as soon as `count` workers have joined; None: all that are expected.
+
+        Raises:
+            WorkersLost: workers die before they join, or all have left.
+        """
+        await self.coordinator.wait_ready(self._workers if count is None else count)
+
     @property
     def coordinator(self) -> Coordinator:
         """The coordinator of this open cluster.
@@ -97,11 +105,7 @@ class Cluster(AsyncOnly, ABC):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop in which this cluster is open.
-
-        Raises:
-            UsageError: the cluster is not open.
-        """
+        """The event loop in which this cluster is open; UsageError if it is not open."""
         if self._coordinator is None or self._loop is None:
             raise UsageError(f"a cluster is used inside `async with {type(self).__name__}(...) as cluster:`")
         return self._loop
@@ -118,21 +122,15 @@ class Cluster(AsyncOnly, ABC):
 
 
 def dial_in(
-    listen: str,
+    listen: str,  # `tcp://ADDRESS:PORT`; port `*` is any free port
     keys: ServerKeys,
     limits: SchedulerLimits | None = None,
     *,
     force: bool = False,
     rejoin_s: float = 0.0,
-    threads: int | None = None,
+    threads: int | None = None,  # BLAS and OpenMP threads that workers must have; None: not checked
 ) -> Coordinator:
-    """Return a coordinator, not entered, whose workers all dial in.
-
-    Args:
-        listen: `tcp://ADDRESS:PORT`; port `*` is any free port.
-        force, rejoin_s: as for `ConnectCluster`.
-        threads: BLAS and OpenMP threads that workers must have; None: not checked.
-    """
+    """Return a coordinator, not entered, whose workers all dial in; `force`, `rejoin_s`: as for `ConnectCluster`."""
     from pipedist.coordinator import Coordinator
     from pipedist.transport.router import Router
     from pipedist.worker.process_setup import boot_id
@@ -204,7 +202,13 @@ class LocalCluster(Cluster):
             await anyio.to_thread.run_sync(self._divide, abandon_on_cancel=True)
 
     def _divide(self) -> None:
-        self._visible, self._supply = divide_gpus(self._gpus_each, self._workers)
+        each, found = self._gpus_each, accelerators.found()
+        if len(found.gpus) < each:
+            raise UsageError(
+                f"`gpus_per_worker` is {each:g}, but this machine has {len(found.gpus)} GPUs: {found.how}"
+            )
+        self._visible = tuple(map(",".join, accelerators.owned(found.gpus, each, self._workers)))
+        self._supply = accelerators.supply(found, each, self._workers)
 
     @property
     def supply(self) -> Supply:
@@ -310,14 +314,6 @@ class LocalCluster(Cluster):
         with contextlib.suppress(ProcessLookupError):  # it has just ended: the launcher reports that
             os.kill(pid, number)
 
-    async def ready(self) -> None:
-        """Return as soon as all workers have joined.
-
-        Raises:
-            WorkersLost: workers die before they join.
-        """
-        await self.coordinator.wait_ready(len(self._names))
-
 
 def checked_gpus(each: float) -> float:
     """Return a number of GPUs per worker, or raise UsageError."""
@@ -331,17 +327,6 @@ def checked_gpus(each: float) -> float:
             f"got {each!r}"
         )
     return each
-
-
-def divide_gpus(each: float, workers: int) -> tuple[tuple[str, ...], Supply]:
-    """Return CUDA_VISIBLE_DEVICES of each worker, and the GPUs they own."""
-    found = accelerators.found()
-    if len(found.gpus) < each:
-        raise UsageError(
-            f"`gpus_per_worker` is {each:g}, but this machine has {len(found.gpus)} GPUs: {found.how}"
-        )
-    owned = accelerators.owned(found.gpus, each, workers)
-    return tuple(map(",".join, owned)), accelerators.supply(found, each, workers)
 
 
 def _name(worker: int | str) -> str:

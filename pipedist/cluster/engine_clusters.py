@@ -22,11 +22,9 @@ _ANY_ADDRESS = ("0.0.0.0", "[::]", "*")
 
 
 class EngineCluster(Cluster):
-    """A coordinator with keys of its own, and an engine that places workers.
+    """A coordinator with keys of its own, and an engine, not entered, that places workers.
 
-    Args:
-        engine: not entered.
-        listen: `tcp://ADDRESS:PORT`; None: the address that the engine's nodes reach, and any free port.
+    `listen`: None: the address that the engine's nodes reach, and any free port.
     """
 
     def __init__(
@@ -70,16 +68,6 @@ class EngineCluster(Cluster):
         host = self._engine.host
         listen = self._listen or f"tcp://{f'[{host}]' if ':' in host else host}:*"
         return dial_in(listen, self._keys.server, self._limits, force=self._force)
-
-    async def ready(self, count: int | None = None) -> None:
-        """Return as soon as `count` workers have joined.
-
-        None: all that are expected.
-
-        Raises:
-            WorkersLost: all have left.
-        """
-        await self.coordinator.wait_ready(self._workers if count is None else count)
 
 
 class RayCluster(EngineCluster):

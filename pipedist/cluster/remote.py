@@ -17,17 +17,10 @@ from pipedist.errors import UsageError
 from pipedist.scheduler import SchedulerLimits
 from pipedist.transport.keys import ServerKeys, read_key_file, workers_file, write_key_file
 
-_ANY_ADDRESS = ("tcp://0.0.0.0:", "tcp://[::]:")
-"""Prefixes of an endpoint that is bound to every address of this host."""
-
-REJOIN_S = 60.0
-"""How long workers wait for a scheduler to come back, by default, seconds."""
-
-GATHER_S = 5.0
-"""How long a resumed run waits for workers, which may hold finished results, seconds."""
-
-LISTEN = "tcp://127.0.0.1:*"
-"""Where workers dial in by default: this host only, any free port."""
+_ANY_ADDRESS = ("tcp://0.0.0.0:", "tcp://[::]:")  # of endpoints that are bound to every address
+REJOIN_S = 60.0  # how long workers wait for a scheduler to come back, by default, seconds
+GATHER_S = 5.0  # how long a resumed run waits for workers, which may hold finished results, seconds
+LISTEN = "tcp://127.0.0.1:*"  # where workers dial in by default: this host only, any free port
 
 
 class ConnectCluster(Cluster):

@@ -120,7 +120,11 @@ def _tasks(job: object, tasks: object) -> dict[int, str]:
     if not isinstance(job, str):
         raise TypeError(f"a job's name is {job!r}; expected a string")
     if isinstance(tasks, Mapping):
-        numbered = {_job_index(job, index): address for index, address in tasks.items()}
+        numbered = {}
+        for index, address in tasks.items():
+            if (place := index_or_none(index)) is None:
+                raise ValueError(f"a task index of job {job!r} is {index!r}; expected an int >= 0")
+            numbered[place] = address
     elif isinstance(tasks, Sequence) and not isinstance(tasks, str | bytes):
         numbered = dict(enumerate(tasks))
     else:
@@ -132,13 +136,6 @@ def _tasks(job: object, tasks: object) -> dict[int, str]:
         if not isinstance(address, str):
             raise TypeError(f"the address of task {index} of job {job!r} is {address!r}; expected a string")
     return dict(sorted(numbered.items()))
-
-
-def _job_index(job: object, index: object) -> int:
-    number = index_or_none(index)
-    if number is None:
-        raise ValueError(f"a task index of job {job!r} is {index!r}; expected an int >= 0")
-    return number
 
 
 def index_or_none(value: object) -> int | None:
@@ -178,7 +175,6 @@ class ClusterResolver(ABC):
     def cluster_spec(self) -> ClusterSpec:
         """Return the present tasks of the cluster."""
 
-    @abstractmethod
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
@@ -194,6 +190,13 @@ class ClusterResolver(ABC):
         Raises:
             ValueError: there is no such task.
         """
+        if task_type is None or task_id is None:
+            return self._default_master(rpc_layer)
+        return self._url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
+
+    def _default_master(self, rpc_layer: str | None) -> str:
+        """Return the address if no task is given; "": unknown."""
+        return ""
 
     @property
     def task_type(self) -> str | None:
@@ -241,9 +244,8 @@ def text_or_none(name: str, value: object) -> str | None:
     return value
 
 
-def number_or_none(name: str, value: object, *, at_least: int = 0) -> int | None:
-    """Return an argument that is an int or None; see `number`."""
-    return None if value is None else number(name, value, at_least=at_least)
+def task_id_or_none(value: object) -> int | None:
+    return None if value is None else number("task_id", value)
 
 
 def number(name: str, value: object, *, at_least: int = 0) -> int:
@@ -288,7 +290,7 @@ class SimpleClusterResolver(ClusterResolver):
         self._cluster_spec = cluster_spec
         self._master = text_or_none("master", master) or ""
         self._task_type = text_or_none("task_type", task_type)
-        self._task_id = number_or_none("task_id", task_id)
+        self._task_id = task_id_or_none(task_id)
         self._environment = text_or_none("environment", environment)
         if not isinstance(num_accelerators, Mapping | None):
             raise TypeError(
@@ -302,14 +304,8 @@ class SimpleClusterResolver(ClusterResolver):
         """Return the tasks."""
         return self._cluster_spec
 
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Return a task's address; without a task, the given `master`."""
-        address = self._master
-        if task_type is not None and task_id is not None:
-            address = self._cluster_spec.task_address(task_type, task_id)
-        return self._url(address, rpc_layer)
+    def _default_master(self, rpc_layer: str | None) -> str:
+        return self._url(self._master, rpc_layer)
 
 
 class UnionResolver(ClusterResolver):
@@ -342,8 +338,10 @@ class UnionResolver(ClusterResolver):
             if not isinstance(resolver, ClusterResolver):
                 raise TypeError(f"a union is made of cluster resolvers, not {resolver!r}")
         self._resolvers = resolvers
-        self._task_type = text_or_none("task_type", task_type)
-        self._task_id = number_or_none("task_id", task_id)
+        first = resolvers[0]
+        self._task_type = first.task_type if task_type is None else text_or_none("task_type", task_type)
+        self._task_id = first.task_id if task_id is None else task_id_or_none(task_id)
+        self._environment = first.environment
         self._rpc_layer = text_or_none("rpc_layer", rpc_layer)
 
     def cluster_spec(self) -> ClusterSpec:
@@ -368,26 +366,8 @@ class UnionResolver(ClusterResolver):
                         tasks[len(tasks)] = address
         return ClusterSpec(merged)
 
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Return a task's address; without a task, the first resolver's master."""
-        if task_type is not None and task_id is not None:
-            return self._url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
+    def _default_master(self, rpc_layer: str | None) -> str:
         return self._resolvers[0].master(rpc_layer=rpc_layer)
-
-    @property
-    def task_type(self) -> str | None:
-        """The job of this process; if not given, that of the first resolver."""
-        return self._resolvers[0].task_type if self._task_type is None else self._task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of this process in its job.
-
-        If not given, it is that of the first resolver.
-        """
-        return self._resolvers[0].task_id if self._task_id is None else self._task_id
 
     @property
     def rpc_layer(self) -> str | None:
@@ -396,11 +376,6 @@ class UnionResolver(ClusterResolver):
         If not given, it is the first resolver's, which only that resolver's master gets.
         """
         return self._resolvers[0].rpc_layer if self._rpc_layer is None else self._rpc_layer
-
-    @property
-    def environment(self) -> str | None:
-        """The environment of the first cluster."""
-        return self._resolvers[0].environment
 
     def num_accelerators(self, task_type: str | None = None, task_id: int | None = None) -> dict[str, int]:
         """Return the accelerators of the first resolver."""

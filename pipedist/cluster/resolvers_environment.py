@@ -15,7 +15,7 @@ from pipedist.cluster.resolvers import (
     ResolverStateError,
     index_or_none,
     number,
-    number_or_none,
+    task_id_or_none,
     text_or_none,
 )
 from pipedist.core import gpus as accelerators
@@ -24,11 +24,8 @@ PORT_BASE: Final = 8888
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 VARIABLE: Final = "TF_CONFIG"
 
-_OUTSIDE: Final = "evaluator"
-"""A task of this type need not be in the cluster."""
-
-HOSTS_MAX: Final = 2**20
-"""Maximum hosts of an expression: more than any cluster has."""
+_OUTSIDE: Final = "evaluator"  # a task of this type need not be in the cluster
+HOSTS_MAX: Final = 2**20  # maximum hosts of an expression: more than any cluster has
 
 _HOST = re.compile(r"(?P<prefix>[^,\[\]]*)(?:\[(?P<ranges>[^\[\]]+)\])?")
 _SEPARATOR = re.compile(r",(?![^\[]*\])")
@@ -284,7 +281,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._task_type = text_or_none("task_type", task_type)
         if self._task_type is None:
             self._task_type = _text(task.get("type"), "task.type")
-        self._task_id = number_or_none("task_id", task_id)
+        self._task_id = task_id_or_none(task_id)
         if self._task_id is None:
             index = task.get("index")
             self._task_id = index_or_none(index)

@@ -14,20 +14,14 @@ LABELS: Final[Mapping[str, Sequence[str]]] = {"worker": ("job-name=tensorflow",)
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """The properties of a pod that the resolver uses.
-
-    Args:
-        ip: address of its host.
-        phase: "Running", "Pending", ...
-    """
+    """The properties of a pod that the resolver uses."""
 
     name: str
-    ip: str
-    phase: str = "Running"
+    ip: str  # address of its host
+    phase: str = "Running"  # or "Pending", ...
 
 
-ListPods = Callable[[str], Sequence[Pod]]
-"""Returns the pods of all namespaces that match a label selector."""
+ListPods = Callable[[str], Sequence[Pod]]  # returns the pods of all namespaces that match a label selector
 
 
 class KubernetesClusterResolver(ClusterResolver):
@@ -82,17 +76,6 @@ class KubernetesClusterResolver(ClusterResolver):
                         )
                     addresses.append(f"{pod.ip}:{self._port}")
         return ClusterSpec(cluster)
-
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Return a task's address.
-
-        Without a task it is "", because the task of this process is unknown.
-        """
-        if task_type is None or task_id is None:
-            return ""
-        return self._url(self.cluster_spec().task_address(task_type, task_id), rpc_layer)
 
 
 def _api_server() -> ListPods:

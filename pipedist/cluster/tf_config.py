@@ -37,11 +37,8 @@ from pipedist.transport.keys import read_key_file, write_key_file
 from pipedist.worker.identity import SILENT_S
 from pipedist.worker.supervisor import Supervisor
 
-KEY_FILE_VARIABLE = "PIPEDIST_KEY_FILE"
-"""Environment variable with the path of the key file, if no argument has it."""
-
-_SCHEDULING = ("chief", "master", "worker")
-"""Task 0 of the first of these jobs that the cluster has schedules."""
+KEY_FILE_VARIABLE = "PIPEDIST_KEY_FILE"  # has the path of the key file, if no argument does
+_SCHEDULING = ("chief", "master", "worker")  # task 0 of the first of these jobs that there is schedules
 
 _LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
@@ -124,8 +121,7 @@ class TaskCluster(Cluster):
         self.task_id: int = index
         """The index of this program in its job."""
         self._scheduling = f"{job}/0"
-        self._missing = set(tasks)
-        """Tasks without a heartbeat until now; in the scheduling program."""
+        self._missing = set(tasks)  # tasks without a heartbeat until now; in the scheduling program
         address = spec.task_address(job, 0)
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
@@ -137,21 +133,24 @@ class TaskCluster(Cluster):
             raise UsageError(f"the address of {job}/0 is {address!r}: {error}") from None
         self._listen = f"tcp://{'127.0.0.1' if host == 'localhost' else host if is_loopback(host) else '*'}"
         self._listen += f":{port}"
-        self._key_file = _given_key_file(key_file, host, address)
+        named = os.environ.get(KEY_FILE_VARIABLE, "") if key_file is None else os.fspath(key_file)
+        if not named and not is_loopback(host):
+            raise UsageError(
+                f"the cluster needs keys: other hosts can reach {address}. Create them with `pipedist keys new`, "
+                f"copy the file to every host, and set `key_file` or {KEY_FILE_VARIABLE}."
+            )
+        self._key_file = os.path.abspath(named) if named else ""
         self._each = workers
         self._threads = threads_per_replica
         self._join_s = join_s
         self._force = force
         self._supervisors: list[Supervisor] = []
         self._shared: SharedValues[Tree] = SharedValues()
-        self._called = 0
-        """Calls of `everywhere`."""
+        self._called = 0  # calls of `everywhere`
         self._turn = anyio.Lock()
         """Held by the running call of `everywhere`: results are numbered in the order of the calls."""
-        self._ended = 0
-        """Supervisors that have ended."""
-        self._error: BaseException | None = None
-        """The first exception of a supervisor."""
+        self._ended = 0  # supervisors that have ended
+        self._error: BaseException | None = None  # the first exception of a supervisor
         self._changed = anyio.Event()
 
     @property
@@ -346,19 +345,6 @@ class TaskCluster(Cluster):
     def _wake(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
-
-
-def _given_key_file(given: str | os.PathLike[str] | None, host: str, address: str) -> str:
-    """Return the path of the key file; "" if none is named, and none is needed."""
-    named = os.fspath(given) if given is not None else os.environ.get(KEY_FILE_VARIABLE, "")
-    if named:
-        return os.path.abspath(named)
-    if not is_loopback(host):
-        raise UsageError(
-            f"the cluster needs keys: other hosts can reach {address}. Create them with `pipedist keys new`, "
-            f"copy the file to every host, and set `key_file` or {KEY_FILE_VARIABLE}."
-        )
-    return ""
 
 
 def is_loopback(host: str) -> bool:

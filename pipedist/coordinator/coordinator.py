@@ -27,6 +27,7 @@ from pipedist.coordinator.failures import FailurePolicy
 from pipedist.coordinator.gang_relay import GangRelay, SegmentPool
 from pipedist.coordinator.inbound import Inbound, LogSink, LogSinks, Rejections
 from pipedist.coordinator.launcher import Launcher, WorkerExit
+from pipedist.coordinator.notices import Notices
 from pipedist.coordinator.outbound import CommandExecutor, StateVersions
 from pipedist.coordinator.pass_handle import Arrival, OnQuarantine, PassHandle
 from pipedist.coordinator.passes import OpenPasses
@@ -88,6 +89,7 @@ class Coordinator:
         notify: Callable[[str], None] = lambda _text: None,
     ) -> None:
         limits = limits or SchedulerLimits()
+        notices = Notices()
         self._router = router_factory(
             on_message=self._on_message, on_reject=self._on_reject, on_lost=self._on_lost
         )
@@ -107,6 +109,7 @@ class Coordinator:
             force=force,
             threads=threads,
             notify=notify,
+            notices=notices,
         )
         self._rejections = Rejections(verbose=dial_in)
         self._scheduler = Scheduler(limits)
@@ -134,6 +137,7 @@ class Coordinator:
             states=self.states,
             gangs=self._gangs,
             passes=self._passes,
+            notices=notices,
         )
         self._inbound = Inbound(
             self.post,

@@ -22,12 +22,14 @@ class DeathOutcome(Struct, frozen=True):
     Args:
         stage: the stage that ran; "" if unknown.
         timed_out: the reason for users, if the stage's function exceeded its timeout; "": it did not.
+        place: the stage, step and replica of the call, for users.
     """
 
     stage: str
     retries: int
     quarantine: bool
     timed_out: str = ""
+    place: str = ""
 
 
 class FailurePolicy:

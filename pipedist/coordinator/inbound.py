@@ -16,6 +16,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from pipedist.coordinator.gang_relay import GangRelay
+from pipedist.coordinator.notices import printable
 from pipedist.coordinator.passes import OpenPasses
 from pipedist.coordinator.results import Chunk, open_chunk
 from pipedist.coordinator.worker_pool import WorkerPool
@@ -30,8 +31,6 @@ LOGGER = "pipedist.cluster"
 
 _REASONS_MAX = 8
 """Distinct reasons that are logged; after that, the total is logged each time it doubles."""
-
-_REASON_CHARACTERS_MAX = 500
 
 _DIGITS_MAX = 9
 """Maximum digits of the number of a gang's member."""
@@ -125,7 +124,7 @@ class Inbound:
             peer.worker, peer.incarnation, failed.lease, failed.call, aborted=failed.aborted
         )
         if handle is not None:
-            handle.raised[failed.call] = failed
+            handle.on_raised(failed)
             event = handle.policy.apply(event, failed)
             self._gangs.failed(failed)
         self._post(event)
@@ -168,9 +167,9 @@ class Rejections:
 
             if is_new:
                 self._logged.add(repeated)
-            text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in reason)
-            text = text[:_REASON_CHARACTERS_MAX]
-            logging.getLogger(LOGGER).warning("pipedist: rejected (%d so far): %s", self.count, text)
+            logging.getLogger(LOGGER).warning(
+                "pipedist: rejected (%d so far): %s", self.count, printable(reason)
+            )
 
 
 class LogSinks:

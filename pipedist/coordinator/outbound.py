@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipedist.coordinator.gang_relay import GangRelay
+from pipedist.coordinator.notices import Notices
 from pipedist.coordinator.pass_handle import PassHandle, ReadJob
 from pipedist.coordinator.passes import OpenPasses
 from pipedist.coordinator.results import Chunk
@@ -48,10 +49,12 @@ class CommandExecutor:
         states: StateVersions,
         gangs: GangRelay,
         passes: OpenPasses,
+        notices: Notices,
     ) -> None:
         self._post = post
         self._fail = fail
         self._count_stale = count_stale
+        self._notices = notices
         self._pool = pool
         self._states = states
         self._programs = ProgramDistributor(pool)
@@ -130,12 +133,18 @@ class CommandExecutor:
             head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent)
             self._pool.send(worker, head, payloads[0])
 
+        if (command.attempt or command.twin) and not command.elements:
+            for line in handle.on_repeated(lo, hi, worker, command.attempt, slow=command.twin > 0):
+                self._notices.add(line)
         self._assign(handle, [cmd.GangAssignment(worker, lease, lo, hi)], send, command.elements)
 
     def _send_gang(self, handle: PassHandle, command: cmd.SendGang) -> None:
         """Send each member its calls; if those of one can't be sent, send none."""
         segment = self._gangs.begin(command)
         pass_id, attempt, serial, parts = command.pass_id, command.attempt, command.serial, command.parts
+        for worker, _, lo, hi in parts if attempt else ():
+            for line in handle.on_repeated(lo, hi, worker, attempt, slow=False):
+                self._notices.add(line)
 
         def send(payloads: list[list[Frame]]) -> None:
             for member, (worker, lease, lo, hi) in enumerate(parts):

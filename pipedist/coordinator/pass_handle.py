@@ -7,14 +7,16 @@ scheduler limits the steps that are offered (`want`), according to the results t
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
 from msgspec import Struct
+from msgspec.structs import replace
 
 from pipedist.coordinator.failures import DeathOutcome, FailurePolicy, call_error
 from pipedist.coordinator.results import Chunk, ResultStore, Slots, key_of
@@ -35,6 +37,9 @@ BATCH_STEPS_MAX = 256
 
 BATCH_BYTES_MAX = 4 * 2**20
 """Maximum bytes of results that a reader gets at once, unless a single step has more."""
+
+RetryReason = Literal["error", "timeout", "death", "slow"]
+"""Why a call was executed again: it raised, it timed out, its worker died, or it took far longer than others."""
 
 States = Mapping[str, Sequence[int]]
 """By name, [space, version] of each state that a call reads."""
@@ -86,6 +91,8 @@ class PassCounts:
     elements_offered: int = 0
     elements_visible: int = 0
     steps_visible: int = 0
+    retries: Counter[tuple[str, RetryReason]] = field(default_factory=Counter)
+    """Calls that were executed again, by stage and reason."""
 
 
 class PassHandle:
@@ -125,6 +132,8 @@ class PassHandle:
         self.counts = PassCounts()
         self.raised: dict[int, msg.Failed] = {}
         """The latest exception of each call that raised, until its step is visible."""
+        self._failed_attempts: dict[int, tuple[str, RetryReason, str]] = {}
+        """Stage, reason and text of the latest failed attempt of each call, until the next one."""
         self._post = post
         self._feed = feed
         self._on_arrival = on_arrival
@@ -437,7 +446,36 @@ class PassHandle:
             failed = self._failed(running.lease, running.call, RunCancelled("its caller was cancelled"))
         if failed is not None:
             self.raised[running.call] = failed
-        return self.policy.on_death(running, failed)
+        outcome = self.policy.on_death(running, failed)
+        reason: RetryReason = "timeout" if failed is not None else "death"
+        self._failed_attempts[running.call] = (outcome.stage or self.name, reason, "")
+        return replace(outcome, place=self._place(outcome.stage, running.call))
+
+    def on_raised(self, failed: msg.Failed) -> None:
+        """Record the exception of a call, before the scheduler handles it."""
+        self.raised[failed.call] = failed
+        text = f"{failed.name}: {failed.text}" if failed.text else failed.name
+        self._failed_attempts[failed.call] = (failed.stage, "error", text)
+
+    def on_repeated(self, lo: int, hi: int, worker: str, attempt: int, *, slow: bool) -> Iterator[str]:
+        """Count calls [lo, hi) that are assigned again, and yield lines for the user; a death has its own line.
+
+        Args:
+            slow: another worker executes them, too, and takes long.
+        """
+        if slow:
+            self.counts.retries[self.name, "slow"] += hi - lo
+            yield f"{self._place('', lo)} takes long, so it is executed on worker {worker}, too"
+        for call in [] if slow else range(lo, hi):
+            stage, reason, text = self._failed_attempts.pop(call, ("", "error", ""))
+            if stage:
+                self.counts.retries[stage, reason] += 1
+            if text:
+                yield f"{self._place(stage, call)}: {text}; attempt {attempt + 1} begins on worker {worker}"
+
+    def _place(self, stage: str, call: int) -> str:
+        step, replica = divmod(call, self.settings.replicas)
+        return f"stage {stage or self.name}, step {step}, replica {replica}"
 
     def not_sent(self, lo: int, hi: int, lease: int, error: Exception) -> None:
         for call in range(lo, hi):
@@ -502,6 +540,8 @@ class PassHandle:
         replicas = self.settings.replicas
         for call in [c for c in self.raised if first <= c // replicas < last]:
             del self.raised[call]
+        for call in [c for c in self._failed_attempts if first <= c // replicas < last]:
+            del self._failed_attempts[call]
 
     def fail(self, error: BaseException) -> None:
         """End the pass with its first error; visible steps stay."""
@@ -524,6 +564,7 @@ class PassHandle:
         self._reads.clear()
         self._inputs.clear()
         self.raised.clear()
+        self._failed_attempts.clear()
 
     def completed(self) -> None:
         """Let `batches` end after the last visible step."""

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from pipedist.coordinator.failures import DeathOutcome
 from pipedist.coordinator.launcher import Launcher, WorkerExit
+from pipedist.coordinator.notices import Notices
 from pipedist.coordinator.worker_registry import Peer, WorkerRegistry, differences, rejection_reason
 from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError, UsageError
 from pipedist.protocol import messages as msg
@@ -118,6 +119,7 @@ class WorkerPool(WorkerRegistry):
         force: bool = False,
         threads: int | None = None,
         notify: Callable[[str], None] = lambda _text: None,
+        notices: Notices | None = None,
     ) -> None:
         super().__init__()
         self.names = tuple(names)
@@ -133,6 +135,7 @@ class WorkerPool(WorkerRegistry):
         self._force = force
         self._threads = threads
         self._notify = notify
+        self._notices = notices or Notices()
         self._boot = boot
         self._heartbeat_s = heartbeat_timeout_s / _HEARTBEATS
         self._rejoin_s = rejoin_s
@@ -226,16 +229,27 @@ class WorkerPool(WorkerRegistry):
         if (peer := self._remove(exit_.worker, exit_.incarnation)) is not None:
             self._router.drop(peer.identity)
         running = None if exit_.running is None else Running(*exit_.running)
-        self._post_death(exit_.worker, exit_.incarnation, exit_.text, running, exit_.timed_out)
+        self._post_death(exit_.worker, exit_.incarnation, exit_.text, running, exit_.timed_out, peer)
 
     def _post_death(
-        self, worker: str, incarnation: int, cause: str, running: Running | None, timed_out: bool
+        self,
+        worker: str,
+        incarnation: int,
+        cause: str,
+        running: Running | None,
+        timed_out: bool,
+        member: Peer | None,
     ) -> None:
         lost = ev.WorkerLost(worker, incarnation, cause)
+        line = f"worker {worker} died: {cause}"
         if running is not None:
             lost = replace(lost, running=(running.lease, running.call))
             outcome = self._on_death(worker, running, timed_out)
             if outcome is not None:
+                if outcome.timed_out:
+                    line = f"worker {worker} was ended: {outcome.place}: {outcome.timed_out}"
+                else:
+                    line = f"{line}; it executed {outcome.place}"
                 lost = replace(
                     lost,
                     cause=outcome.timed_out or cause,
@@ -244,6 +258,8 @@ class WorkerPool(WorkerRegistry):
                     retries=outcome.retries,
                     quarantine=outcome.quarantine,
                 )
+        if member is not None:  # the end of an evicted worker is expected
+            self._notices.add(line)
         self._post(lost)
 
     def watch(self, *, enabled: bool) -> None:
@@ -339,6 +355,7 @@ class WorkerPool(WorkerRegistry):
         peer = self._remove(worker, incarnation)
         if peer is None:
             return
+        self._notices.add(f"worker {worker} is lost: {reason}")
         self._router.send(peer.identity, msg.Refuse(reason))
         if worker not in self.names:
             self._supervisor(worker).evicted = incarnation
@@ -363,7 +380,7 @@ class WorkerPool(WorkerRegistry):
         if goodbye.crashed:
             is_known = goodbye.lease or goodbye.timed_out
             running = Running(goodbye.lease, goodbye.call, goodbye.stage) if is_known else None
-            self._post_death(worker, incarnation, goodbye.reason, running, goodbye.timed_out)
+            self._post_death(worker, incarnation, goodbye.reason, running, goodbye.timed_out, peer)
         else:
             self._post(ev.WorkerLost(worker, incarnation, goodbye.reason, graceful=True))
         self._wake()
@@ -424,5 +441,5 @@ class WorkerPool(WorkerRegistry):
         self._wake()
 
     def _welcome(self, *, local: bool, notice: str = "") -> msg.Welcome:
-        paths = tuple(map(os.fsencode, sys.path)) if local else ()
-        return msg.Welcome(self._cluster_id, self._heartbeat_s, paths, self._rejoin_s, notice)
+        paths = [os.fsencode(os.path.abspath(entry)) for entry in sys.path] if local else ()
+        return msg.Welcome(self._cluster_id, self._heartbeat_s, tuple(paths), self._rejoin_s, notice)

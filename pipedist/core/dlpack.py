@@ -19,7 +19,6 @@ from pipedist.core import trees
 from pipedist.core.types import Tree
 
 _ON_HOST: Final = (1, 3)  # DLPack's device types: the CPU, and host memory pinned for CUDA
-
 _REASONS: Final = (BufferError, TypeError, ValueError, RuntimeError, AttributeError)  # of failed conversions
 
 _NATIVE: Final = frozenset({np.ndarray, int, float, str, bool, bytes, complex, type(None)})

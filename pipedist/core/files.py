@@ -73,6 +73,17 @@ def replace_file(path: Path, content: bytes) -> None:
         out.abort()
 
 
+def link_or_copy(source: Path, target: Path) -> None:
+    """Replace a file by a hard link to another, or by a copy on a file system without links."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        import shutil  # rarely needed
+
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
 def sync_folder(path: Path) -> None:
     """Make the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -37,12 +37,12 @@ PICKLED_BYTES_MAX = 64 * 2**20  # limit for a function sent by value, with every
 _IDENTIFIERS = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _NAME = re.compile(rf"(?P<module>{_IDENTIFIERS}):(?P<attribute>{_IDENTIFIERS})")
 
-_process_note = ""  # see `set_process_note`
+process_note = (
+    ""  # where this process and its code are, for errors; "" if it shares the files of the run's host
+)
 _appended: list[str] = []  # the code folders that `append_code` put at the end of `sys.path`
 _code_uses: Counter[str] = Counter()  # number of open `code_on_path` contexts, by folder
-_code_seen: set[str] = (
-    set()
-)  # all code folders so far that `append_code` put there: modules may come from them
+_code_seen: set[str] = set()  # all folders that `append_code` put there so far: modules may be theirs
 _path_lock = threading.RLock()  # runs in several threads change `sys.path`
 
 
@@ -53,12 +53,9 @@ class FunctionNotFound(PipedistError):
 
 
 def reference(fn: Callable[..., Any] | str) -> FunctionRef:
-    """Return the reference with which `fn` is sent to workers.
+    """Return the reference with which `fn` is sent to workers, or raise UsageError.
 
     A name is not looked up here. A callable is sent by name if it can be imported under its own name, else by value.
-
-    Raises:
-        UsageError: the name has another form, `fn` is not callable, or it cannot be pickled.
     """
     if isinstance(fn, str):
         _split(fn)
@@ -109,19 +106,8 @@ def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def set_process_note(text: str) -> None:
-    """Set a text that every FunctionNotFound of this process includes, such as its host and code."""
-    global _process_note
-    _process_note = text
-
-
-def process_note() -> str:
-    """Return the text of `set_process_note`; "" in a process that shares the files of the run's host."""
-    return _process_note
-
-
 def _process_suffix() -> str:
-    return f" ({_process_note})" if _process_note else ""
+    return f" ({process_note})" if process_note else ""
 
 
 def uncallable(fn: Callable[..., Any], label: str) -> str:
@@ -198,7 +184,7 @@ def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
     except Exception as error:
         raise FunctionNotFound(
             f"{ref.label} was sent by value but can't be loaded here: {type(error).__name__}: {error}; "
-            f"the modules that it uses must be importable on the worker's host{_process_suffix()}"
+            f"the modules that it uses must be importable in workers{_process_suffix() or ' on this host'}"
         ) from error
     finally:
         importing.reset(inside)

@@ -90,6 +90,10 @@ def conversion_hint(value: object) -> str:
     """Return how to convert a value to one that can be sent and reduced, or ""."""
     if is_masked(value):
         return "x.filled(0) has its values, and zeros in place of the masked ones"
+    if "key<" in str(getattr(value, "dtype", "")):  # a typed key of JAX
+        return (
+            "jax.random.key_data(...) makes a plain array of it, jax.random.wrap_key_data(...) a key of that"
+        )
     if hasattr(value, "__array__"):
         return _array_hint(value)
     if isinstance(value, dict):

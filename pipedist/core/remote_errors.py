@@ -20,8 +20,7 @@ from pipedist.errors import RemoteError
 
 T = TypeVar("T")
 
-METHODS_S_MAX = 2.0
-"""Time limit of an exception's own methods, in seconds."""
+METHODS_S_MAX = 2.0  # time limit of an exception's own methods, in seconds
 
 
 def exception_text(error: BaseException) -> str:

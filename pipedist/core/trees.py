@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import optree
 from optree.accessors import NamedTupleEntry
 
-from pipedist.core.types import Tree
+from pipedist.core.types import Tree, is_record
 
 Leaf = Any
 """An array, number, str, bytes, PerReplica: any value that is not a node."""
@@ -45,7 +45,7 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Treedef]:
     """
     while True:
         leaves, treedef = optree.tree_flatten(tree, namespace=_NAMESPACE)
-        unknown = [cls for cls in set(map(type, leaves)) if hasattr(cls, "__dataclass_fields__")]
+        unknown = [cls for cls in set(map(type, leaves)) if is_record(cls)]
         if not unknown:
             return leaves, treedef
         for cls in unknown:

@@ -16,3 +16,8 @@ class FunctionRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     label: str  # for people and errors: "flights:delays", "<lambda>"
     name: str = ""  # "package.module:name", or "" if it travels by value
     pickled: bytes = b""  # cloudpickle bytes, or b"" if it travels by name
+
+
+def is_record(cls: type) -> bool:
+    """Return whether a class is a dataclass, but not an array that is implemented as one, as zarr's is."""
+    return hasattr(cls, "__dataclass_fields__") and not hasattr(cls, "__array__")

@@ -80,12 +80,7 @@ class ArraySpec:
 
 
 def as_element(value: Any) -> Tree:
-    """Turn what user code gave into an element: every leaf a NumPy array or scalar.
-
-    Raises:
-        TypeError: a leaf is an object that NumPy has no dtype for.
-        ValueError: a list is ragged.
-    """
+    """Turn what user code gave into an element of NumPy leaves; raise TypeError or ValueError if that is impossible."""
     if isinstance(value, np.ndarray | np.generic):
         return _checked(value)
     if value is None:
@@ -143,7 +138,6 @@ def _checked(value: Any) -> Any:
 
 
 def spec_of(element: Tree) -> Tree:
-    """Return the tree of ArraySpecs of one element."""
     return trees.tree_map(lambda leaf: ArraySpec(leaf.dtype, leaf.shape), element)
 
 

@@ -34,9 +34,7 @@ READ_BYTES = 2**20  # with READ_S, the limit of one uninterrupted read of a sequ
 
 
 CLOSE_S = 1.0  # how long `aclose` waits for user code and reads, which cannot be interrupted
-
 ElementRanges = Sequence[tuple[int, int]]  # positions in a shard, as ranges [lo, hi)
-
 ShardRead = Callable[[], Shards]  # reads shards, may block, and may run in any thread
 
 
@@ -62,11 +60,7 @@ class Feed(Protocol):
     reader: ReaderConfig  # configuration with which a worker reads a shard
 
     async def begin_at(self, step: int) -> None:
-        """Skip the steps before `step`, which are done; called before any other method.
-
-        Raises:
-            SourceError: the dataset has fewer steps.
-        """
+        """Skip the steps before `step`, which are done; called first. Raise SourceError if there are fewer steps."""
 
     async def pull(self, count: int) -> list[StepBatch]:
         """Return the next steps, at most `count`; none at the end of the dataset."""

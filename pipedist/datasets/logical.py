@@ -12,9 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
-import numpy as np
-
-from pipedist.core import trees
 from pipedist.core.arguments import check_int
 from pipedist.core.misuse_hints import TfNames
 from pipedist.core.types import Tree
@@ -311,23 +308,6 @@ class Dataset(TfNames):
 
     def _then(self, node: nodes.Node) -> Dataset:
         return Dataset(node, self._policy)
-
-
-def numpy_dataset(arrays: Tree) -> Dataset:
-    """Return the slices of a tree of NumPy arrays (tf.distribute's make_numpy_dataset).
-
-    Raises:
-        TypeError: a leaf is not a NumPy array; a list of arrays is stacked.
-        ValueError: a leaf is a scalar, or lengths differ.
-    """
-    leaves, treedef = trees.flatten(arrays)
-    for name, leaf in zip(trees.treedef_paths(treedef), leaves, strict=True):
-        if not isinstance(leaf, np.ndarray | np.generic):
-            raise TypeError(
-                f"make_numpy_dataset: {name or 'the value'} is {leaf!r} of type {type(leaf).__name__}; "
-                "expected NumPy arrays (np.asarray converts it)"
-            )
-    return Dataset.from_tensor_slices(arrays)
 
 
 def _paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ from pipedist.datasets.element import (
 )
 
 INFINITE: Final = -1  # the cardinality of a dataset that never ends (tf.data.INFINITE_CARDINALITY)
-
 UNKNOWN: Final = -2  # the cardinality of a dataset of unknown length (tf.data.UNKNOWN_CARDINALITY)
 
 

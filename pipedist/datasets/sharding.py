@@ -34,24 +34,17 @@ def auto_shard(
 ) -> Dataset:
     """Return the part of a dataset that input pipeline `index` of `num_pipelines` reads.
 
-    Raises:
-        ValueError: a number is out of range, or the policy is FILE and the dataset does not read
-            only files, or fewer than `num_pipelines` (for every index, before anything is read).
+    ValueError: the policy is FILE, and the dataset does not read only files, or fewer than `num_pipelines` (for every
+    index, before anything is read).
     """
-    pipelines, place = _checked(num_pipelines, index)
-    chosen = dataset.auto_shard_policy if policy is None else AutoShardPolicy.of(policy)
-    node = _sharded(dataset.node, pipelines, place, chosen)
-    return Dataset(node, dataset.auto_shard_policy)
-
-
-def _checked(num_pipelines: int, index: int) -> tuple[int, int]:
     pipelines = check_int("num_pipelines", num_pipelines, at_least=1)
     place = check_int("index", index, at_least=0)
     if place >= pipelines:
         raise ValueError(
             f"index is {place}, but there are {pipelines} pipelines: expected 0 to {pipelines - 1}"
         )
-    return pipelines, place
+    chosen = dataset.auto_shard_policy if policy is None else AutoShardPolicy.of(policy)
+    return Dataset(_sharded(dataset.node, pipelines, place, chosen), dataset.auto_shard_policy)
 
 
 def _sharded(node: Node, pipelines: int, index: int, policy: AutoShardPolicy) -> Node:
@@ -115,11 +108,7 @@ def rebatch(dataset: Dataset, parts: int) -> Dataset:
 
 
 def divide(dataset: Dataset, num_pipelines: int, replicas_per_pipeline: int) -> list[Dataset]:
-    """Return the chunks of each input pipeline of a dataset of global batches, R consecutive ones per step.
-
-    Raises:
-        ValueError: the dataset is not batched, or FILE can't be applied.
-    """
+    """Return the chunks of each input pipeline, R consecutive ones per step; ValueError if batches can't be divided."""
     if dataset.node.batch_depth == 0:
         raise ValueError(
             "a dataset is distributed by global batches, but this one is not batched: "
@@ -127,25 +116,6 @@ def divide(dataset: Dataset, num_pipelines: int, replicas_per_pipeline: int) -> 
         )
     chunks = rebatch(dataset, num_pipelines * replicas_per_pipeline)
     return [auto_shard(chunks, num_pipelines, index) for index in range(num_pipelines)]
-
-
-def batch_sizes_for_worker(
-    global_batch: int, num_pipelines: int, replicas_per_pipeline: int, index: int
-) -> list[int]:
-    """Return the cycle of batch sizes of a pipeline that gives global steps of `global_batch` rows.
-
-    For input functions whose pipelines read independent streams. With N = W * R replicas, the N sizes
-    are global_batch / N, rounded down or up, and pipeline w starts R * w entries after pipeline 0, so the
-    sizes of each step have the sum `global_batch` (tf.data.experimental.distribute.batch_sizes_for_worker).
-    Replica r of the pipeline uses entries r, r + R, ..., cyclically.
-    """
-    rows = check_int("global_batch", global_batch, at_least=0)
-    replicas = check_int("replicas_per_pipeline", replicas_per_pipeline, at_least=1)
-    pipelines, place = _checked(num_pipelines, index)
-    floor, longer = divmod(rows, pipelines * replicas)
-    first = [floor + 1] * longer + [floor] * (pipelines * replicas - longer)
-    offset = place * replicas
-    return first[offset:] + first[:offset]
 
 
 class MissingElement:

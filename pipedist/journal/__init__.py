@@ -11,7 +11,6 @@ journal: a driver that resumes a run, `pipedist audit`, `pipedist replay`. Worke
 | module | content |
 |---|---|
 | `log_format` | bytes: checksums, hash chain, torn tails; the system calls |
-| `history` | the meaning of the records, and their consistency |
+| `history` | the meaning of the records, and their consistency; `audit` |
 | `writer` | the order in which data becomes durable |
-| `audit` | verification of a journal |
 """

@@ -1,4 +1,4 @@
-"""Reads a journal: the meaning of its records, and every inconsistency between them.
+"""Reads a journal: the meaning of its records, and every inconsistency, also with the results of the run.
 
 Each record is a map with a `kind`:
 
@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any, Final
 
 import msgpack
-from msgspec import Struct
+from msgspec import Struct, convert, field
 
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.log_format import FIRST, JournalRecord, LogEnd, read_records
 
-FORMAT: Final = 5
+FORMAT: Final = 6
 NAME: Final = "journal"
 
 
@@ -54,7 +55,7 @@ class Header(Struct, frozen=True):
     name: str
     spec: Mapping[str, Any]
     digest: str
-    inputs: Mapping[str, Mapping[str, list[int]]]
+    inputs: Mapping[str, Mapping[str, list[Any]]]
     code: Mapping[str, str]
     replicas: int
     platform: Mapping[str, Any]
@@ -62,32 +63,18 @@ class Header(Struct, frozen=True):
     source: str = ""
     sets: Sequence[str] = ()
     params: bytes = b""
-    spares: Mapping[str, Mapping[str, Any]] = {}
-
-    def payload(self) -> dict[str, Any]:
-        return {"kind": "header", **{name: getattr(self, name) for name in self.__struct_fields__}}
+    spares: Mapping[str, Any] = {}
 
 
-class StoredValue(Struct, frozen=True):
+class StoredValue(Struct, frozen=True, omit_defaults=True):
     """A value that is replaced as a whole: in a record, or in a file."""
 
     inline: bytes | None = None
     file: str = ""
     end: LogEnd | None = None
 
-    def plain(self) -> Any:
-        return self.inline if self.end is None else [self.file, self.end.bytes, self.end.crc]
 
-    @classmethod
-    def of(cls, plain: Any) -> StoredValue:
-        if isinstance(plain, bytes):
-            return cls(plain)
-        file, size, crc = plain
-        return cls(None, file, LogEnd(size, crc))
-
-
-@dataclass(slots=True)
-class PassHistory:
+class PassHistory(Struct):
     """The durable state of one pass.
 
     Args:
@@ -106,28 +93,6 @@ class PassHistory:
     logs: dict[str, LogEnd] = field(default_factory=dict)
     quarantined: dict[int, int] = field(default_factory=dict)
     code: Mapping[str, str] = field(default_factory=dict)
-
-    def plain(self) -> dict[str, Any]:
-        """Return everything but the code as plain values, for `of`."""
-        return {
-            "steps": self.steps,
-            "elements": self.elements,
-            "complete": self.complete,
-            "parts": {name: part.plain() for name, part in self.parts.items()},
-            "logs": {name: [end.bytes, end.crc] for name, end in self.logs.items()},
-            "quarantined": [*self.quarantined.items()],
-        }
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> PassHistory:
-        return cls(
-            plain["steps"],
-            plain["elements"],
-            plain["complete"],
-            {name: StoredValue.of(part) for name, part in plain["parts"].items()},
-            {name: LogEnd(*end) for name, end in plain["logs"].items()},
-            dict(plain["quarantined"]),
-        )
 
     def files(self) -> set[str]:
         """Return the names of the files that hold its values."""
@@ -151,15 +116,15 @@ class History:
 
     header: Header
     epoch: int = 0
-    passes: dict[str, PassHistory] = field(default_factory=dict)
-    unwritten: dict[str, str] = field(default_factory=dict)
+    passes: dict[str, PassHistory] = dataclass_field(default_factory=dict)
+    unwritten: dict[str, str] = dataclass_field(default_factory=dict)
     ended: dict[str, int] | None = None
     count: int = 1
     size: int = 0
     torn: int = 0
     digest: bytes = FIRST
-    problems: list[str] = field(default_factory=list)
-    _code: Mapping[str, str] = field(default_factory=dict)
+    problems: list[str] = dataclass_field(default_factory=list)
+    _code: Mapping[str, str] = dataclass_field(default_factory=dict)
     """The modules of the latest process, if it resumed the run."""
 
     def ledger(self) -> dict[str, int]:
@@ -233,7 +198,7 @@ class History:
             report(f"{calls} are not whole steps of {replicas}")
         if entry["elements"] < 0 or (entry["elements"] > 0) != (hi > lo):
             report(f"{entry['elements']} elements in {calls}")
-        for element, step in entry["quarantined"]:
+        for element, step in entry["quarantined"].items():
             if not lo <= step * replicas < hi:
                 report(
                     f"element {element} is quarantined in step {step} of pass {key}, outside of calls [{lo}, {hi})"
@@ -242,11 +207,11 @@ class History:
         pass_.steps = hi // replicas
         pass_.elements += entry["elements"]
         pass_.complete = entry["complete"]
-        pass_.parts.update((name, StoredValue.of(plain)) for name, plain in entry["parts"].items())
-        for name, (size, crc) in entry["logs"].items():
-            if name in pass_.logs and size < pass_.logs[name].bytes:
-                report(f"{name} has shrunk to {size} bytes")
-            pass_.logs[name] = LogEnd(size, crc)
+        pass_.parts.update(convert(entry["parts"], dict[str, StoredValue]))
+        for name, end in convert(entry["logs"], dict[str, LogEnd]).items():
+            if name in pass_.logs and end.bytes < pass_.logs[name].bytes:
+                report(f"{name} has shrunk to {end.bytes} bytes")
+            pass_.logs[name] = end
         for name in entry["dropped"]:
             pass_.logs.pop(name, None)
 
@@ -308,4 +273,70 @@ def _header(content: Mapping[str, Any], path: Path) -> Header:
             f"and this is {__version__} (format {FORMAT}): the results could differ. "
             "--restart discards the run."
         )
-    return Header(**{name: value for name, value in content.items() if name != "kind"})
+    return convert(content, Header)
+
+
+class Audit(Struct, frozen=True):
+    """The result of an audit.
+
+    Args:
+        history: the journal's content; None if it can't be read.
+        problems: inconsistencies, with offsets; none: all elements are accounted for.
+    """
+
+    history: History | None
+    problems: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        lines = []
+        if self.history is not None:
+            header = self.history.header
+            lines.append(
+                f"run {header.run} of {header.name}: {self.history.count:,} records, hash chain intact"
+            )
+            replicas = header.replicas
+            for key, each in header.passes.items():
+                found = self.history.passes.get(key)
+                state = "not begun" if found is None else "complete" if found.complete else "not complete"
+                steps, elements = (0, 0) if found is None else (found.steps, found.elements)
+                lines.append(
+                    f"  {each['name']} (of {each['dataset']}): {state}; calls [0, {steps * replicas:,}) in "
+                    f"{steps:,} steps, {elements:,} elements"
+                )
+            ledger = self.history.ledger()
+            sum_text = " + ".join(f"{ledger[name]:,} {name}" for name in ("committed", "quarantined", "lost"))
+            state = "the run has ended" if self.history.ended is not None else "the run has not ended"
+            lines.append(f"  {ledger['elements']:,} elements = {sum_text}; {state}")
+            if self.history.torn:
+                lines.append(f"  {self.history.torn:,} bytes of an incomplete last record: not counted")
+        lines += [f"WRONG: {problem}" for problem in self.problems]
+        lines.append("the journal is inconsistent" if self.problems else "the journal is consistent")
+        return lines
+
+
+def audit(folder: Path, *, finished: bool = False, ledger: Mapping[str, int] | None = None) -> Audit:
+    """Verify a journal.
+
+    Args:
+        finished: `run.json` has the state "finished".
+        ledger: of the run's results document.
+    """
+    try:
+        history = read_history(folder)
+    except JournalError as error:
+        return Audit(None, (str(error),))
+    if history is None:
+        return Audit(None, ("the journal has no complete record",))
+    problems = list(history.problems)
+    if finished and history.ended is None:
+        problems.append(
+            f"the run is finished, but its journal ends at offset {history.size} without a record of "
+            "the end: records were removed"
+        )
+    if finished and history.torn:
+        problems.append(
+            f"the run is finished, but {history.torn} bytes follow the journal's last good record"
+        )
+    if ledger is not None and dict(ledger) != history.ledger():
+        problems.append(f"the results have {dict(ledger)}, but the journal's calls give {history.ledger()}")
+    return Audit(history, tuple(problems))

@@ -173,7 +173,7 @@ def _next_good(view: memoryview, at: int) -> int | None:
     return None
 
 
-class LogEnd(Struct, frozen=True):
+class LogEnd(Struct, frozen=True, array_like=True):
     """How far a log is durable: its length, and the CRC32 of its heads."""
 
     bytes: int

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgpack
-from msgspec import Struct
+from msgspec import Struct, to_builtins
+from msgspec.structs import asdict
 
 from pipedist.core.record_format import Buffer
 from pipedist.errors import JournalError
@@ -45,7 +46,7 @@ class PassSnapshot(Struct, frozen=True):
         logs: where each log ends.
         complete: there are no more steps, and its values are complete.
         dropped: logs that are not needed any more.
-        quarantined: element and step of each quarantined element of these steps.
+        quarantined: the step of each quarantined element of these steps.
     """
 
     key: str
@@ -57,7 +58,7 @@ class PassSnapshot(Struct, frozen=True):
     logs: Mapping[str, LogEnd]
     complete: bool = False
     dropped: tuple[str, ...] = ()
-    quarantined: tuple[tuple[int, int], ...] = ()
+    quarantined: Mapping[int, int] = {}
 
 
 class Journal:
@@ -91,7 +92,7 @@ class Journal:
     @classmethod
     def create(cls, folder: Path, header: Header, disk: Disk = DISK) -> Journal:
         """Create a journal in an empty folder."""
-        return cls._open(folder, NAME, 0, FIRST, header.payload(), disk)
+        return cls._open(folder, NAME, 0, FIRST, {"kind": "header", **asdict(header)}, disk)
 
     @classmethod
     def reopen(
@@ -110,10 +111,11 @@ class Journal:
         cls, folder: Path, header: Header, passes: Mapping[str, PassHistory], disk: Disk = DISK
     ) -> None:
         """Replace a journal by that of another spec, with some of its passes."""
-        journal = cls._open(folder, f"{NAME}.new", 0, FIRST, header.payload(), disk)
+        first = {"kind": "header", **asdict(header)}
+        journal = cls._open(folder, f"{NAME}.new", 0, FIRST, first, disk)
         try:
             entries = [
-                {"pass": key, "calls": (0, header.replicas * of.steps), "dropped": [], **of.plain()}
+                {"pass": key, "calls": (0, header.replicas * of.steps), "dropped": [], **asdict(of)}
                 for key, of in passes.items()
             ]
             if entries:
@@ -171,20 +173,19 @@ class Journal:
         """
         with self._lock, self._writing():
             stale: list[str] = []
-            entries = []
-            for snapshot in snapshots:
-                parts = self._store(snapshot, stale)
-                entry = {
+            entries = [
+                {
                     "pass": snapshot.key,
                     "calls": (snapshot.first * snapshot.replicas, snapshot.last * snapshot.replicas),
                     "elements": snapshot.elements,
                     "complete": snapshot.complete,
-                    "parts": {name: part.plain() for name, part in parts.items()},
-                    "logs": {name: [end.bytes, end.crc] for name, end in snapshot.logs.items()},
+                    "parts": self._store(snapshot, stale),
+                    "logs": snapshot.logs,
                     "dropped": snapshot.dropped,
                     "quarantined": snapshot.quarantined,
                 }
-                entries.append(entry)
+                for snapshot in snapshots
+            ]
             ends = [(name, end.bytes) for snapshot in snapshots for name, end in snapshot.logs.items()]
             with self._names:
                 unsynced = [(name, at, self._logs[name]) for name, at in ends if at > self._synced[name]]
@@ -241,7 +242,8 @@ class Journal:
             self._append(payload)
 
     def _append(self, payload: Mapping[str, Any]) -> None:
-        packed = pack_record(msgpack.packb(payload, unicode_errors="surrogatepass"), self._digest)
+        plain = to_builtins(payload, builtin_types=(bytes,))
+        packed = pack_record(msgpack.packb(plain, unicode_errors="surrogatepass"), self._digest)
         written = self._disk.write(self._fd, [packed], self._size)
         self._disk.sync(self._fd)
         self._size += written

@@ -1,12 +1,13 @@
 """`.npy`: one array. `.npz`: the leaves of a tree of arrays. Read back with `numpy.load`.
 
-The header of a growing `.npy` has space for the longest possible shape, as NumPy's own header has,
-and is written at the end. A `.npz` is an uncompressed zip whose members are in order of name and
+A growing `.npy` is written behind space for its header, which NumPy makes equally long for each length of
+axis 0. A `.npz` is an uncompressed zip whose members are in order of name and
 dated 1980-01-01, so that equal values give equal bytes.
 """
 
 from __future__ import annotations
 
+import io
 import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping
@@ -22,26 +23,15 @@ from pipedist.outputs import encoding
 from pipedist.outputs.sink import Sink
 from pipedist.outputs.spool import Array, ArraySpool, Leaves
 
-_ALIGN_BYTES = 64
-_LENGTH_DIGITS = 21
-"""Space for the length of axis 0, as NumPy reserves it."""
-_WIDTH_DIGITS = 10
-"""Space for the width of texts."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """Return a .npy header whose length the length of axis 0 does not change."""
+    header = io.BytesIO()
     described = {"descr": npy_format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    text = "{" + "".join(f"{key!r}: {value!r}, " for key, value in described.items()) + "}"
-    magic = npy_format.magic(1, 0)
-    size = len(magic) + 2 + len(text) + 1
-    if shape:
-        size += _LENGTH_DIGITS - len(repr(shape[0]))
-    if dtype.kind in "US":
-        size += _WIDTH_DIGITS - len(dtype.str[2:])
-    padded = -size % _ALIGN_BYTES + size - len(magic) - 2
-    return magic + padded.to_bytes(2, "little") + text.ljust(padded - 1).encode("latin1") + b"\n"
+    npy_format.write_array_header_1_0(header, described)
+    return header.getvalue()
 
 
 class NpySink(Sink):
@@ -74,7 +64,8 @@ class NpySink(Sink):
         return array
 
     def _begin(self, array: Array) -> ArraySpool:
-        if array.ndim and self._axis % array.ndim == 0:
+        # not for texts, whose header gets longer when a later one is wider
+        if array.ndim and self._axis % array.ndim == 0 and array.dtype.kind not in "US":
             header = npy_header(array.dtype, array.shape)
             self._out.file.write(bytes(len(header)))
             return ArraySpool(self._out.file, axis=self._axis, label=self.label, offset=len(header))

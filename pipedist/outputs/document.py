@@ -26,6 +26,7 @@ def run_document(
     timings: Mapping[str, float],
     error: BaseException | None = None,
     quarantined: Sequence[Mapping[str, Any]] = (),
+    retries: Mapping[str, Mapping[str, int]] = {},
 ) -> Json:
     """Return the document of a run that has ended.
 
@@ -35,6 +36,7 @@ def run_document(
         timings: seconds by name.
         error: the error that ended the run.
         quarantined: `{element, stage, cause}` of each quarantined element.
+        retries: number of calls that were executed again, by stage and reason.
 
     Raises:
         OutputError: a result has no JSON form; the text names the stage and the path in its value.
@@ -54,6 +56,8 @@ def run_document(
     }
     if error is not None:
         document["error"] = error_document(error)
+    if retries:
+        document["retries"] = {stage: dict(counts) for stage, counts in retries.items()}
     if quarantined:
         document["quarantined"] = [to_json(dict(entry)) for entry in quarantined]
     return document

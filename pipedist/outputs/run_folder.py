@@ -40,7 +40,7 @@ from typing import Any, Literal, Self
 from msgspec import Struct
 from msgspec.structs import replace
 
-from pipedist.core.files import sync_folder, try_lock
+from pipedist.core.files import link_or_copy, sync_folder, try_lock
 from pipedist.errors import UsageError
 from pipedist.outputs.encoding import Json
 from pipedist.outputs.run_record import (
@@ -140,7 +140,9 @@ class RunFolder:
         with writing(self.path):
             self._new.mkdir(exist_ok=True)
             for name in keep if old.complete else ():
-                _copy(self.path / name, self._new / name)
+                target = self._new / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(self.path / name, target)
             for there in [there for there in self._new.rglob("*") if there.is_file()]:
                 if str(there.relative_to(self._new)) not in keep:  # of other stages, or of a killed process
                     there.unlink()
@@ -304,15 +306,6 @@ def open_folder(
 
 def _standing(old: RunRecord | None) -> tuple[str, ...]:
     return () if old is None else old.previous if old.state == "running" else old.files
-
-
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except OSError:  # a file system without links
-        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _decide(

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from msgspec import Struct
+from msgspec import Struct, convert
 from msgspec.structs import asdict
 
 from pipedist.core.files import replace_file
@@ -69,15 +69,10 @@ def read_record(path: Path, label: Path) -> RunRecord | None:
                 f"{label} was written by another version of pipedist (format {value['format']}, here "
                 f"{_FORMAT}). Choose another folder with --output DIR."
             )
-        files, previous = tuple(value["files"]), tuple(value["previous"])
-        for problem in filter(None, map(path_problem, files + previous)):
+        record = convert(value, RunRecord)
+        for problem in filter(None, map(path_problem, record.files + record.previous)):
             raise ValueError(problem)
-        then = value.get("then", "finished")
-        resumable = value.get("resumable") is True
-        outputs, complete = dict(value.get("outputs", {})), value.get("complete") is True
-        return RunRecord(
-            value["state"], value["run"], value["spec"], files, previous, then, resumable, outputs, complete
-        )
+        return record
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{label}/{PRIVATE}/run.json can't be read ({error!r}). Choose another folder with --output DIR."

@@ -19,19 +19,12 @@ from pipedist.spec import GatherSpec, InitFile, InitFunction, InitLiteral, Reduc
 
 
 class CallSignature(Struct, frozen=True):
-    """The arguments with which a stage calls its function.
+    """The arguments with which a stage calls its function."""
 
-    Args:
-        args: names of the positional arguments, for error messages.
-        names: names of the keyword arguments.
-        name: name of the function in error messages; "": its own name.
-        serves_calls: it is the function of a run: it may have a parameter `ctx`, and may be a class.
-    """
-
-    args: tuple[str, ...]
-    names: tuple[str, ...] = ()
-    name: str = ""
-    serves_calls: bool = False
+    args: tuple[str, ...]  # names of the positional arguments, for error messages
+    names: tuple[str, ...] = ()  # names of the keyword arguments
+    name: str = ""  # name of the function in error messages; "": its own name
+    serves_calls: bool = False  # it is the function of a run: may have a parameter `ctx`, and may be a class
 
 
 def find(

@@ -192,7 +192,6 @@ def _gpus_needed(spec: Spec) -> float:
 
 
 def needs_gpus(spec: Spec) -> bool:
-    """Return whether a stage of a spec needs GPUs of this host."""
     return spec.cluster.launcher == "local" and _gpus_needed(spec) > 0
 
 

@@ -14,40 +14,28 @@ from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
 from pipedist.spec import QUARANTINE_DEFAULT, CollectivesSpec, RunSpec, Spec
 
-Granularity = Literal["step", "epoch", "run"]
-"""How often a state changes, or how much of a pass may start at a time."""
+Granularity = Literal["step", "epoch", "run"]  # how often a state changes, or what may start at a time
 
 DEFAULT_COLLECTIVES: Final = CollectivesSpec(implementation="auto", timeout_s=None, bytes_per_pack=0)
 """The communication options of `collectives: true`."""
 
 
 class PassPlan(Struct, frozen=True):
-    """One read of one input in one phase; every call executes all of `runs`, in order.
-
-    Args:
-        root: the input of the calls: the dataset, or a run, whose committed values are read: of an earlier phase,
-            or of the same one, while its pass runs.
-        folds: the reduce and gather stages of the root and the runs.
-        kept: runs whose values another pass reads.
-        updates: the updates that its steps feed, in the order in which they are applied.
-        follows: the dataset after each of whose epochs this pass reads its own once; "" if there is none.
-        gang: the calls of a step run at the same time.
-        batch: the number of elements of a step.
-        key: the name of the pass in the journal.
-    """
+    """One read of one input in one phase; every call executes all of `runs`, in order."""
 
     phase: int
     dataset: str
+    # The dataset, or a run whose committed values are read: of an earlier phase, or of this one while it is executed
     root: str
     runs: tuple[str, ...]
-    folds: tuple[str, ...]
-    kept: tuple[str, ...]
-    updates: tuple[str, ...] = ()
-    follows: str = ""
-    gang: bool = False
+    folds: tuple[str, ...]  # the reduce and gather stages of the root and the runs
+    kept: tuple[str, ...]  # runs whose values another pass reads
+    updates: tuple[str, ...] = ()  # the updates that its steps feed, in the order in which they are applied
+    follows: str = ""  # the dataset after each of whose epochs this pass reads its own once, or ""
+    gang: bool = False  # the calls of a step run at the same time
     gpus: float = 0.0
-    batch: int = 0
-    key: str = ""
+    batch: int = 0  # the number of elements of a step
+    key: str = ""  # the name of the pass in the journal
 
     def communication(self, spec: Spec) -> dict[str, CollectivesSpec]:
         """Return the communication options of its runs, by name; runs with the default are skipped."""

@@ -94,7 +94,11 @@ class _Places:
         collectives = [name for name, stage in spec.stages.items() if getattr(stage, "collectives", False)]
         self._undivided = undivided(tuple(spec.datasets), spec.links, collectives)
         self.training_pass: tuple[int, str] | None = None
-        self.order = self._topological()
+        graph = {
+            name: [other for other in (spec.stages[name].of, *links.waits) if other in spec.stages]
+            for name, links in spec.links.items()
+        }
+        self.order = list(TopologicalSorter(graph).static_order())  # independent stages as in the spec
         if training is not None:
             for name in (n for n in self.order if n in training.early - training.members):
                 self._put(name, 0)
@@ -149,12 +153,3 @@ class _Places:
         if self._spec.stages[name].of != self._training.feeder:
             return 0
         return number if root == self._training.feeder else number + 1
-
-    def _topological(self) -> list[str]:
-        """Return all stages in dependency order; independent stages keep their order in the spec."""
-        graph: TopologicalSorter[str] = TopologicalSorter()
-        for name, links in self._links.items():
-            graph.add(
-                name, *(o for o in (self._spec.stages[name].of, *links.waits) if o in self._spec.stages)
-            )
-        return list(graph.static_order())

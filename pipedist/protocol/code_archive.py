@@ -292,7 +292,7 @@ class CodeStore:
     def announce(self) -> None:
         """Add the name of this worker, and the code that it was sent, to errors about functions."""
         sent = "; ".join(self._descriptions.values()) or "no code folder"
-        functions.set_process_note(f"this is worker {self._worker}, on another host, which was sent: {sent}")
+        functions.process_note = f"this is worker {self._worker}, on another host, which was sent: {sent}"
 
     def close(self) -> None:
         if self._temporary is not None:

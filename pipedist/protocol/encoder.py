@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 
 from pipedist.core.misuse_hints import conversion_hint
-from pipedist.core.types import Tree
+from pipedist.core.types import Tree, is_record
 from pipedist.errors import PipedistError
 from pipedist.protocol.columns import ITEMS_MIN, Unlike, columns_of, fits, nodes_of
 from pipedist.protocol.layout import (
@@ -153,7 +153,7 @@ class _Encoder:
             return self._array(value.view(np.ndarray))
         if is_namedtuple(cls):
             return [RECORD, _signature(cls)[0], *value]
-        if dataclasses.is_dataclass(cls):
+        if is_record(cls):
             text, fields = _signature(cls)
             try:
                 return [RECORD, text, *[getattr(value, name) for name in fields]]
@@ -308,6 +308,6 @@ def _child_names(node: Any) -> list[str] | None:
         return list(map(str, range(len(node))))
     if is_namedtuple(cls):
         return list(cls._fields)
-    if dataclasses.is_dataclass(cls):
+    if is_record(cls):
         return [field.name for field in dataclasses.fields(cls)]
     return None

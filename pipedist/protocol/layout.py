@@ -24,7 +24,7 @@ from typing import Any, Final, TypeAlias
 import msgpack
 import numpy as np
 
-from pipedist.core.types import Tree
+from pipedist.core.types import Tree, is_record
 from pipedist.protocol.limits import DEPTH_MAX, ELEMENTS_MAX, KIB, MIB
 
 Frame: TypeAlias = bytes | memoryview
@@ -68,7 +68,7 @@ def children_of(node: Any) -> Iterable[Any]:
         return node.values()  # type: ignore[no-any-return]
     if is_namedtuple(cls):
         return node  # type: ignore[no-any-return]
-    if dataclasses.is_dataclass(cls):
+    if is_record(cls):
         return [getattr(node, field.name, None) for field in dataclasses.fields(cls)]
     return ()
 

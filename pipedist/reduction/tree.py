@@ -60,13 +60,7 @@ class Reduction:
         else:
             leaves, treedef = trees.flatten(component)
             skeleton = trees.unflatten(treedef, range(len(leaves)))
-        parts = []
-        for leaf in leaves:
-            try:
-                parts.append(partials.leaf_partial(self.op, self.axis, leaf))
-            except (TypeError, ValueError) as error:
-                raise self._at(skeleton, len(parts), error) from None
-        return [skeleton, parts]
+        return [skeleton, self._each(skeleton, partials.leaf_partial, [self.axis] * len(leaves), leaves)]
 
     def combine(self, a: Partial, b: Partial) -> Partial:
         """Combine the partials of two neighbouring ranges of calls, `a` before `b`.
@@ -90,13 +84,7 @@ class Reduction:
             raise ValueError(
                 f"components of different structure can't be reduced together: {one} and {other}{hint}"
             )
-        joined = []
-        for x, y in zip(a[1], b[1], strict=True):
-            try:
-                joined.append(partials.join_leaf(self.op, x, y))
-            except (TypeError, ValueError) as error:
-                raise self._at(skeleton, len(joined), error) from None
-        return [skeleton, joined]
+        return [skeleton, self._each(skeleton, partials.join_leaf, a[1], b[1])]
 
     def finish(self, partial: Partial | None) -> Tree:
         """Return the value of the combination of all partials; None if there are none.
@@ -115,20 +103,21 @@ class Reduction:
     @np.errstate(all="ignore")
     def _finish(self, partial: Partial) -> Tree:
         skeleton, parts = partial
-        values = []
-        for part in parts:
-            try:
-                values.append(partials.finish_leaf(self.op, part))
-            except OverflowError as error:
-                raise self._at(skeleton, len(values), error) from None
+        values = self._each(skeleton, partials.finish_leaf, parts)
         return values[0] if type(skeleton) is int else trees.unflatten(trees.structure(skeleton), values)
 
-    def _at(self, skeleton: Tree, index: int, error: Exception) -> Exception:
-        """Return the error, prefixed with the path of its leaf, in its documented class."""
-        kinds: tuple[type[Exception], ...] = (TypeError, OverflowError, ValueError)
-        cls = next(kind for kind in kinds if isinstance(error, kind))
-        path = trees.paths(skeleton)[index]
-        return cls(f"{self.op.value} of " + (f"leaf {path!r}: " if path else "the value: ") + str(error))
+    def _each(self, skeleton: Tree, fn: Callable[..., Any], *columns: Sequence[Any]) -> list[Any]:
+        """Return `fn(op, ...)` for each leaf; an error has its path and its documented class."""
+        found: list[Any] = []
+        for leaf in zip(*columns, strict=True):
+            try:
+                found.append(fn(self.op, *leaf))
+            except (TypeError, OverflowError, ValueError) as error:
+                cls = next(kind for kind in (TypeError, OverflowError, ValueError) if isinstance(error, kind))
+                path = trees.paths(skeleton)[len(found)]
+                place = f"leaf {path!r}" if path else "the value"
+                raise cls(f"{self.op.value} of {place}: {error}") from None
+        return found
 
 
 class FoldTree(Generic[T]):

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,31 +127,23 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.1f} s"
 
 
-class _StatusProtocol(asyncio.Protocol):
-    """Sends the status to each connection, and closes it."""
-
-    def __init__(
-        self, status: Callable[[], bytes], connections: set[asyncio.Transport], over: asyncio.Event
-    ) -> None:
-        self._status = status
-        self._open = connections
-        self._over = over
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if not isinstance(transport, asyncio.Transport):
-            raise TypeError("a connection that can't be written to")
-        if self._over.is_set():  # the connection was accepted during shutdown
-            transport.abort()
-            return
-        self._transport = transport
-        self._open.add(transport)
-        transport.write(self._status())
-        transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._transport is not None:
-            self._open.discard(self._transport)
+async def _send_status(
+    status: Callable[[], bytes],
+    connections: set[asyncio.WriteTransport],
+    over: asyncio.Event,
+    _: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+) -> None:
+    """Send the status on a new connection, and close it."""
+    if over.is_set():  # the connection was accepted during shutdown
+        writer.transport.abort()
+        return
+    connections.add(writer.transport)
+    with contextlib.suppress(OSError):  # the client has left
+        writer.write(status())
+        writer.close()
+        await writer.wait_closed()
+    connections.discard(writer.transport)
 
 
 @contextlib.asynccontextmanager
@@ -160,7 +153,7 @@ async def serve_status(folder: Path, status: Callable[[], bytes]) -> AsyncIterat
     `folder` is created here, and removed at the end; the caller holds the run's lock. Yields whether the socket
     exists: there is none on a file system without sockets.
     """
-    connections: set[asyncio.Transport] = set()
+    connections: set[asyncio.WriteTransport] = set()
     over = asyncio.Event()
     server: asyncio.Server | None = None
     try:
@@ -168,11 +161,8 @@ async def serve_status(folder: Path, status: Callable[[], bytes]) -> AsyncIterat
             _make(folder)
             with _socket_path(folder) as path, socket.socket(socket.AF_UNIX) as listening:
                 listening.bind(path)
-                server = await asyncio.get_running_loop().create_unix_server(
-                    lambda: _StatusProtocol(status, connections, over),
-                    sock=listening.dup(),
-                    backlog=_BACKLOG_MAX,
-                )
+                answer = partial(_send_status, status, connections, over)
+                server = await asyncio.start_unix_server(answer, sock=listening.dup(), backlog=_BACKLOG_MAX)
         yield server is not None
     finally:
         over.set()

@@ -293,6 +293,15 @@ class Execution:
             quarantined += len(places)
         return Ledger(elements, committed, quarantined, elements - committed - quarantined)
 
+    def retries(self) -> dict[str, dict[str, int]]:
+        """Return how many calls were executed again, by stage and reason."""
+        found: dict[str, dict[str, int]] = {}
+        for handle in self._counts.values():
+            for (stage, reason), count in handle.counts.retries.items():
+                of_stage = found.setdefault(stage, {})
+                of_stage[reason] = of_stage.get(reason, 0) + count
+        return found
+
     def _settle(self) -> None:
         """Check that two independent counts account for every element."""
         for pass_, execution in self._executions.items():

@@ -234,8 +234,6 @@ def is_large(value: Tree) -> bool:
     """Return whether work on a value may block the event loop for long."""
     if type(value) not in (dict, list, tuple):
         return array_bytes(value) > THREAD_BYTES
-    if type(value) is list and set(map(type, value)) == {np.ndarray}:
-        return len(value) > THREAD_OBJECTS or array_bytes(value) > THREAD_BYTES
     leaves = trees.flatten(value)[0]
     return len(leaves) > THREAD_OBJECTS or array_bytes(leaves) > THREAD_BYTES
 

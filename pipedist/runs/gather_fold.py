@@ -88,8 +88,7 @@ class GatherFold(Fold):
                 try:
                     await append_to(self._sink, block)
                 except OutputError as error:
-                    step, replica = _place_of(steps, place)
-                    raise OutputError(f"{error} (step {first + step}, replica {replica})") from error
+                    raise OutputError(f"{error} ({_place_of(first, steps, place)})") from error
         if self.kept or not self._streams:
             self._parts += made
             if len(self._parts) - self._whole >= TINY_PARTS:
@@ -99,7 +98,7 @@ class GatherFold(Fold):
         self, first: int, steps: Sequence[Sequence[Tree]], made: Sequence[Tree], unlike: Sequence[Tree]
     ) -> None:
         """Check that components fit, of which `unlike` are all kinds; the error names step and replica."""
-        kinds = {_fit(part, self._axis) for part in unlike}
+        kinds = {_kind(part, self._axis) for part in unlike}
         if None not in kinds and kinds <= self._fitting:
             return
         try:
@@ -110,17 +109,14 @@ class GatherFold(Fold):
             place = next((place for place, part in enumerate(made) if part is not None), None)
             if place is not None:
                 self._head = [trees.tree_map(_outline, made[place])]
-                step, replica = _place_of(steps, place)
-                self._head_place = f"step {first + step}, replica {replica}"
+                self._head_place = _place_of(first, steps, place)
         self._fitting |= kinds - {None}
 
     def _blocks(self, parts: Sequence[Tree]) -> Iterator[tuple[int, Tree]]:
         """Yield (index of its first part, block) for each write, without None."""
-        if len(parts) > 1 and _is_one_kind(parts, self._axis):
-            yield 0, self._together(parts)
-            return
-        kinds = [_kind(part, self._axis) for part in parts]
-        for kind, run in groupby(range(len(parts)), kinds.__getitem__):
+        looks = [_look(part) for part in parts]
+        kinds = {look: _block_kind(part, self._axis) for look, part in zip(looks, parts, strict=True)}
+        for kind, run in groupby(range(len(parts)), lambda place: kinds[looks[place]]):
             places = list(run)
             if kind is None or len(places) == 1:
                 yield from ((place, parts[place]) for place in places if parts[place] is not None)
@@ -177,8 +173,8 @@ def _look(part: Tree) -> object:
     return id(part)
 
 
-def _fit(part: Tree, axis: int) -> object:
-    """Return a key that fitting parts share; None: the part must be tried."""
+def _kind(part: Tree, axis: int) -> tuple[object, tuple[np.dtype[Any], ...], object] | None:
+    """Return a key that fitting parts share, with their dtypes; None: the part must be tried."""
     leaves, structure = ([part], None) if type(part) is np.ndarray else trees.flatten(part)
     if not all(type(leaf) is np.ndarray and -leaf.ndim <= axis < leaf.ndim for leaf in leaves):
         return None
@@ -193,40 +189,18 @@ def _outline(leaf: Any) -> np.ndarray[Any, np.dtype[Any]]:
     return np.broadcast_to(np.zeros((), array.dtype), array.shape)
 
 
-def _is_one_kind(parts: Sequence[Tree], axis: int) -> bool:
-    """Return whether all parts are tiny arrays of one kind: a fast path."""
-    return (
-        set(map(type, parts)) == {np.ndarray}
-        and _kind(parts[0], axis) is not None
-        and {part.dtype for part in parts} == {parts[0].dtype}
-        and {part.shape for part in parts} == {parts[0].shape}
-    )
-
-
-def _kind(part: Tree, axis: int) -> object:
+def _block_kind(part: Tree, axis: int) -> object:
     """Return a key of tiny parts to write together; None: write it alone."""
-    if type(part) is np.ndarray:
-        return _kind_of_array(part, axis) if part.nbytes <= BLOCK_PART_BYTES_MAX else None
-    leaves, structure = trees.flatten(part)
-    if not leaves or not all(type(leaf) is np.ndarray for leaf in leaves):
+    kind = _kind(part, axis)
+    if kind is None or array_bytes(part) > BLOCK_PART_BYTES_MAX:
         return None
-    if sum(leaf.nbytes for leaf in leaves) > BLOCK_PART_BYTES_MAX:
-        return None
-    kinds = [_kind_of_array(leaf, axis) for leaf in leaves]
-    return None if None in kinds else (structure, kinds)
+    _, dtypes, _ = kind
+    return kind if dtypes and all(dtype.kind in "biufc" for dtype in dtypes) else None
 
 
-def _kind_of_array(array: np.ndarray[tuple[int, ...], np.dtype[Any]], axis: int) -> object:
-    shape = array.shape
-    if not -len(shape) <= axis < len(shape) or array.dtype.kind not in "biufc":
-        return None
-    axis %= len(shape)
-    return array.dtype, shape[:axis], shape[axis + 1 :]
-
-
-def _place_of(steps: Sequence[Sequence[Tree]], place: int) -> tuple[int, int]:
-    for step, parts in enumerate(steps):
+def _place_of(first: int, steps: Sequence[Sequence[Tree]], place: int) -> str:
+    for step, parts in enumerate(steps, first):
         if place < len(parts):
-            return step, place
+            return f"step {step}, replica {place}"
         place -= len(parts)
     raise IndexError(place)

@@ -140,6 +140,7 @@ def stamps(
     written = {os.path.abspath(path) for path in _texts_in(spec_before, folder)} - known.keys()
     found: dict[str, dict[str, Stamp]] = {}
     read: dict[str, Stamp] = {}
+    read_bytes = 0
     declared: set[str] = set()
     for name, dataset in spec.datasets.items():
         files = expand(dataset.config["path"], folder) if "path" in dataset.config else ()
@@ -164,12 +165,9 @@ def stamps(
                 del files_there[path]
                 continue
             if path not in read:
-                read[path] = _stamp(
-                    path,
-                    sum(s[0] for s in read.values()),
-                    known.get(path),
-                    0 if path in declared else ended_ns,
-                )
+                until_ns = 0 if path in declared else ended_ns
+                read[path] = _stamp(path, read_bytes, known.get(path), until_ns)
+                read_bytes += read[path][0]
             files_there[path] = read[path]
     return {place: files for place, files in found.items() if files}
 
@@ -327,10 +325,14 @@ def _imports(module: str, file: str) -> Iterator[str]:
                 yield node.args[0].value
 
 
-def changed_module(module: str, folder: Path) -> str:
-    """Return a line that names a changed module and its file."""
-    file = _file_of(module, folder) or _imported_file(module)
-    return f"module {module} has changed" + ("" if file is None else f": {file}")
+def changed_modules(
+    there: Mapping[str, str], now: Mapping[str, str], modules: Iterable[str], folder: Path
+) -> Iterator[str]:
+    """Yield a line with the file of each module that has changed since an earlier run."""
+    for module in modules:
+        if there.get(module) != now.get(module):
+            file = _file_of(module, folder) or _imported_file(module)
+            yield f"module {module} has changed" + ("" if file is None else f": {file}")
 
 
 def code_of(modules: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

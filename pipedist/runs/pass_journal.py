@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -75,12 +76,8 @@ class RunJournal:
         `phase` is the phase that they complete. `unwritten` has the reasons why its output files could not be
         written, by stage.
         """
-
         snapshots = [one.snapshot for one in taken]  # immutable: the thread gets nothing else of a pass
-
-        def write() -> None:
-            self._journal.commit(snapshots, phase=phase, unwritten=unwritten)
-
+        write = partial(self._journal.commit, snapshots, phase=phase, unwritten=unwritten)
         self.committing_since = time.monotonic()
         try:
             await anyio.to_thread.run_sync(write)
@@ -257,13 +254,14 @@ class PassJournal:
             {file: log.end() for file, log in self._logs.items() if file not in gone},
             complete=complete,
             dropped=gone,
-            quarantined=tuple(each for each in quarantined.items() if first <= each[1] < steps),
+            quarantined={element: step for element, step in quarantined.items() if first <= step < steps},
         )
-        return PendingSnapshot(self, snapshot, (steps, elements), versions)
+        return PendingSnapshot(self, snapshot, versions)
 
     def committed(self, taken: PendingSnapshot) -> None:
         """Record that the latest snapshot is durable."""
-        self.steps_committed, self._elements_committed = taken.until
+        self.steps_committed = taken.snapshot.last
+        self._elements_committed += taken.snapshot.elements
         self._versions.update(taken.versions)
         for file in taken.snapshot.dropped:
             self._logs.pop(file, None)
@@ -330,13 +328,11 @@ class PendingSnapshot:
     """A snapshot that is not durable yet.
 
     Args:
-        until: number of steps taken, and of their elements.
         versions: version of each part of the pass.
     """
 
     pass_: PassJournal
     snapshot: PassSnapshot
-    until: tuple[int, int]
     versions: Mapping[str, int]
 
 

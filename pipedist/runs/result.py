@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,8 @@ class Result(Mapping[str, Tree]):
         files: absolute paths of the written files, by stage.
         ledger: counts of elements.
         timings: seconds, by part of the run.
+        retries: by stage, the number of calls that were executed again, by reason: "error", "timeout", "death" (of
+            the worker), "slow" (executed a second time beside the first, which took far longer than others).
         notice: a message about the output folder for the user, or "".
         restored: the document of a finished run, if this one was not executed again.
         quarantined: id, failing stage and cause of each quarantined element.
@@ -115,6 +117,7 @@ class Result(Mapping[str, Tree]):
     files: Mapping[str, Path]
     ledger: Ledger
     timings: Mapping[str, float]
+    retries: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notice: str = ""
     restored: Mapping[str, Any] | None = None
     quarantined: Sequence[Mapping[str, Any]] = ()
@@ -139,6 +142,7 @@ class Result(Mapping[str, Tree]):
             ledger=self.ledger.to_json(),
             timings={name: round(seconds, 6) for name, seconds in self.timings.items()},
             quarantined=self.quarantined,
+            retries=self.retries,
         )
 
     def __getitem__(self, stage: str) -> Tree:
@@ -186,6 +190,7 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
         files=files,
         ledger=Ledger(**document["ledger"]),
         timings=document["timings"],
+        retries=document.get("retries", {}),
         quarantined=document.get("quarantined", []),
         quarantine_file=finished.files.get(QUARANTINE),
         notice=notice,

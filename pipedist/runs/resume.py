@@ -20,7 +20,7 @@ from pipedist.journal.writer import Journal
 from pipedist.plan import Plan
 from pipedist.runs.identity import (
     SpecSource,
-    changed_module,
+    changed_modules,
     differences,
     digest_of,
     listed,
@@ -135,14 +135,12 @@ def _refusal(
 
 def _changed_code(history: History, now: Header, code: Path) -> list[str]:
     """Return the changed modules of functions whose results are committed, as lines."""
-    found = {
-        module: None
-        for key, each in history.header.passes.items()
-        if (done := history.passes.get(key)) is not None and done.steps
-        for module in each["modules"]
-        if (done.code or history.header.code).get(module) != now.code.get(module)
-    }
-    return [changed_module(module, code) for module in found]
+    lines: list[str] = []
+    for key, done in history.passes.items():
+        if done.steps:
+            modules = history.header.passes[key]["modules"]
+            lines += changed_modules(done.code, now.code, modules, code)
+    return list(dict.fromkeys(lines))
 
 
 def explain(plan: Plan, journal: Path) -> str:
@@ -157,11 +155,9 @@ def since(plan: Plan, journal: Path) -> tuple[list[str], list[str]]:
     if there is None:
         return [], []
     now = header_of(plan, "", SpecSource(), there, ended_ns(journal, finished=True))
-    modules = [name for name in now.code if there.code.get(name) != now.code[name]]
-    return [
-        *changed_inputs(there, now, ""),
-        *(changed_module(name, Path(plan.spec.code)) for name in modules),
-    ], [f"the run used {line}" for line in platform_changes(there)]
+    modules = changed_modules(there.code, now.code, now.code, Path(plan.spec.code))
+    moved = [f"the run used {line}" for line in platform_changes(there)]
+    return [*changed_inputs(there, now, ""), *modules], moved
 
 
 def _header_there(journal: Path) -> Header | None:

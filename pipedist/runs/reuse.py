@@ -22,20 +22,21 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from dataclasses import replace as changed
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
-from pipedist.journal.history import Header, History, PassHistory, StoredValue, read_history
+from pipedist.core.files import link_or_copy
+from pipedist.journal.history import Header, History, PassHistory, read_history
 from pipedist.journal.writer import Journal, file_name
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.identity import changed_files, changed_module, differences, listed, modules_of
+from pipedist.runs.identity import changed_files, changed_modules, differences, listed, modules_of
 from pipedist.runs.pass_folds import can_write, grows, keeps
 from pipedist.runs.pass_journal import RunJournal
-from pipedist.runs.run_header import described, pass_of, stamp_of
+from pipedist.runs.run_header import described, stamp_of
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
@@ -44,13 +45,13 @@ SPARES_MAX = 16
 """Number of spares; the oldest ones are dropped."""
 
 
-@dataclass(frozen=True)
-class EarlierPass:
+class EarlierPass(Struct, frozen=True):
     """A pass of an earlier run that has committed steps.
 
     Args:
         described: its description in the header.
-        spec, inputs, code: those of its run, as in the header; a spare has only those that it depends on.
+        spec, inputs: those of its run, as in the header; a spare has only the inputs that it depends on.
+        history: with the modules that made its steps; a spare has only those that it depends on.
         is_spare: no pass of the latest run.
     """
 
@@ -58,7 +59,6 @@ class EarlierPass:
     described: Mapping[str, Any]
     spec: Mapping[str, Any]
     inputs: Mapping[str, Any]
-    code: Mapping[str, str]
     history: PassHistory
     is_spare: bool = False
 
@@ -73,16 +73,12 @@ class EarlierPass:
         """Return whether the values of a run stage are stored."""
         return run in self.pass_.runs and self.log(run) in self.history.logs
 
-    def plain(self) -> dict[str, Any]:
-        """Return the entry of a spare in a header."""
+    def as_spare(self) -> EarlierPass:
         places = {path for paths in self.described["needs"].values() for path in paths}
-        return {
-            "pass": dict(self.described),
-            "spec": dict(self.spec),
-            "inputs": {place: self.inputs[place] for place in sorted(places) if place in self.inputs},
-            "code": {name: self.code[name] for name in self.described["modules"] if name in self.code},
-            "history": self.history.plain(),
-        }
+        inputs = {place: stamps for place, stamps in self.inputs.items() if place in places}
+        modules = self.described["modules"]
+        code = {name: digest for name, digest in self.history.code.items() if name in modules}
+        return replace(self, inputs=inputs, history=replace(self.history, code=code), is_spare=True)
 
 
 def _sources(history: History) -> Iterator[EarlierPass]:
@@ -90,12 +86,9 @@ def _sources(history: History) -> Iterator[EarlierPass]:
     for key, each in header.passes.items():
         found = history.passes.get(key)
         if found is not None and found.steps + found.complete:
-            code = found.code or header.code
-            yield EarlierPass(pass_of(key, each), each, header.spec, header.inputs, code, found)
-    for key, spare in header.spares.items() if history.ended is None else ():
-        each, found = spare["pass"], PassHistory.of(spare["history"])
-        parts = (spare["spec"], spare["inputs"], spare["code"], found)
-        yield EarlierPass(pass_of(key, each), each, *parts, is_spare=True)
+            yield EarlierPass(convert(each, PassPlan), each, header.spec, header.inputs, found)
+    if history.ended is None:
+        yield from convert(header.spares, dict[str, EarlierPass]).values()
 
 
 @dataclass
@@ -140,7 +133,8 @@ def reuse_run(
         if piece.source is not None:
             taken[piece.pass_.key] = _taken(folder.journal, plan, piece.pass_, piece.source)
     passes = {p.key: described(plan, p, modules) for p in plan.passes}
-    header = replace(header, passes=passes, spares=_spares(folder.journal, sources, pieces))
+    spares = _spares(folder.journal, sources, pieces)
+    header = replace(header, passes=passes, spares=spares)
     # Up to here, files were only added to the folder. This replaces the journal, atomically.
     Journal.replace(folder.journal, header, taken)
     complete = [p for p in plan.passes if p.key in taken and taken[p.key].complete]
@@ -149,7 +143,7 @@ def reuse_run(
     again = read_history(folder.journal)
     assert again is not None  # it was just written
     journal = Journal.reopen(folder.journal, again, code=header.code)
-    spared = (PassHistory.of(spare["history"]) for spare in header.spares.values())
+    spared = (spare.history for spare in spares.values())
     journal.keep(name for found in (*taken.values(), *spared) for name in found.files())
     return RunJournal(journal, again, stamp_of(header)), plan, "\n".join(map(_line, pieces))
 
@@ -212,24 +206,24 @@ class _Division:
 
     def _whole(self, pass_: PassPlan) -> Piece:
         """Return a pass that is reused as a whole, without removed folds, or not at all."""
-        why: list[str] = []
         same = ["dataset", "root", "runs", "updates", "follows", "gang", "batch"]
         same += ["phase"] if pass_.updates or pass_.follows else []
-        for source in self.sources:
+
+        def continues(source: EarlierPass) -> bool:
             there = source.pass_
-            if source.is_spare or source.key in self._used or not {*pass_.folds} <= {*there.folds}:
-                continue
-            if any(getattr(there, name) != getattr(pass_, name) for name in same):
-                continue
-            for name in (*pass_.runs, *pass_.updates):
-                why += self._changes(pass_, name, source)
-            for name in pass_.folds:
-                why += self._unusable(pass_, name, source)
-            why += [f"the values of {n} were not stored" for n in pass_.kept if not source.has_values(n)]
-            if not why:
-                return Piece(replace(pass_, key=self._key_for(pass_, source)), source)
-            break
-        return self._begun(pass_, why)
+            is_free = not source.is_spare and source.key not in self._used
+            is_same = all(getattr(there, name) == getattr(pass_, name) for name in same)
+            return is_free and is_same and {*pass_.folds} <= {*there.folds}
+
+        source = next(filter(continues, self.sources), None)
+        if source is None:
+            return self._begun(pass_, [])
+        why = [line for name in (*pass_.runs, *pass_.updates) for line in self._changes(pass_, name, source)]
+        why += [line for name in pass_.folds for line in self._unusable(pass_, name, source)]
+        why += [f"the values of {n} were not stored" for n in pass_.kept if not source.has_values(n)]
+        if why:
+            return self._begun(pass_, why)
+        return Piece(replace(pass_, key=self._key_for(pass_, source)), source)
 
     def _begun(self, pass_: PassPlan, why: Sequence[str], late: int = 0) -> Piece:
         """Return a pass that begins with its first step."""
@@ -240,11 +234,10 @@ class _Division:
         return self._missing[:1] or (["the earlier run had no such pass"] if known else [])
 
     def _divided(self, pass_: PassPlan, late: int = 0) -> list[Piece]:
-        base = self._base(pass_)
-        if base is None:
+        found = self._base(pass_)
+        if found is None:
             return [self._begun(pass_, self._why(pass_), late)]
-        stored = [n for n in pass_.runs if base.has_values(n) and not self._changes(pass_, n, base)]
-        folds = [name for name in pass_.folds if not self._unusable(pass_, name, base)]
+        base, folds, stored = found
         kept = [name for name in pass_.kept if name in stored]
         rest: dict[str, tuple[list[str], list[str]]] = {}
         for place, names in enumerate((pass_.folds, pass_.kept)):
@@ -267,9 +260,9 @@ class _Division:
                 pieces += self._divided(part, late + 1)
         return pieces
 
-    def _base(self, pass_: PassPlan) -> EarlierPass | None:
-        """Return the earlier pass with the same input that is of most use."""
-        found: list[tuple[tuple[int, int, bool], EarlierPass]] = []
+    def _base(self, pass_: PassPlan) -> tuple[EarlierPass, list[str], list[str]] | None:
+        """Return the earlier pass with the same input that is of most use, with its usable folds and runs."""
+        found: list[tuple[EarlierPass, list[str], list[str]]] = []
         for source in self.sources:
             there = source.pass_
             if (there.dataset, there.root, there.batch) != (pass_.dataset, pass_.root, pass_.batch):
@@ -280,8 +273,13 @@ class _Division:
             stored = [n for n in pass_.runs if source.has_values(n) and not self._changes(pass_, n, source)]
             folds = [name for name in pass_.folds if not self._unusable(pass_, name, source)]
             if folds or stored:
-                found.append(((len(folds) + len(stored), source.history.steps, not source.is_spare), source))
-        return max(found, key=lambda each: each[0])[1] if found else None
+                found.append((source, folds, stored))
+
+        def use(each: tuple[EarlierPass, list[str], list[str]]) -> tuple[int, int, bool]:
+            source, folds, stored = each
+            return len(folds) + len(stored), source.history.steps, not source.is_spare
+
+        return max(found, key=use, default=None)
 
     def _chain(self, pass_: PassPlan, name: str) -> list[str]:
         """Return the runs of a pass that a stage reads, the nearest one first."""
@@ -325,9 +323,7 @@ class _Division:
             why += differences(_at(source.spec, path), _at(now.spec, path), path)
         why += changed_files(source.inputs, now.inputs, wanted)
         modules = dict.fromkeys(m for path in wanted for m in self._modules.get(path, ()))
-        why += [
-            changed_module(m, Path(self._spec.code)) for m in modules if source.code.get(m) != now.code.get(m)
-        ]
+        why += changed_modules(source.history.code, now.code, modules, Path(self._spec.code))
         return why or self._moved
 
     def _unusable(self, pass_: PassPlan, name: str, source: EarlierPass) -> list[str]:
@@ -358,6 +354,9 @@ class _Division:
         for source in self.sources:
             if name in source.pass_.runs:
                 return self._changes(pass_, name, source) or [f"the values of {name} were not stored"]
+        for source in self.sources:
+            if name in source.spec["stages"] and not source.is_spare:  # the earlier run did not reach it
+                return self._changes(pass_, name, source)
         return [f"{name} is new"] if self.sources else []
 
 
@@ -381,17 +380,15 @@ def _taken(journal: Path, plan: Plan, pass_: PassPlan, source: EarlierPass) -> P
     if not (pass_.updates or pass_.follows or pass_.gang):
         names = {*pass_.runs, *(name for name in pass_.folds if grows(plan, name))}
         wanted = {source.log(name) for name in names}
-        found = changed(found, logs={name: end for name, end in found.logs.items() if name in wanted})
+        found = replace(found, logs={name: end for name, end in found.logs.items() if name in wanted})
     if source.key == pass_.key:
         return found
     return _renamed(journal, found, source.key, pass_.key, shutil.copyfile)
 
 
-def _spares(
-    journal: Path, sources: Sequence[EarlierPass], pieces: Sequence[Piece]
-) -> dict[str, Mapping[str, Any]]:
+def _spares(journal: Path, sources: Sequence[EarlierPass], pieces: Sequence[Piece]) -> dict[str, EarlierPass]:
     """Return the passes that no piece continues, or not with all stages."""
-    spares: dict[str, Mapping[str, Any]] = {}
+    spares: dict[str, EarlierPass] = {}
     taken = {piece.source.key: piece.pass_ for piece in pieces if piece.source is not None}
     keys = {source.key for source in sources}
     for source in sources:
@@ -403,18 +400,10 @@ def _spares(
                 continue
             key = next(key for n in count(1) if (key := f"spare{n}/{source.pass_.root}") not in keys)
             keys.add(key)
-            found = _renamed(journal, source.history, source.key, key, _link)
-            source = changed(source, pass_=replace(source.pass_, key=key), history=found)
-        spares[key] = source.plain()
+            found = _renamed(journal, source.history, source.key, key, link_or_copy)
+            source = replace(source, pass_=replace(source.pass_, key=key), history=found)
+        spares[key] = source.as_spare()
     return dict(list(spares.items())[:SPARES_MAX])
-
-
-def _link(source: Path, target: Path) -> None:
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without links
-        shutil.copyfile(source, target)
 
 
 def _renamed(journal: Path, found: PassHistory, old: str, new: str, copy: Any) -> PassHistory:
@@ -428,7 +417,6 @@ def _renamed(journal: Path, found: PassHistory, old: str, new: str, copy: Any) -
         with (journal / name(file)).open("rb") as written:
             os.fsync(written.fileno())
     parts = {
-        key: StoredValue(part.inline, name(part.file) if part.file else "", part.end)
-        for key, part in found.parts.items()
+        key: replace(part, file=name(part.file)) if part.file else part for key, part in found.parts.items()
     }
-    return changed(found, parts=parts, logs={name(file): end for file, end in found.logs.items()})
+    return replace(found, parts=parts, logs={name(file): end for file, end in found.logs.items()})

@@ -465,6 +465,7 @@ class Run(AsyncOnly):
             files=files,
             ledger=execution.ledger(),
             timings=timings,
+            retries=execution.retries(),
             notice=self.notice,
             quarantined=[each.entry() for _, each in quarantine],
             quarantine_file=folder.final(QUARANTINE) if folder is not None and quarantine else None,

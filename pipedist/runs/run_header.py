@@ -115,14 +115,9 @@ def _needs(plan: Plan, pass_: PassPlan, names: list[str]) -> Iterator[str]:
 
 def with_passes(plan: Plan, header: Header) -> Plan:
     """Return a plan with the passes that a journal describes, which may have been divided for a reuse."""
-    passes = [pass_of(key, each) for key, each in header.passes.items()]
+    passes = convert([*header.passes.values()], list[PassPlan])
     count = max((p.phase for p in passes), default=-1) + 1
     return replace(plan, phases=tuple(tuple(p for p in passes if p.phase == n) for n in range(count)))
-
-
-def pass_of(key: str, described: Mapping[str, Any]) -> PassPlan:
-    """Return a pass as a journal describes it."""
-    return replace(convert(described, PassPlan), key=key)
 
 
 def changes(there: Header, now: Header) -> list[str]:

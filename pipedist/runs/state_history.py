@@ -10,6 +10,7 @@ version needs no journal, because `init` makes it again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
@@ -156,13 +157,10 @@ def _earlier(
 
 def _ranges(versions: Sequence[int]) -> str:
     """Return versions as ranges, for an error message."""
-    spans: list[list[int]] = []
-    for version in versions:
-        if spans and spans[-1][1] == version - 1:
-            spans[-1][1] = version
-        else:
-            spans.append([version, version])
-    shown = [str(lo) if lo == hi else f"{lo} to {hi}" for lo, hi in spans]
+    shown = []
+    for _, group in groupby(enumerate(versions), lambda each: each[1] - each[0]):
+        span = [version for _, version in group]
+        shown.append(str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}")
     few = shown if len(shown) <= 10 else [*shown[:5], "...", *shown[-4:]]
     noun = "version" if len(versions) == 1 else "versions"
     return f"{noun} {', '.join(few)}" if few else "none"

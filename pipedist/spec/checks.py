@@ -37,8 +37,7 @@ _READS = {
     "update": ("reduce", "gather"),
 }
 _RESERVED_FILES = ("quarantine.jsonl",)
-_TABLES = (".csv", ".parquet")
-"""Formats whose cells hold one number or text each."""
+_TABLES = (".csv", ".parquet")  # formats whose cells hold one number or text each
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from pipedist.errors import Problem, SpecError
 from pipedist.spec.scalars import printable
 
-Path = tuple[str | int, ...]
-"""The keys and list indices that lead from the document's root to a value."""
+Path = tuple[str | int, ...]  # the keys and list indices that lead from the document's root to a value
 
 EXCERPT_CHARACTERS_MAX = 100
 
-TEXT_CHARACTERS_MAX = 800
-"""The limit of a message, which may quote a long text of the spec."""
+TEXT_CHARACTERS_MAX = 800  # the limit of a message, which may quote a long text of the spec
 
 GIVEN_CHARACTERS_MAX = 200
 PROBLEMS_MAX = 100
@@ -206,6 +204,11 @@ class Problems:
         """Return whether the value at `path`, or one that holds it, is known to be broken."""
         path = self.document.written(path)
         return any(path[:length] in self._broken for length in range(len(path) + 1))
+
+    def fail(self, path: Path, message: str, expected: str) -> NoReturn:
+        """Add a problem after which nothing else can be checked, and raise all."""
+        self.add(path, message, expected)
+        raise SpecError(self._sorted())
 
     def raise_all(self) -> None:
         """Raise the problems found so far, if there are any, as a SpecError."""

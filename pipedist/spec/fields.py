@@ -25,11 +25,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from pipedist.spec.scalars import listing
 
-EXPECTED: Final = "expected"
-"""The type of the errors that `Expected` raises; their context has the phrase and the allowed words."""
-
-MESSAGE: Final = "message"
-"""The type of an error with a complete message; its context also has the expected value."""
+EXPECTED: Final = "expected"  # type of `Expected`'s errors; their context has the phrase and allowed words
+MESSAGE: Final = "message"  # type of an error whose context has a complete message and the expected value
 
 FUNCTION_PATTERN = r"^[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*$"
 FUNCTION_EXPECTED = '"package.module:name", made of Python identifiers'
@@ -56,7 +53,6 @@ class Section(BaseModel):
 
 
 def summary(model: type[Section]) -> str:
-    """Return the docstring of a section as one line."""
     return " ".join((model.__doc__ or "").split())
 
 
@@ -103,7 +99,6 @@ class ExpectedShape(Expected):
 
 
 def message_error(message: str, expected: str) -> PydanticCustomError:
-    """Return an error with a complete message."""
     return PydanticCustomError(MESSAGE, "{message}", {MESSAGE: message, EXPECTED: expected})
 
 
@@ -191,8 +186,7 @@ _Path = Annotated[
     satisfies(lambda path: path and "\0" not in path),
     WithJsonSchema({"type": "string", "minLength": 1}),
 ]
-PathText = Annotated[_Path, Expected("a path")]
-"""A path, relative to the spec's folder."""
+PathText = Annotated[_Path, Expected("a path")]  # a path, relative to the spec's folder
 
 _Glob = Annotated[_Path, Expected("a glob")]
 Paths = Annotated[

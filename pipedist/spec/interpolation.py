@@ -29,8 +29,7 @@ TEXT_CHARACTERS_MAX = 65_536
 NODES_MAX = 1_000_000
 DEPTH_MAX = 32
 
-NAME = re.compile(r"[^\W\d][\w-]{0,99}")
-"""The names of datasets, stages and parameters."""
+NAME = re.compile(r"[^\W\d][\w-]{0,99}")  # the names of datasets, stages and parameters
 
 NAME_EXPECTED = "a name of at most 100 letters, digits, `_` and `-`, with a letter or `_` first"
 
@@ -153,8 +152,7 @@ class Interpolation:
         self._nodes += 1
         if len(path) > DEPTH_MAX or self._nodes > NODES_MAX:
             limit = f"{DEPTH_MAX} levels" if len(path) > DEPTH_MAX else f"{NODES_MAX} values"
-            self._problems.add(path, f"the document has more than {limit}", "a smaller tree, or one array")
-            self._problems.raise_all()
+            self._problems.fail(path, f"the document has more than {limit}", "a smaller tree, or one array")
         if isinstance(value, str):
             replaced_text = self._string(value, path) if "${" in value else value
             if path in self._failed:

@@ -26,7 +26,6 @@ from pipedist.spec.model import (
     LAUNCHERS,
     LAUNCHERS_OF,
     ClusterSection,
-    SpecSection,
     fits_engine,
 )
 from pipedist.spec.scalars import describe
@@ -34,8 +33,7 @@ from pipedist.spec.stages import StageSpec
 from pipedist.spec.training import Links
 from pipedist.spec.validation import Validation
 
-KEY_FILE = "cluster.key"
-"""The default name of the file with a cluster's keys, in the spec's folder."""
+KEY_FILE = "cluster.key"  # the default name of the file with a cluster's keys, in the spec's folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,16 +145,32 @@ class Loader:
         checks.check(outputs=as_dict(tree.get("outputs")), cluster=as_dict(tree.get("cluster")))
         problems.raise_all()
         assert section is not None, "a spec without a model has a problem"
-        return self._spec(stem, section, values, checks.links)
+        cluster = section.cluster
+        if cluster.key_file is not None:
+            cluster = cluster.model_copy(update={"key_file": self._below(cluster.key_file)})
+        return Spec(
+            name=section.name or stem,
+            replicas=section.replicas,
+            seed=section.seed,
+            threads_per_replica=section.threads_per_replica,
+            quarantine_max=section.quarantine_max,
+            folder=FilePath(self._folder),
+            code=FilePath(self._below(section.code)),
+            cluster=cluster,
+            datasets=MappingProxyType(section.datasets),
+            stages=MappingProxyType(section.stages),
+            outputs=MappingProxyType({n: posixpath.normpath(p) for n, p in section.outputs.items()}),
+            params=MappingProxyType(values),
+            document=self._document,
+            links=checks.links,
+        )
 
     def _canonical(self, validation: Validation) -> dict[str, Any]:
         """Return the document with known keys at its top, and the short form `dataset` written out."""
         raw = self._document.value
         if not isinstance(raw, dict):
             message = f"the spec must be a mapping, got {describe(raw)}"
-            self._problems.add((), message, "a mapping that begins with `pipedist: 1`")
-            self._problems.raise_all()
-            return {}
+            self._problems.fail((), message, "a mapping that begins with `pipedist: 1`")
         if not self._document.lines:
             raw = self._with_text_keys(raw, ())
         canonical = validation.respelled_top(raw)
@@ -213,29 +227,6 @@ class Loader:
                 summaries[name] = summarize(verb, stage)
         return summaries
 
-    def _spec(
-        self, stem: str, section: SpecSection, params: Mapping[str, Tree], links: Mapping[str, Links]
-    ) -> Spec:
-        cluster = section.cluster
-        if cluster.key_file is not None:
-            cluster = cluster.model_copy(update={"key_file": self._below(cluster.key_file)})
-        return Spec(
-            name=section.name or stem,
-            replicas=section.replicas,
-            seed=section.seed,
-            threads_per_replica=section.threads_per_replica,
-            quarantine_max=section.quarantine_max,
-            folder=FilePath(self._folder),
-            code=FilePath(self._below(section.code)),
-            cluster=cluster,
-            datasets=MappingProxyType(section.datasets),
-            stages=MappingProxyType(section.stages),
-            outputs=MappingProxyType({n: posixpath.normpath(p) for n, p in section.outputs.items()}),
-            params=MappingProxyType(dict(params)),
-            document=self._document,
-            links=links,
-        )
-
     def _below(self, path: str) -> str:
         return os.path.normpath(os.path.join(self._folder, path))
 
@@ -243,14 +234,12 @@ class Loader:
 def with_cluster(spec: Spec, choice: str) -> Spec:
     """Return a spec with the cluster of `--cluster NAME[:ADDRESS]`; keys of every launcher are kept.
 
-    The address is that of the engine with `ray` and `dask`, the endpoint of the driver with `connect`.
-
-    Raises:
-        UsageError: there is no such launcher, or the address does not fit it.
+    The address is that of the engine with `ray` and `dask`, the endpoint of the driver with `connect`. UsageError:
+    there is no such launcher, or the address does not fit it.
     """
     name, colon, address = choice.partition(":")
     if name not in LAUNCHERS:
-        also = f"; `pipedist launch {name}` prints a job for it" if name in ("slurm", "kubernetes") else ""
+        also = "; `pipedist launch slurm` prints a job for it" if name == "slurm" else ""
         raise UsageError(
             f"there is no cluster {name!r}: use {', '.join(LAUNCHERS)}, or one of them with an "
             f"address, such as ray:auto{also}"

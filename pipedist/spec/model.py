@@ -49,7 +49,6 @@ ENGINE_ADDRESS_EXPECTED: Final = {
 
 
 def fits_engine(address: str, launcher: str) -> bool:
-    """Return whether a text can be the address of an engine."""
     return bool(re.match(ENGINE_ADDRESS_PATTERN, address) and _ENGINE_ADDRESSES[launcher].fullmatch(address))
 
 
@@ -78,12 +77,12 @@ class ClusterSection(Section):
 
     launcher: Annotated[
         Launcher,
-        Expected(f"{listing(LAUNCHERS)} (for Slurm and Kubernetes use `pipedist launch`)", *LAUNCHERS),
+        Expected(f"{listing(LAUNCHERS)} (for Slurm use `pipedist launch slurm`)", *LAUNCHERS),
     ] = Field(
         default="local",
         description="How workers are started: as processes on this host (`local`), by hosts that connect "
-        "(`connect`), or by a system that places them (`ray`, `dask`). For Slurm and Kubernetes, "
-        "`pipedist launch` writes the jobs, which use `connect`.",
+        "(`connect`), or by a system that places them (`ray`, `dask`). Jobs of Slurm and "
+        "Kubernetes use `connect` (docs/hosts.md).",
         examples=["local"],
     )
     workers: Annotated[

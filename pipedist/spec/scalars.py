@@ -15,8 +15,7 @@ from collections.abc import Iterable
 INTEGER_MIN = -(2**63)
 INTEGER_MAX = 2**64 - 1
 
-_DECIMAL_BITS_MAX = 1024
-"""Longer integers are written in hexadecimal: Python limits the length of decimal texts."""
+_DECIMAL_BITS_MAX = 1024  # longer integers are written in hexadecimal: Python limits decimal texts
 
 LIST_ITEMS_SHOWN = 4
 
@@ -26,8 +25,7 @@ _NANS = frozenset({".nan", ".NaN", ".NAN"})
 _DECIMAL = re.compile(r"[-+]?[0-9]+")
 _BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
-_PLAIN = re.compile(r"[\w./-]+(:[\w./-]+)*")
-"""Text that needs no quotes, also inside `{...}` and `[...]`."""
+_PLAIN = re.compile(r"[\w./-]+(:[\w./-]+)*")  # text that needs no quotes, also inside `{...}` and `[...]`
 _INFINITY = re.compile(r"[-+]?\.(?:inf|Inf|INF)")
 
 

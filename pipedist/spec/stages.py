@@ -38,8 +38,7 @@ OPS: Final[tuple[str, ...]] = get_args(Op)
 Implementation = Literal["auto", "shared", "transport", "gloo", "nccl"]
 """Transports of the values of collectives; `pipedist.collectives` describes them."""
 
-TORCH_IMPLEMENTATIONS: Final = ("gloo", "nccl")
-"""The transports that belong to torch.distributed."""
+TORCH_IMPLEMENTATIONS: Final = ("gloo", "nccl")  # the transports that belong to torch.distributed
 
 INIT_ENDINGS: Final = (".npy", ".npz", ".json")
 

@@ -13,39 +13,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The dependencies of a stage; its verb and its input may be unknown (None).
-
-    Args:
-        waits: stages that must be complete before it begins (`${stages.NAME}`, `after`).
-        reads: the updates whose states it reads (`${state.NAME}`).
-        per: run, epoch or step: how often a reduce or gather has a value.
-    """
+    """The dependencies of a stage; its verb and its input may be unknown (None)."""
 
     verb: str | None
     of: str | None
-    waits: tuple[str, ...]
-    reads: tuple[str, ...]
-    per: str = "run"
+    waits: tuple[str, ...]  # stages that must be complete before it begins (`${stages.NAME}`, `after`)
+    reads: tuple[str, ...]  # the updates whose states it reads (`${state.NAME}`)
+    per: str = "run"  # run, epoch or step: how often a reduce or gather has a value
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingStages:
-    """The training of a spec.
+    """The training of a spec."""
 
-    Args:
-        feeder: the dataset that feeds the updates.
-        updates: the updates, each after those of the same granularity whose states it reads.
-        held_out: the datasets that are read once after each epoch of the feeder.
-        members: the updates, their inputs, all stages that read a state while it changes, and all stages of
-            the held-out datasets.
-        early: the stages that members wait for, and the dependencies of these.
-    """
-
-    feeder: str
-    updates: tuple[str, ...]
-    held_out: tuple[str, ...]
-    members: frozenset[str]
-    early: frozenset[str]
+    feeder: str  # the dataset that feeds the updates
+    updates: tuple[str, ...]  # the updates, each after those of the same granularity whose states it reads
+    held_out: tuple[str, ...]  # the datasets that are read once after each epoch of the feeder
+    members: frozenset[str]  # updates, their inputs, readers of a changing state, stages of held-out datasets
+    early: frozenset[str]  # the stages that members wait for, and the dependencies of these
 
 
 def ancestry(name: str, links: Mapping[str, Links]) -> list[str]:
@@ -99,15 +84,11 @@ def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> Training
     evaluated = {roots[name] for name in readers} - {feeder, None}
     held_out = tuple(name for name in datasets if name in evaluated)
     core |= {name for name, root in roots.items() if root in held_out}
-    core_chain = _with_ancestors(core, links)
+    core_chain = {other for name in core for other in ancestry(name, links) if other in links}
     early = _awaited(core_chain, links, core)
     return TrainingStages(
         feeder, _ordered(updates, links), held_out, frozenset(core_chain - early), frozenset(early)
     )
-
-
-def _with_ancestors(names: Iterable[str], links: Mapping[str, Links]) -> set[str]:
-    return {a for name in names for a in ancestry(name, links) if a in links}
 
 
 def _readers(core: set[str], links: Mapping[str, Links]) -> set[str]:

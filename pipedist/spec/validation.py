@@ -62,8 +62,7 @@ class Validation:
         self._problems = problems
         self._origin = origin
         self._in_memory = in_memory
-        self._reported: set[Path] = set()
-        """Values with a problem that pydantic would report again, in other words."""
+        self._reported: set[Path] = set()  # values with a problem, which pydantic would report again
 
     def validate(self, tree: Mapping[str, Any]) -> SpecSection | None:
         """Return an interpolated tree without misspelled keys as a model, or None if it has problems."""
@@ -117,16 +116,11 @@ class Validation:
         model: type[Section],
         path: Path,
         *,
-        names: Iterable[str] = (),
-        elsewhere: Iterable[str] = (),
+        names: Iterable[str] = (),  # allowed keys, for messages; default: those of the model
+        elsewhere: Iterable[str] = (),  # keys of other sections of this kind, which are not misspelled
         nested: bool = True,
     ) -> dict[Any, object]:
-        """Return a section in which each misspelled key is replaced by the key that it must mean.
-
-        Args:
-            names: allowed keys, for messages; default: those of the model.
-            elsewhere: keys of other sections of this kind: they are not misspelled.
-        """
+        """Return a section in which each misspelled key is replaced by the key that it must mean."""
         fields = keys_of(model)
         names, elsewhere = list(names) or list(fields), set(elsewhere)
         respelled: dict[Any, object] = {}

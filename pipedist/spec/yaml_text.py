@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError
@@ -78,10 +78,6 @@ _SYNTAX = (
 )
 
 
-class _Stop(Exception):
-    """The rest of the document cannot be read; the problem has been added."""
-
-
 class _Scanner(Scanner):
     """Limits the depth of flow collections, and reads tabs where YAML 1.2 allows them.
 
@@ -114,17 +110,11 @@ class _Scanner(Scanner):
 
 
 def read_yaml(data: bytes, name: str) -> tuple[Document, Problems]:
-    """Read a YAML document, and return it with its problems so far (duplicate keys, tags, ...).
-
-    Raises:
-        SpecError: the text is not YAML or exceeds a limit, so that the rest cannot be read.
-    """
+    """Read a YAML document, and return it with its problems so far; raise those after which nothing can be read."""
     document = Document(name, None, ("",))
     problems = Problems(document)
     if len(data) > DOCUMENT_BYTES_MAX:
-        message = f"the document is longer than {DOCUMENT_BYTES_MAX} bytes"
-        problems.add((), message, "data in separate files")
-        problems.raise_all()
+        problems.fail((), f"the document is longer than {DOCUMENT_BYTES_MAX} bytes", "data in separate files")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -132,27 +122,21 @@ def read_yaml(data: bytes, name: str) -> tuple[Document, Problems]:
         column = error.start - (data.rfind(b"\n", 0, error.start) + 1) + 1
         document.lines = tuple(data.decode("utf-8", "replace").split("\n"))
         document.values[()] = Place(line, column)
-        problems.add((), f"byte 0x{data[error.start]:02x} is not UTF-8", "UTF-8 text")
-        problems.raise_all()
-        raise
+        problems.fail((), f"byte 0x{data[error.start]:02x} is not UTF-8", "UTF-8 text")
     document.lines = tuple(_LINE_BREAK.split(text))
     try:
         _Composer(document, problems).compose(text)
-    except _Stop:
-        problems.raise_all()
     except MarkedYAMLError as error:
-        _add_syntax_error(error, document, problems)
-        problems.raise_all()
+        _raise_syntax_error(error, document, problems)
     except ReaderError as error:
         before = _LINE_BREAK.split(text[: error.position])
         document.values[()] = Place(len(before), len(before[-1]) + 1)
         message = f"the character U+{ord(text[error.position]):04X} is not allowed"
-        problems.add((), message, "printable text")
-        problems.raise_all()
+        problems.fail((), message, "printable text")
     return document, problems
 
 
-def _add_syntax_error(error: MarkedYAMLError, document: Document, problems: Problems) -> None:
+def _raise_syntax_error(error: MarkedYAMLError, document: Document, problems: Problems) -> NoReturn:
     mark, reported = error.problem_mark, str(error.problem or "")
     opened = error.context_mark
     # these two are found in a later line than the one that is wrong
@@ -165,15 +149,13 @@ def _add_syntax_error(error: MarkedYAMLError, document: Document, problems: Prob
         document.values[("",)] = place if place.line <= last else Place(last, len(document.lines[-1]) + 1)
         if "expected ','" in reported and document.lines[mark.line][: mark.column].endswith("$"):
             message = "a reference inside `{...}` or `[...]` has no quotes"
-            problems.add(("",), message, 'quotes around it: "${params.x}"')
-            return
+            problems.fail(("",), message, 'quotes around it: "${params.x}"')
     for fragment, message, expected in _SYNTAX:
         if fragment in reported:
             if "is not closed" in message and opened is not None and opened.line != mark.line:
                 message = message.replace("is not", f"that begins on line {opened.line + 1} is not")
-            problems.add(("",), message, expected)
-            return
-    problems.add(("",), f"this is not YAML: {reported or error.context}", "YAML 1.2")
+            problems.fail(("",), message, expected)
+    problems.fail(("",), f"this is not YAML: {reported or error.context}", "YAML 1.2")
 
 
 class _Composer:
@@ -201,13 +183,12 @@ class _Composer:
             else:
                 self._document.value = self._node(event, ())
         if not documents:
-            self._problems.add((), "the document is empty", "a mapping that begins with `pipedist: 1`")
-            raise _Stop
+            self._problems.fail((), "the document is empty", "a mapping that begins with `pipedist: 1`")
 
     def _check_document_start(self, event: DocumentStartEvent, documents: int) -> None:
         if documents > 1:
             self._reject(("",), event, "a second document begins here", "one document per file")
-            raise _Stop
+            self._problems.raise_all()
         if event.version is not None and tuple(event.version) != (1, 2):
             version = ".".join(map(str, event.version))
             self._reject(("",), event, f"the document declares YAML {version}", "YAML 1.2")
@@ -218,7 +199,7 @@ class _Composer:
         self._document.values[path] = _place(event)
         if len(path) > DEPTH_MAX:
             self._reject(path, event, f"the document has {_TOO_DEEP}", f"at most {DEPTH_MAX} levels")
-            raise _Stop
+            self._problems.raise_all()
         if isinstance(event, AliasEvent):
             return self._alias(event, path)
         self._count(1, path, event)
@@ -258,7 +239,7 @@ class _Composer:
         if self._nodes > NODES_MAX:
             message = f"the document has more than {NODES_MAX} values, with aliases expanded"
             self._reject(path, event, message, "data in separate files")
-            raise _Stop
+            self._problems.raise_all()
 
     def _check_tag(self, event: Any, path: Path) -> None:
         tag = event.tag
@@ -306,14 +287,14 @@ class _Composer:
     def _key(self, event: Any, path: Path) -> str:
         if not isinstance(event, ScalarEvent):
             self._reject(path, event, "this key is not text", "a plain or quoted text as key")
-            raise _Stop
+            self._problems.raise_all()
         self._count(1, path, event)
         self._check_tag(event, path)
         text = str(event.value)
         if text == "<<" and event.style is None:
             message = "the merge key `<<` is not allowed"
             self._reject(path, event, message, "the keys themselves: YAML 1.2 has no merge keys")
-            raise _Stop
+            self._problems.raise_all()
         if event.style is None:
             try:
                 is_text = isinstance(resolve_plain(text), str)

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Final
 
 import anyio.lowlevel
 import anyio.to_thread
-import numpy as np
 
 from pipedist import values
 from pipedist.core import trees
@@ -26,8 +25,7 @@ from pipedist.values import Mirrored, PerReplica, ReduceOp
 from pipedist.worker.strategy_views import ReplicaStrategy
 from pipedist.worker.variables.access import component as component_of
 
-_INLINE_BYTES_MAX: Final = 2**20
-"""Larger values are combined in a thread, so that the event loop keeps feeding the workers."""
+_INLINE_BYTES_MAX: Final = 2**20  # larger values are combined in a thread: the event loop feeds workers
 
 
 class BaseStrategy(InputStrategy, VariableOwner, TfNames):
@@ -44,8 +42,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         "unwrap": "`local_results`",
     }
 
-    pickles_identically: ClassVar = True
-    """A strategy that a function captures always pickles to the same bytes."""
+    pickles_identically: ClassVar = True  # one that a function captures always pickles to the same bytes
 
     def __init__(self, replicas: int, devices: tuple[str, ...] = ()) -> None:
         super().__init__(replicas)
@@ -293,18 +290,16 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
             )
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs is {kwargs!r} of type {type(kwargs).__name__}; expected a dict")
-        if not kwargs and all(type(arg) in _ARGUMENTS for arg in args):  # frequent, and faster
-            self._check_components(args)
-            return [
-                (tuple([arg[replica] if type(arg) is PerReplica else arg for arg in args]), {})
-                for replica in range(self._replicas)
-            ]
         leaves, treedef = trees.flatten((tuple(args), dict(kwargs or {})))
-        self._check_components(leaves)
         split = False
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, PerReplica):
                 split = True
+                if len(leaf) != self._replicas:
+                    raise ValueError(
+                        f"an argument has {len(leaf)} components, but this strategy has {self._replicas} "
+                        "replicas: it comes from another strategy"
+                    )
             elif argument is not None and isinstance(leaf, Variable):
                 leaves[place] = argument(leaf)
         if not split:
@@ -314,18 +309,6 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
             for replica in range(self._replicas)
         )
         return [trees.unflatten(treedef, own) for own in each]
-
-    def _check_components(self, leaves: Sequence[Any]) -> None:
-        for leaf in leaves:
-            if isinstance(leaf, PerReplica) and len(leaf) != self._replicas:
-                raise ValueError(
-                    f"an argument has {len(leaf)} components, but this strategy has {self._replicas} "
-                    "replicas: it comes from another strategy"
-                )
-
-
-_ARGUMENTS: Final = frozenset({np.ndarray, int, float, bool, str, bytes, complex, PerReplica})
-"""Types of arguments that are leaves, and are sent unchanged."""
 
 
 async def _computed(compute: Callable[[], Tree], value: Tree) -> Tree:

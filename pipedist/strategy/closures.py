@@ -93,27 +93,19 @@ class RemoteValue:
         return f"<RemoteValue of closure {self.number}, {self.label}: {state}>"
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""(args, kwargs)"""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # (args, kwargs)
 
 
 @dataclass(slots=True, eq=False)
 class ScheduledClosure:
-    """A closure that has not committed.
-
-    Args:
-        arguments: (args, kwargs), with RemoteValues, and with VariablePlaceholders for variables.
-        variables: by number.
-        reads: the version of the variables that it reads.
-        outcome: (result, error); None until it is known.
-    """
+    """A closure that has not committed."""
 
     function: FunctionRef
-    arguments: Arguments
-    variables: dict[int, ParameterVariable]
-    reads: int
+    arguments: Arguments  # (args, kwargs), with RemoteValues, and with VariablePlaceholders for variables
+    variables: dict[int, ParameterVariable]  # by number
+    reads: int  # the version of the variables that it reads
     value: RemoteValue
-    outcome: tuple[Tree, Exception | None] | None = None
+    outcome: tuple[Tree, Exception | None] | None = None  # (result, error); None until it is known
 
     def needs(self) -> list[RemoteValue]:
         return [leaf for leaf in trees.flatten(self.arguments)[0] if isinstance(leaf, RemoteValue)]
@@ -143,8 +135,7 @@ class ClosureBuilder:
         for variable in self.variables.values():
             _require_own(variable, order)
         self._leaves, self._treedef = trees.flatten(arguments)
-        self.iterators: dict[PerWorkerIterator, Tree] = {}
-        """The per-worker iterators among the arguments, and the elements taken from them."""
+        self.iterators: dict[PerWorkerIterator, Tree] = {}  # those among the arguments, and their elements
         self._error: Exception | None = None
         for place, leaf in enumerate(self._leaves):
             match leaf:

@@ -37,8 +37,7 @@ from pipedist.strategy.parameter_server import ParameterServerStrategy, apply
 from pipedist.strategy.passes import SLOT, FunctionPasses
 from pipedist.strategy.per_worker import PerWorkerDataset, per_worker_datasets
 
-CLOSURES_MAX: Final = 256
-"""The length of tf.distribute's queue."""
+CLOSURES_MAX: Final = 256  # the length of tf.distribute's queue
 
 STALENESS: Final = 8
 
@@ -89,15 +88,11 @@ class ClusterCoordinator(AsyncOnly):
         self._passes: FunctionPasses | None = None
         self._scheduling = anyio.Lock()
         self._changed = anyio.Event()
-        self._number = 0
-        """Number of the next closure."""
-        self._dataset_reads = 0
-        """Number of closures that have read per-worker datasets."""
-        self._uncommitted: deque[ScheduledClosure] = deque()
-        """In order; `_unsent` are the last of them."""
+        self._number = 0  # number of the next closure
+        self._dataset_reads = 0  # number of closures that have read per-worker datasets
+        self._uncommitted: deque[ScheduledClosure] = deque()  # in order; `_unsent` are the last of them
         self._unsent: deque[ScheduledClosure] = deque()
-        self._error: Exception | None = None
-        """Error of the closure that failed, until it is raised."""
+        self._error: Exception | None = None  # error of the closure that failed, until it is raised
         self._advancing = False
         self._closed = False
 
@@ -137,7 +132,13 @@ class ClusterCoordinator(AsyncOnly):
             while len(self._uncommitted) >= self._closures_max:
                 await self._changed.wait()
             self._check_open()
-            closure = await self._prepared(fn, args, kwargs)
+            [arguments] = self._strategy._arguments(args, kwargs)
+            parts = ClosureBuilder(fn, arguments, self._order)
+            if parts.iterators:
+                await parts.take(self._dataset_reads % self._strategy.workers)
+                self._dataset_reads += 1  # after the await: a cancelled read does not count
+            reads = self._number - self._staleness if parts.variables else 0
+            closure = parts.scheduled(self._number, max(self._order.observed, reads))
             self._check_open()  # it may have been closed while an element was read
             self._number += 1
             self._uncommitted.append(closure)
@@ -214,17 +215,6 @@ class ClusterCoordinator(AsyncOnly):
             await self.aclose()
 
     # -- order of commits -------------------------------------------------------------------------------
-
-    async def _prepared(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> ScheduledClosure:
-        [arguments] = self._strategy._arguments(args, kwargs)
-        parts = ClosureBuilder(fn, arguments, self._order)
-        if parts.iterators:
-            await parts.take(self._dataset_reads % self._strategy.workers)
-            self._dataset_reads += 1  # after the await: a cancelled read does not count
-        reads = self._number - self._staleness if parts.variables else 0
-        return parts.scheduled(self._number, max(self._order.observed, reads))
 
     def _advance(self) -> None:
         if self._advancing:  # called from `_send_next`: the loop below sees the result

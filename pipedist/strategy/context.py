@@ -25,19 +25,16 @@ from pipedist.worker.strategy_views import current_strategy as _merging
 class VariableOwner(ABC):
     """The part of a strategy that scopes and variables use."""
 
-    is_default: ClassVar[bool] = False
-    """The strategy outside of every scope: its variables stay in this process."""
+    is_default: ClassVar[bool] = False  # it is outside of every scope: its variables stay in this process
 
-    unused_spaces: deque[int]
-    """Spaces of variables that were garbage collected; the next run drops them."""
+    unused_spaces: deque[int]  # spaces of variables that were garbage collected; the next run drops them
 
     @property
     @abstractmethod
     def num_replicas_in_sync(self) -> int:
         """R, the number of replicas."""
 
-    _variables_in_one_place: ClassVar[bool] = False
-    """Whether there is one copy of every variable, also of an on_read one."""
+    _variables_in_one_place: ClassVar[bool] = False  # every variable has one copy, also an on_read one
 
     def _make_variable(self, *_args: Any, **_options: Any) -> object | None:
         """Return a variable of the strategy's own kind; None if it uses `pipedist.Variable`."""
@@ -52,8 +49,7 @@ _current: ContextVar[VariableOwner | None] = ContextVar("pipedist_strategy", def
 _default_runs: ContextVar[bool] = ContextVar("pipedist_default_runs", default=False)
 """Whether the replica context, if there is one, belongs to the default strategy."""
 
-_default: list[VariableOwner] = []
-"""The default strategy, once its module is imported."""
+_default: list[VariableOwner] = []  # the default strategy, once its module is imported
 
 
 class NotForReplicas(ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar, Final, NoReturn
 
@@ -17,7 +17,7 @@ from pipedist.core import trees
 from pipedist.core.misuse_hints import AsyncIterableOnly, AsyncOnly
 from pipedist.core.types import Tree
 from pipedist.datasets.input import InputContext, InputOptions, InputReplicationMode, ValueContext
-from pipedist.datasets.logical import Dataset, numpy_dataset
+from pipedist.datasets.logical import Dataset
 from pipedist.datasets.read_ahead import ReadAhead
 from pipedist.datasets.sharding import MISSING, MissingElement, divide, steps, steps_cardinality
 from pipedist.errors import OutOfRangeError
@@ -65,9 +65,9 @@ class DistributedDataset(AsyncIterableOnly):
     def __aiter__(self) -> DistributedIterator:
         """Return an iterator over the steps, from the first one."""
         require_outside("iterating a distributed dataset", _OUTSIDE)
-        return DistributedIterator(
-            ReadAhead(_trees(self._pipelines, self._replicas_per_pipeline, self._identity), self._buffer)
-        )
+        identity, rows = self._identity, steps(self._pipelines, self._replicas_per_pipeline)
+        found = (elements[0] if identity else joined(elements) for elements in rows)
+        return DistributedIterator(ReadAhead(found, self._buffer))
 
     def __reduce__(self) -> NoReturn:
         raise NotForReplicas(f"using a distributed dataset inside a replica function: {_OUTSIDE}")
@@ -182,11 +182,6 @@ async def until_ready(reader: ReadAhead[Tree]) -> None:
         unsubscribe()
 
 
-def _trees(pipelines: Sequence[Dataset], replicas_per_pipeline: int, identity: bool) -> Iterator[Tree]:
-    for elements in steps(pipelines, replicas_per_pipeline):
-        yield elements[0] if identity else joined(elements)
-
-
 def joined(elements: Sequence[Tree | MissingElement]) -> Tree:
     """Return the replicas' elements, not all of them MISSING, as one tree with PerReplica leaves.
 
@@ -204,8 +199,7 @@ def joined(elements: Sequence[Tree | MissingElement]) -> Tree:
 class InputStrategy(ABC):
     """Owns R replicas, and distributes data among them."""
 
-    _identity: ClassVar[bool] = False
-    """Whether values stay plain, with a single replica, instead of PerReplica."""
+    _identity: ClassVar[bool] = False  # values stay plain, with a single replica, instead of PerReplica
 
     def __init__(self, replicas: int) -> None:
         self._replicas = replicas
@@ -313,7 +307,14 @@ class InputStrategy(ABC):
             TypeError: a leaf is not a NumPy array.
             ValueError: a leaf is a scalar, or lengths differ.
         """
-        return numpy_dataset(numpy_input)
+        leaves, treedef = trees.flatten(numpy_input)
+        for name, leaf in zip(trees.treedef_paths(treedef), leaves, strict=True):
+            if not isinstance(leaf, np.ndarray | np.generic):
+                raise TypeError(
+                    f"make_numpy_dataset: {name or 'the value'} is {leaf!r} of type {type(leaf).__name__}; "
+                    "expected NumPy arrays (np.asarray converts it)"
+                )
+        return Dataset.from_tensor_slices(numpy_input)
 
     def _distributed(
         self, pipelines: Sequence[Dataset], each: int, options: InputOptions

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from pipedist.core import trees
@@ -41,12 +42,9 @@ class CommitOrder:
     """The number of committed closures, and the part of it that the program has observed."""
 
     def __init__(self) -> None:
-        self.committed = 0
-        """Closures before this number have committed; the latest version of the variables."""
-        self.observed = 0
-        """The latest version that the program has observed."""
-        self.oldest_readable = 0
-        """Closures that are not sent yet read this version or a later one."""
+        self.committed = 0  # closures before this number have committed; the latest version of the variables
+        self.observed = 0  # the latest version that the program has observed
+        self.oldest_readable = 0  # closures that are not sent yet read this version or a later one
 
     def observe_latest(self) -> None:
         self.observed = self.committed
@@ -124,7 +122,6 @@ class ParameterVariable(AnyVariable):
         return SentVariable(self._traits.to_wire(), value)
 
     def after(self, value: Array, method: AssignMethod, operand: object) -> Array:
-        """Return the value after a change."""
         return updated(self._traits, value, method, operand_of(self._traits, operand, method))
 
     @property
@@ -230,8 +227,7 @@ class ParameterServerStrategy(Strategy):
         self._workers = check_int("workers", cluster.workers if workers is None else workers, at_least=1)
         self._placed = 0
         self._has_coordinator = False
-        self._order = CommitOrder()
-        """Commit order of the closures; the coordinator writes it."""
+        self._order = CommitOrder()  # commit order of the closures; the coordinator writes it
 
     @property
     def workers(self) -> int:
@@ -262,14 +258,22 @@ class ParameterServerStrategy(Strategy):
         """
         require_outside("creating a variable", "create it outside, and use it inside")
         value = first_value(initial_value, dtype, name)
+        traits_of = partial(
+            declare,
+            trainable=trainable,
+            synchronization=synchronization,
+            aggregation=aggregation,
+            replicas=1,
+            one_place=True,
+        )
         shards = self._shards_of(value)
         if shards == 1:
-            return self._placed_variable(name, value, trainable, synchronization, aggregation)
+            return self._placed_variable(traits_of(value, name=name), value)
         parts, first = [], 0
         for index, rows in enumerate(shard_sizes(len(value), shards)):
-            part, label = value[first : first + rows], f"{name}/part_{index}"
+            part = value[first : first + rows]
             first += rows
-            parts.append(self._placed_variable(label, part, trainable, synchronization, aggregation))
+            parts.append(self._placed_variable(traits_of(part, name=f"{name}/part_{index}"), part))
         return ShardedVariable(name, parts)
 
     def _attach_coordinator(self) -> None:
@@ -297,18 +301,7 @@ class ParameterServerStrategy(Strategy):
         )
         return super()._components(plain, mirrored=mirrored)
 
-    def _placed_variable(
-        self, name: str, value: Array, trainable: bool | None, synchronization: object, aggregation: object
-    ) -> ParameterVariable:
-        traits = declare(
-            value,
-            name=name,
-            trainable=trainable,
-            synchronization=synchronization,
-            aggregation=aggregation,
-            replicas=1,
-            one_place=True,
-        )
+    def _placed_variable(self, traits: Traits, value: Array) -> ParameterVariable:
         number = self._placed
         self._placed += 1
         return ParameterVariable(self._order, number, traits, value, number % self._servers)

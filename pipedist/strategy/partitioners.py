@@ -22,8 +22,7 @@ from numpy.typing import DTypeLike
 
 from pipedist.core.arguments import check_int
 
-BYTES_PER_STRING: Final = 16
-"""Assumed size of a string whose dtype has no length."""
+BYTES_PER_STRING: Final = 16  # assumed size of a string whose dtype has no length
 
 
 class Partitioner(ABC):

@@ -34,11 +34,8 @@ from pipedist.worker.variables import replica as variables
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator, PassHandle
 
-_TOKENS_MAX: Final = 512
-"""Functions that capture more are pickled for each run: comparing would cost as much."""
-
-_ARRAY_BYTES_MAX: Final = 2**14
-"""Larger captured arrays are not compared."""
+_TOKENS_MAX: Final = 512  # functions that capture more are pickled for each run: comparing would cost as much
+_ARRAY_BYTES_MAX: Final = 2**14  # larger captured arrays are not compared
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, np.generic, ModuleType)
 
@@ -204,11 +201,8 @@ def _names(code: CodeType) -> tuple[str, ...]:
     return tuple(names)
 
 
-PASSES_MAX: Final = 64
-"""Functions kept loaded in the workers; if there are more, the least recently used is dropped."""
-
-SLOT: Final = "value"
-"""Name of a function's result in the message of a call."""
+PASSES_MAX: Final = 64  # functions kept loaded in the workers; the least recently used one is dropped
+SLOT: Final = "value"  # name of a function's result in the message of a call
 
 _SEED_SHIFT: Final = 32
 
@@ -225,14 +219,8 @@ class FunctionPasses:
     """Opens a pass for a function, and keeps it open for later runs of the same function.
 
     Functions are the same if their references are equal: a function that is sent by value, and whose
-    captured objects have changed, is another function.
-
-    Args:
-        seed: pass number p gets the seed `seed * 2**32 + p`, so that `ctx.rng` differs between functions,
-            and between the runs of one.
-        gang: the calls of a step run at the same time, and may call collectives.
-        devices: the device of each replica, for `ctx.device`; empty: the CPU.
-        communication: options of collectives that have no options of their own.
+    captured objects have changed, is another function. Pass number p gets the seed `seed * 2**32 + p`, so that
+    `ctx.rng` differs between functions, and between the runs of one.
     """
 
     def __init__(
@@ -241,9 +229,9 @@ class FunctionPasses:
         replicas: int,
         seed: int,
         *,
-        gang: bool = False,
-        devices: tuple[str, ...] = (),
-        communication: CommunicationOptions | None = None,
+        gang: bool = False,  # the calls of a step run at the same time, and may call collectives
+        devices: tuple[str, ...] = (),  # one for each replica, for `ctx.device`; empty: the CPU
+        communication: CommunicationOptions | None = None,  # of collectives without options of their own
     ) -> None:
         options = communication or CommunicationOptions()
         self.coordinator = coordinator
@@ -277,8 +265,9 @@ class FunctionPasses:
                 if self._open.get(function) is entry:
                     del self._open[function]
                 entry.handle.close()
-            if len(self._open) > PASSES_MAX:
-                self._shrink()
+            idle = [each for each, opened in self._open.items() if opened.users == 0]
+            for each in idle[: max(0, len(self._open) - PASSES_MAX)]:
+                self._open.pop(each).handle.close()
 
     def close(self) -> None:
         """Close every pass; their running calls fail."""
@@ -302,8 +291,3 @@ class FunctionPasses:
         self._opened += 1
         settings = PassSettings(self._replicas, ordered=False, fail_fast=False, pulled=False, gang=gang)
         return self.coordinator.open_pass(program, name=name, settings=settings)
-
-    def _shrink(self) -> None:
-        idle = [function for function, entry in self._open.items() if entry.users == 0]
-        for function in idle[: len(self._open) - PASSES_MAX]:
-            self._open.pop(function).handle.close()

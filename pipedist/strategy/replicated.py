@@ -89,10 +89,8 @@ class Strategy(AsyncOnly, BaseStrategy):
         self._communication = communication_options or CommunicationOptions()
         self._passes: FunctionPasses | None = None
         self._references = FunctionReferences()
-        self._variables_lock = anyio.Lock()
-        """Held by the run that uses variables; other such runs wait, in the order of their calls."""
-        self._cancelled_steps: deque[anyio.Event] = deque()
-        """Set when the step of a cancelled run that used variables ends."""
+        self._variables_lock = anyio.Lock()  # held by the run that uses variables; others wait in order
+        self._cancelled_steps: deque[anyio.Event] = deque()  # steps of cancelled runs with variables
 
     @classmethod
     def _check_cluster(cls, cluster: ClusterLike) -> None:
@@ -159,7 +157,9 @@ class Strategy(AsyncOnly, BaseStrategy):
                         call.arguments, transaction.states, produced=produced, left=self._cancelled_steps
                     )
             except CallError as error:
-                _raise_unsendable(error, call.arguments)
+                if isinstance(error.__cause__, UnsendableError):
+                    for args, kwargs in call.arguments:  # if one can't be sent, this error has its path
+                        encode({"args": args, "kwargs": kwargs})
                 raise
         return self._result(call, results)
 
@@ -264,12 +264,3 @@ def _devices(devices: Sequence[str] | None) -> tuple[str, ...]:
     if not devices:
         raise ValueError("devices is empty: name one for each replica, or omit it")
     return tuple(devices)
-
-
-def _raise_unsendable(error: CallError, arguments: Sequence[Tree]) -> None:
-    """Raise UnsendableError, with the path of the argument, if the step failed because one can't be sent."""
-    if isinstance(error.__cause__, UnsendableError):
-        for args, kwargs in arguments:
-            encode(
-                {"args": args, "kwargs": kwargs}
-            )  # raises it, unless it was a result that could not be sent

@@ -18,17 +18,11 @@ from pipedist.values import PerReplica
 if TYPE_CHECKING:
     from pipedist.coordinator import PassHandle, Slots
 
-STEPS_AHEAD: Final = 16
-"""Default limit of steps that are started before the result of the first is taken."""
+STEPS_AHEAD: Final = 16  # default limit of steps that are started before the result of the first is taken
 
 
 class PendingRun:
-    """A run that was sent, and whose result is fetched later.
-
-    Args:
-        using: context of the pass that executes it.
-        join: makes the result of the run from the results of its calls.
-    """
+    """A run that was sent; `join` makes its result, which is fetched later, from those of its calls."""
 
     def __init__(
         self,
@@ -56,7 +50,6 @@ class PendingRun:
             return self._join(self._results)
 
     def drop(self) -> None:
-        """Discard the result."""
         self._stack.close()
 
 
@@ -90,8 +83,7 @@ class StepRuns(AsyncOnly, AsyncIterableOnly):
         self._waiting: deque[PendingRun | Exception | tuple[Any, ...]] = deque()
         """For each step that was read: its run, an error, or the arguments of a run to start later."""
         self._ended = False
-        self._lock = anyio.Lock(fast_acquire=True)
-        """Held by the caller that waits for the next result."""
+        self._lock = anyio.Lock(fast_acquire=True)  # held by the caller that waits for the next result
 
     def __aiter__(self) -> StepRuns:
         return self

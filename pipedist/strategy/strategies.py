@@ -90,8 +90,7 @@ class MirroredStrategy(Strategy):
         return workers
 
 
-_REPLICA_JOBS: Final = ("chief", "master", "worker")
-"""Jobs whose tasks hold replicas; an evaluator or a parameter server does not."""
+_REPLICA_JOBS: Final = ("chief", "master", "worker")  # their tasks hold replicas; an evaluator does not
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -125,12 +124,21 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[str] | None = None,
         communication_options: CommunicationOptions | None = None,
     ) -> None:
+        tasks = accelerators = 0  # unknown
         if cluster_resolver is not None:
-            _check_resolver(cluster_resolver)
+            from pipedist.cluster.resolvers import ClusterResolver  # few strategies have one
+
+            if not isinstance(cluster_resolver, ClusterResolver):
+                raise TypeError(
+                    f"cluster_resolver is {cluster_resolver!r}; expected a pipedist.ClusterResolver"
+                )
+            spec = cluster_resolver.cluster_spec()
+            tasks = sum(spec.num_tasks(job) for job in spec.jobs if job in _REPLICA_JOBS)
+            accelerators = sum(cluster_resolver.num_accelerators().values())
         if workers is None:
-            workers = _task_count(cluster_resolver) or getattr(cluster, "workers", 1)
+            workers = tasks or getattr(cluster, "workers", 1)
         if replicas_per_worker is None:
-            replicas_per_worker = _accelerator_count(cluster_resolver) or 1
+            replicas_per_worker = accelerators or 1
         self._logical_workers = check_int("workers", workers, at_least=1)
         each = check_int("replicas_per_worker", replicas_per_worker, at_least=1)
         self._resolver = cluster_resolver
@@ -155,26 +163,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     def _input_pipelines(self) -> int:
         return self._logical_workers
-
-
-def _check_resolver(resolver: object) -> None:
-    from pipedist.cluster.resolvers import ClusterResolver  # few strategies have one
-
-    if not isinstance(resolver, ClusterResolver):
-        raise TypeError(f"cluster_resolver is {resolver!r}; expected a pipedist.ClusterResolver")
-
-
-def _task_count(resolver: ClusterResolver | None) -> int:
-    """Return the number of tasks that hold replicas."""
-    if resolver is None:
-        return 0
-    spec = resolver.cluster_spec()
-    return sum(spec.num_tasks(job) for job in spec.jobs if job in _REPLICA_JOBS)
-
-
-def _accelerator_count(resolver: ClusterResolver | None) -> int:
-    """Return the number of accelerators of each task, of all kinds."""
-    return 0 if resolver is None else sum(resolver.num_accelerators().values())
 
 
 class OneDeviceStrategy(Strategy):
@@ -309,8 +297,7 @@ class _SingleReplicaCollectives:
 
     def __init__(self, is_async: bool) -> None:
         self.is_async = is_async
-        self.unawaited = UnawaitedCollectives()
-        """Collectives that an async function has not awaited yet."""
+        self.unawaited = UnawaitedCollectives()  # collectives that an async function has not awaited yet
 
     def call(self, request: CollectiveRequest) -> Any:
         return self.unawaited.add(request, self._later(request)) if self.is_async else self._result(request)

@@ -40,8 +40,7 @@ from pipedist.worker.variables.rules import (
 if TYPE_CHECKING:
     from pipedist.coordinator import Coordinator
 
-_COPIED_BYTES_MAX: Final = 2**16
-"""Received values up to this size are copied, so that the message can be freed."""
+_COPIED_BYTES_MAX: Final = 2**16  # received values up to this size are copied, so that the message is freed
 
 
 class Variable(AnyVariable):
@@ -111,12 +110,9 @@ class Variable(AnyVariable):
         )
         self._copies: list[Array] = [value] * (self._traits.replicas if self._traits.copies else 1)
         self._version = 0
-        self._space: int | None = None
-        """Number of its state at the coordinator; None before the first run that uses it."""
-        self._sent = -1
-        """The latest version that was given to the coordinator."""
-        self._users = 0
-        """Number of unfinished runs that use it."""
+        self._space: int | None = None  # its state at the coordinator; None before the first run that uses it
+        self._sent = -1  # the latest version that was given to the coordinator
+        self._users = 0  # number of unfinished runs that use it
 
     def value(self) -> Array:
         """Return the current value, read-only: an array, of shape () for a number.
@@ -169,8 +165,7 @@ class CapturedVariables:
     def __init__(self, strategy: VariableOwner, coordinator: Coordinator) -> None:
         self._strategy = strategy
         self.coordinator = coordinator
-        self.variables: dict[int, Variable] = {}
-        """The variables by the number of their state."""
+        self.variables: dict[int, Variable] = {}  # the variables by the number of their state
 
     def space_of(self, variable: Variable) -> int:
         """Add a variable of the run's strategy, and return the number of its state."""
@@ -234,8 +229,7 @@ class Transaction:
     def __init__(self, captured: CapturedVariables) -> None:
         coordinator = captured.coordinator
         self._variables = variables = captured.variables
-        self.states: dict[str, tuple[int, int]] = {}
-        """(space, version) of each variable's state, by its name."""
+        self.states: dict[str, tuple[int, int]] = {}  # (space, version) of each variable's state, by its name
         for space, variable in variables.items():
             if variable._sent != variable._version:
                 coordinator.states.put(space, variable._version, to_state(variable._traits, variable._copies))
@@ -245,8 +239,7 @@ class Transaction:
     def commit(self, results: Sequence[Mapping[str, Tree]]) -> dict[int, int]:
         """Make the values assigned by the replicas the next versions.
 
-        Returns:
-            Space -> version of the variables without copies: the step's workers have these versions.
+        Returns space -> version of the variables without copies: the step's workers have these versions.
         """
         assigned = [result.get(SLOT) or {} for result in results]
         fresh: dict[int, list[Array]] = {}

@@ -44,19 +44,13 @@ def leave_after_fork() -> None:
 
 
 class CooperativeThreads:
-    """The threads of one simulated process.
-
-    Args:
-        main: the function of its main thread; an exception is stored in `error`.
-        sleep: parks the calling thread for a time, seconds.
-        is_interrupted: whether the simulation is about to end; then it does not wait for a blocked thread.
-    """
+    """The threads of one simulated process."""
 
     def __init__(
         self,
-        main: Callable[[], None],
-        sleep: Callable[[float], None],
-        is_interrupted: Callable[[], bool] = lambda: False,
+        main: Callable[[], None],  # of its main thread; an exception is stored in `error`
+        sleep: Callable[[float], None],  # parks the calling thread for a time, seconds
+        is_interrupted: Callable[[], bool] = lambda: False,  # then it does not wait for a blocked thread
     ) -> None:
         self._main = main
         self.sleep = sleep

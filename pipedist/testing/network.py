@@ -31,7 +31,6 @@ DELAY_S_MAX = 4.0  # the longest time by which a fault delays a message
 PARTITION_S_MAX = 12.0  # the longest partition
 BROKEN_S_MAX = 2.0  # the longest life of a connection that has lost, repeated or reordered a message
 NOTICED_S_MAX = 0.3  # the longest time that a worker takes to detect that its connection is lost
-
 Receiver = Callable[[Any], None]  # receives a sent object, unchanged
 
 

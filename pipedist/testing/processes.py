@@ -169,7 +169,11 @@ class _Process:
             timed_out = True
             self.kill()
         code = self._popen.returncode
-        value, exception, traceback = self._stored_result()
+        value, exception, traceback = None, "", ""
+        if self._result.exists():  # else the process ended before it stored one
+            from pipedist.protocol.codec import decode
+
+            value, exception, traceback = decode(frames_in(self._result.read_bytes()))
         return ProcessOutcome(
             self._number,
             value,
@@ -181,14 +185,6 @@ class _Process:
             signal=-code if code < 0 else None,
             timed_out=timed_out,
         )
-
-    def _stored_result(self) -> tuple[Tree, str, str]:
-        from pipedist.protocol.codec import decode
-
-        if not self._result.exists():  # the process ended before it stored one
-            return None, "", ""
-        value, exception, traceback = decode(frames_in(self._result.read_bytes()))
-        return value, exception, traceback
 
     def kill(self) -> None:
         """Kill the process and its children; does nothing if they have ended."""

@@ -58,10 +58,8 @@ def fake_result(value: object, ctx: Any) -> NDArray[np.int64]:
 def with_fake_results(program: Program, costs: Mapping[str, float]) -> tuple[Program, float | None]:
     """Replace the functions of the stages with declared costs (seconds of a call) by `fake_result`.
 
-    Returns the program, and the seconds of a call; None if no stage of it has a declared cost.
-
-    Raises:
-        UsageError: a stage without a declared cost reads the value of a stage with one.
+    Returns the program, and the seconds of a call; None if no stage of it has a declared cost. UsageError if another
+    stage reads the value of one that has.
     """
     declared = [stage.name for stage in program.stages if stage.name in costs]
     if not declared:

@@ -29,7 +29,6 @@ from pipedist.worker.process_setup import make_hello
 from pipedist.worker.progress import CallProgress, Running
 
 CALL_S_MAX = 0.02  # the longest call without a declared cost; durations are mixed
-
 _LOOP_TURNS_MAX = 10  # turns of an event loop in which the tasks of an ended process may finish
 
 Received = tuple[Message, list[memoryview]]
@@ -274,7 +273,6 @@ class SimulatedDriver(Driver):
                 self._reports.finished(self._slice.lease, self._run)
 
     def pass_of_slice(self) -> int:
-        """Return the pass of the calls that run, or 0."""
         return self._slice.pass_id if self._slice is not None else 0
 
 

@@ -158,15 +158,11 @@ def _follow(real: Callable[[], T], of: Callable[[float], T]) -> Callable[[], T]:
     return read
 
 
-def _nanoseconds(now: float) -> int:
-    return int(now * 1e9)
-
-
 _CLOCKS: Final = {
     "monotonic": _follow(time.monotonic, float),
     "perf_counter": _follow(time.perf_counter, float),
-    "monotonic_ns": _follow(time.monotonic_ns, _nanoseconds),
-    "perf_counter_ns": _follow(time.perf_counter_ns, _nanoseconds),
+    "monotonic_ns": _follow(time.monotonic_ns, lambda now: int(now * 1e9)),
+    "perf_counter_ns": _follow(time.perf_counter_ns, lambda now: int(now * 1e9)),
 }
 
 

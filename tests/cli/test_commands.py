@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pipedist._version import __version__
+from tests import preloaded
 from tests.cli.conftest import Command
 
 
@@ -127,7 +128,7 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [pytest.param(">&-", marks=pytest.mark.slow), "2>&-", "<&- >&- 2>&-"])
 def test_streams_that_are_closed_take_what_is_printed(tmp_path: Path, spec: Path, closed: str) -> None:
     spec.write_text(spec.read_text().replace("squares:squares", "squares:prints"))
     with (tmp_path / "squares.py").open("a") as module:
@@ -148,7 +149,7 @@ def test_streams_that_are_closed_take_what_is_printed(tmp_path: Path, spec: Path
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux's /dev/full")
 def test_a_full_disk_behind_stdout_is_reported(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
+        done = preloaded.run(
             [sys.executable, "-m", "pipedist", "schema"],
             stdout=full,
             stderr=subprocess.PIPE,

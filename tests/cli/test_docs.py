@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import preloaded
+
 DOCS = Path(__file__).parents[2] / "docs"
 HOME = "/home/me"
 TYPED = re.compile(r"\(Pdb\) (.*)\n")
@@ -27,7 +29,7 @@ def test_replay_prints_the_output_in_its_page(tmp_path: Path) -> None:
     for command in commands:
         words, _, expected = command.partition("\n")
         typed = "".join(f"{line}\n" for line in TYPED.findall(expected))
-        done = subprocess.run(
+        done = preloaded.run(
             [sys.executable, "-m", "pipedist", *shlex.split(words)],
             cwd=tmp_path, env={**os.environ, "PYTHONUNBUFFERED": "1"}, input=typed, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=100, check=False,

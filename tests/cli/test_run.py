@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import preloaded
 from tests.cli.conftest import Command
 from tests.cluster.launchers.processes import wait_gone
 
@@ -242,7 +243,7 @@ def test_a_place_that_can_not_be_a_folder_is_exit_2(pipedist: Command, spec: Pat
 )
 def test_a_full_disk_behind_stdout(spec: Path, args: str) -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
+        done = preloaded.run(
             [sys.executable, "-m", "pipedist", *args.split()],
             cwd=spec.parent, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
@@ -286,7 +287,7 @@ def test_a_full_disk_below_the_folder(spec: Path, file: str, axis: int) -> None:
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, 150_000));"
         "from pipedist.cli import main; sys.argv[0] = 'pipedist'; main()"
     )
-    done = subprocess.run(
+    done = preloaded.run(
         [sys.executable, "-c", limit, "run", "squares.yaml"],
         cwd=spec.parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -308,7 +309,7 @@ def slow_run(spec: Path, grace_s: float, *args: str) -> Iterator[subprocess.Pope
     text = spec.read_text().replace("squares:squares", "squares:slow")
     text = text.replace(', with: {factor: "${params.factor}"}', "")
     spec.write_text(text.replace("workers: 1", f"workers: 1, grace_s: {grace_s}"))
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         [sys.executable, "-m", "pipedist", "run", "squares.yaml", *args],
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -423,7 +424,7 @@ main()
 
 def test_a_signal_while_the_cluster_is_opened_does_not_tear_it(pipedist: Command, spec: Path) -> None:
     """A socket that is made, but known to nobody yet, would be waited for without an end."""
-    ended = subprocess.run(
+    ended = preloaded.run(
         [sys.executable, "-c", SIGNALLED, "run", "squares.yaml"],
         cwd=spec.parent,
         capture_output=True,
@@ -440,7 +441,7 @@ def test_a_signal_before_the_run_ends_the_process(spec: Path) -> None:
     """While the user's module is imported nothing runs yet, and the event loop is busy."""
     module = spec.with_name("squares.py")
     module.write_text(module.read_text() + "open('began', 'w').close()\ntime.sleep(600)\n")
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         [sys.executable, "-m", "pipedist", "run", "squares.yaml"],
         cwd=spec.parent,
         stdout=subprocess.PIPE,
@@ -467,7 +468,7 @@ def test_two_runs_into_one_folder(pipedist: Command, spec: Path) -> None:
 
 def test_a_terminal_gets_a_bar(spec: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
-    with subprocess.Popen(
+    with preloaded.Popen(
         [sys.executable, "-m", "pipedist", "run", "squares.yaml"],
         cwd=tmp_path,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "150"},
@@ -510,7 +511,7 @@ def test_a_function_source_computes_in_one_thread_unless_the_user_sets_another_n
 
 def test_an_output_without_a_name_is_not_the_current_folder(tmp_path: Path, spec: Path) -> None:
     (tmp_path / "empty").mkdir()
-    done = subprocess.run(
+    done = preloaded.run(
         [sys.executable, "-m", "pipedist", "run", str(spec), "--output", ""],
         cwd=tmp_path / "empty", capture_output=True, text=True, check=False, timeout=60,
     )  # fmt: skip

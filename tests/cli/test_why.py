@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from pipedist.cli.signals import StallReporter, StallTimer
+from tests import preloaded
 from tests.cli.conftest import Command
 
 PATIENCE_S = 120.0
@@ -35,7 +36,7 @@ def stalled(tmp_path: Path, spec: Path) -> Iterator[subprocess.Popen[str]]:
         "outputs: {total: total.json}\n"
     )
     command = [sys.executable, "-m", "pipedist", "run", str(path)]
-    run = subprocess.Popen(command, cwd=tmp_path, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    run = preloaded.Popen(command, cwd=tmp_path, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield run
     finally:

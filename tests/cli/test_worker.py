@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from pipedist.transport.keys import write_key_file
+from tests import preloaded
 from tests.cli.conftest import Command
 
 FUNCTIONS = (
@@ -40,7 +41,7 @@ SPEC = (
 
 @contextmanager
 def started(*args: str | Path, cwd: Path, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         [sys.executable, "-m", "pipedist", *map(str, args)],
         cwd=cwd,
         env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},

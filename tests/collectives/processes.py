@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedist.collectives.segment import SegmentOwner
+from tests import preloaded
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,7 @@ class Process:
         timeout_s: float,
     ) -> None:
         what = [owner.where, str(serial), str(member), json.dumps(sizes), scenario, str(timeout_s)]
-        self.process = subprocess.Popen(
+        self.process = preloaded.Popen(
             [sys.executable, "-m", "tests.collectives.member_process", *what],
             cwd=ROOT,
             stdout=subprocess.PIPE,

@@ -28,6 +28,7 @@ from pipedist.errors import UsageError, WorkersLost
 from pipedist.protocol import code_archive
 from pipedist.scheduler import SchedulerLimits
 from pipedist.transport.keys import ClusterKeys, key_text, new_keys
+from tests import preloaded
 from tests.cluster.launchers.processes import children_of, wait_gone, wait_state
 from tests.engines.here import GONE_S, HereEngine
 from tests.engines.placing import (
@@ -186,7 +187,7 @@ def parent_of_supervisor(join: JoinConfig) -> Iterator[tuple[subprocess.Popen[st
         "print(kept.pid, flush=True)\n"
         "kept.wait()\n"
     )
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         [sys.executable, "-c", script, join.endpoint],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -304,7 +305,7 @@ def test_a_missing_extra_is_reported_before_anything_runs(
         "from pipedist.cli import main; main()\n"
     )
     words = [sys.executable, "-c", hide, command, str(spec), "--cluster", engine]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = preloaded.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr
     assert f"pip install 'pipedist[{engine}]'" in done.stderr
     assert done.stdout == ""
@@ -356,7 +357,7 @@ def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Pat
         """)
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         [sys.executable, str(script), comes], stdout=subprocess.PIPE, text=True, env=environment
     )
     with process:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+
+from tests import preloaded
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "linear_regression.py"
 
 
 def test_it_learns() -> None:
-    done = subprocess.run(
+    done = preloaded.run(
         [sys.executable, str(EXAMPLE)], check=True, timeout=60, capture_output=True, text=True
     )
     *epochs, result = done.stdout.splitlines()

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import preloaded
+
 _HIDE = 'mount -t tmpfs none "$1" && shift && exec "$@"'
 
 
@@ -48,7 +50,7 @@ def worker(
     )  # fmt: skip
     if hidden is not None:
         command = ("unshare", "-rm", "sh", "-c", _HIDE, "sh", str(hidden), *command)
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         command,
         cwd=cwd,
         env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},

@@ -1,10 +1,9 @@
-"""The output of `pipedist launch`, checked by shellcheck and a schema; the batch script is executed."""
+"""The batch script of `pipedist launch slurm`, checked by shellcheck and executed; the manifest for Kubernetes."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -16,9 +15,10 @@ import jsonschema
 import pytest
 from ruamel.yaml import YAML
 
-from pipedist.cluster.templates import JobRequest, slurm_script
+from pipedist.cli.app import app
+from pipedist.cluster.slurm import JobRequest, slurm_script
 from pipedist.errors import UsageError
-from pipedist.transport.keys import write_key_file
+from tests import preloaded
 from tests.ports import free_port
 
 SCHEMA = json.loads((Path(__file__).parent / "jobset_schema.json").read_text())
@@ -72,7 +72,7 @@ def spec(tmp_path: Path) -> Path:
 
 
 def launch(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return preloaded.run(
         [sys.executable, "-m", "pipedist", "launch", *map(str, args)],
         capture_output=True,
         text=True,
@@ -193,73 +193,36 @@ def test_contradictory_options_are_reported(spec: Path) -> None:
     assert "can't be divided evenly" in uneven.stderr
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        (),
-        ("--nodes", "3", "--workers-per-node", "2", "--gpus", "2", "--namespace", "team", "--claim", "disk"),
-        ("--spec-in-image", "/app/spec.yaml"),
-    ],
-    ids=["plain", "all", "in image"],
-)
-def test_the_jobset_is_one(spec: Path, options: tuple[str, ...]) -> None:
-    done = launch("kubernetes", spec, "--print", "--image", "registry/pipedist:1", *options)
-    assert done.returncode == 0, done.stderr
-    manifest: dict[str, Any] = YAML(typ="safe").load(done.stdout)
-    jsonschema.Draft202012Validator(SCHEMA).validate(manifest)
+MANIFEST = Path(__file__).parents[2] / "examples" / "kubernetes" / "jobset.yaml"
+
+
+def test_the_jobset_of_the_examples_is_one() -> None:
+    yaml = YAML(typ="safe")
+    yaml.version = (1, 1)  # as Kubernetes reads it: 0400 is octal
+    manifest: dict[str, Any] = yaml.load(MANIFEST.read_text())
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    validator.validate(manifest)
     driver, workers = (job["template"]["spec"] for job in manifest["spec"]["replicatedJobs"])
     (run,) = driver["template"]["spec"]["containers"]
     (worker,) = workers["template"]["spec"]["containers"]
     name = manifest["metadata"]["name"]
-    assert name == "square-of-numbers"
     assert f"tcp://{name}-driver-0-0.{name}:5555" in worker["args"]
     assert "connect:tcp://*:5555" in run["args"]
     assert run["args"][run["args"].index("--workers") + 1] == str(workers["completions"])
-    assert "# pipedist keys new --output cluster.key" in done.stdout
-    volumes = workers["template"]["spec"]["volumes"]
-    assert [item["key"] for item in volumes[0]["secret"]["items"]] == ["worker.key"], "not the scheduler's"
-    assert ("create configmap" in done.stdout) == ("--spec-in-image" not in options)
-    assert ("--resume" in run["args"]) == ("--claim" in options)
-    if options and options[0] == "--nodes":
-        assert workers["parallelism"] == 6
-        assert worker["resources"]["limits"] == {"nvidia.com/gpu": "1"}
-
-
-def test_a_config_map_has_code_alone(spec: Path) -> None:
-    """The keys that the commands make are beside the spec as often as not."""
-    folder = spec.parent
-    named = folder / "my spec.yaml"
-    spec.rename(named)
-    write_key_file(folder / "cluster.key")
-    (folder / "package").mkdir()
-    (folder / "package" / "__init__.py").touch()
-    (folder / "beside.py").touch()
-    done = launch("kubernetes", named, "--print", "--image", "i")
-    assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if "create configmap" in line)
-    sources = [word for word in shlex.split(line) if word.startswith("--from-file=")]
-    assert f"--from-file={folder}/beside.py" in sources
-    assert f"--from-file=my-spec.yaml={named}" in sources
-    assert not any("key=" in word or ".key" in word or "package" in word for word in sources), sources
-    assert "# (without package/__init__.py, cluster.key (keys); if one is needed, use" in done.stdout
-    assert "- /pipedist/spec/my-spec.yaml\n" in done.stdout
-    for number in range(2):
-        (folder / f"data{number}").write_bytes(bytes(600_000))
-    much = launch("kubernetes", named, "--print", "--image", "i")
-    assert much.returncode == 2
-    assert "a ConfigMap holds 1,048,576" in much.stderr
-
-
-def test_the_schema_is_strict(spec: Path) -> None:
-    done = launch("kubernetes", spec, "--print", "--image", "i")
-    manifest = YAML(typ="safe").load(done.stdout)
-    manifest["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["restart"] = "Never"
+    (secret,) = (v["secret"] for v in workers["template"]["spec"]["volumes"])
+    assert secret["items"] == [{"key": "worker.key", "path": "worker.key", "mode": 0o400}], (
+        "not the scheduler's"
+    )
+    driver["template"]["spec"]["restart"] = "Never"
     with pytest.raises(jsonschema.ValidationError, match="'restart' was unexpected"):
-        jsonschema.Draft202012Validator(SCHEMA).validate(manifest)
+        validator.validate(manifest)
 
 
-@pytest.mark.parametrize("bad", [("--namespace", "A b"), ("--claim", "x;y")])
-def test_names_that_kubernetes_does_not_take(spec: Path, bad: tuple[str, str]) -> None:
-    done = launch("kubernetes", spec, "--print", "--image", "i", *bad)
-    assert done.returncode == 2
-    assert "lower-case letters" in done.stderr
+def test_the_commands_of_the_jobset_are_those_of_pipedist(tmp_path: Path) -> None:
+    manifest = YAML(typ="safe").load(MANIFEST.read_text())
+    for job in manifest["spec"]["replicatedJobs"]:
+        (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+        program, command, *arguments = [*container["command"], *container["args"]]
+        assert program == "pipedist"
+        context = app.commands[command].make_context(command, arguments)
+        assert context.params["key_file"].startswith("/pipedist/keys/")

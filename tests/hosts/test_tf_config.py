@@ -27,6 +27,7 @@ from pipedist.coordinator import worker_pool
 from pipedist.errors import PipedistError, RunCancelled, UsageError, WorkersLost
 from pipedist.protocol.codec import decode
 from pipedist.transport.keys import write_key_file
+from tests import preloaded
 from tests.ports import free_port
 from tests.state_size import entries
 
@@ -109,7 +110,7 @@ def programs(
         for job, count in jobs.items():
             for index in range(count):
                 config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
-                process = subprocess.Popen(
+                process = preloaded.Popen(
                     [sys.executable, "program.py"],
                     cwd=folder,
                     env={**os.environ, "TMPDIR": str(folder), "TF_CONFIG": config, **env},

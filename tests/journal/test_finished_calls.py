@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.journal.audit import audit
-from pipedist.journal.history import FORMAT, Header, PassHistory, read_history
+from pipedist.journal.history import FORMAT, Header, PassHistory, audit, read_history
 from pipedist.journal.writer import Journal
 from pipedist.runs.pass_journal import CALLS, FinishedCallLog, PassJournal, finished_calls
+from tests import preloaded
 from tests.journal.killing import ROOT
 
 F = "tests.journal.functions"
@@ -148,14 +148,14 @@ def test_calls_of_a_long_step_survive_a_killed_process(tmp_path: Path) -> None:
     soon = "from pipedist.runs import pass_execution; pass_execution.CALLS_S = 0.05"
     code = f"{soon}; from pipedist.cli.app import main; main()"
     command = [sys.executable, "-c", code, "run", "spec.yaml", "--output", "out", "--workers", "2"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+    with preloaded.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 60
         while durable_calls(tmp_path) < 4:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.kill()
     (tmp_path / "go").touch()
-    resumed = subprocess.run(
+    resumed = preloaded.run(
         [*command, "--resume"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert resumed.returncode == 0, resumed.stderr

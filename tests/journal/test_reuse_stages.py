@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import preloaded
 from tests.journal.killing import Job
 
 STEPS = 30
@@ -101,7 +102,7 @@ def interrupted(job: Job, how: str) -> None:
         assert steps(job) == 17
         return
     command = [sys.executable, "-m", "pipedist", "run", "spec.yaml", "--workers", "1", "--output", "out"]
-    with subprocess.Popen(command, cwd=job.folder, stderr=subprocess.PIPE) as process:
+    with preloaded.Popen(command, cwd=job.folder, stderr=subprocess.PIPE) as process:
         until = time.monotonic() + 60
         while called(job)["slow"] < 3 and time.monotonic() < until:
             assert process.poll() is None
@@ -216,7 +217,7 @@ def test_a_kill_while_the_run_is_replaced_loses_nothing(
     command = [sys.executable, "-m", "tests.journal.killed_in", function, where, "run", "spec.yaml"]
     command += ["--workers", "1", "--output", "out", "--resume=reuse"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, timeout=60, check=False)
+    done = preloaded.run(command, cwd=folder, env=env, capture_output=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     change(job, SPEC if where == "before" else added())
     assert job.run("--resume=reuse") == 0, job.stderr

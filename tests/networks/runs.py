@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import pipedist
 from pipedist.transport.keys import new_keys, write_key_file
+from tests import preloaded
 from tests.networks.hosts import Host
 
 PATIENCE_S = 90.0
@@ -196,7 +197,7 @@ class NetworkRun:
         assert ledger == {"elements": elements, "committed": elements, "quarantined": 0, "lost": 0}
         assert self._processes["scheduler"].wait(PATIENCE_S) == 0, self.said("scheduler")
         audit = [sys.executable, "-m", "pipedist", "audit", str(self.output)]
-        done = subprocess.run(audit, env=self._env, capture_output=True, text=True, timeout=PATIENCE_S)
+        done = preloaded.run(audit, env=self._env, capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, done.stdout + done.stderr
         return files_of(self.output)
 

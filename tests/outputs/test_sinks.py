@@ -20,6 +20,7 @@ from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
 from pipedist.outputs import spool as spool_module
 from pipedist.outputs.formats import SUFFIXES
+from tests import preloaded
 
 Shape = Literal["run", "per"]
 
@@ -322,7 +323,7 @@ def test_a_kill_in_the_middle_leaves_the_old_file(tmp_path: Path, suffix: str) -
         "sink.append(numpy.zeros(100_000)); sink.append(numpy.zeros(100_000))\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", script, path], check=False)
+    done = preloaded.run([sys.executable, "-c", script, path], check=False)
     assert done.returncode == -signal.SIGKILL
     assert path.read_bytes() == b"old"
     assert not [name for name in os.listdir(tmp_path) if not name.startswith(".") and name != path.name]

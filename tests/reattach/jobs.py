@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipedist.journal.history import read_history
+from tests import preloaded
 from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ Outcome = tuple[bytes, bytes]
 @contextmanager
 def started(*args: str, cwd: Path, module: str = "pipedist") -> Iterator[Program]:
     """Start `python -m pipedist ...`; it is gone at the end, whatever happens."""
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         [sys.executable, "-m", module, *args],
         cwd=cwd,
         env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)},

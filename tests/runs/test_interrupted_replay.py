@@ -14,6 +14,7 @@ import pytest
 import pipedist
 from pipedist.errors import CallError
 from pipedist.worker.boot import environment
+from tests import preloaded
 from tests.runs.test_replay import ROOT, F, command, written
 
 
@@ -36,7 +37,7 @@ def test_ctrl_c_ends_a_call_and_shows_where_it_was(
     tmp_path: Path, function: str, more: dict[str, Any]
 ) -> None:
     pipedist.run(written(tmp_path, one_stage(function, **more)), workers=1, output=tmp_path / "out")
-    with subprocess.Popen(
+    with preloaded.Popen(
         [sys.executable, "-m", "pipedist", "replay", "out", "--call", "y/1/1"],
         cwd=tmp_path,
         stderr=subprocess.PIPE,

@@ -13,7 +13,7 @@ import pytest
 
 import pipedist
 from pipedist.errors import CallError, JournalError, UsageError
-from pipedist.journal.audit import audit
+from pipedist.journal.history import audit
 from pipedist.outputs.run_record import PRIVATE
 from pipedist.runs import state_history
 from pipedist.runs.call_replay import Replayed

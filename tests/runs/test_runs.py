@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import secrets
-import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 
 import pipedist
+from tests import preloaded
 from tests.cluster.launchers.processes import wait_gone
 
 F = "tests.runs.functions"
@@ -157,7 +157,7 @@ def test_a_module_that_runs_its_own_functions_where_it_is_imported(
     function = '"selfish:total"' if imported_by == "process" else "total"
     (tmp_path / "selfish.py").write_text(SELF_RUNNING.replace("FUNCTION", function) + AT_THE_TOP[top])
     what = ["selfish.py"] if imported_by == "process" else ["-c", "import selfish"]
-    done = subprocess.run(
+    done = preloaded.run(
         [sys.executable, *what], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 1, done.stderr
@@ -175,7 +175,7 @@ def test_a_package_that_runs_a_function_of_its_own_where_it_is_imported(tmp_path
     (package / "inner.py").write_text("def total(x):\n    return x.sum()\n")
     text = SELF_RUNNING.replace("FUNCTION", '"selfish.inner:total"') + AT_THE_TOP["run-in-a-loop"]
     (package / "__init__.py").write_text(text)
-    done = subprocess.run(
+    done = preloaded.run(
         [sys.executable, "-c", "import selfish"],
         cwd=tmp_path,
         capture_output=True,
@@ -201,7 +201,7 @@ def test_a_script_without_a_main_guard(tmp_path: Path) -> None:
         """)
     )
     (tmp_path / "beside.py").write_text("def square(x):\n    return x * x\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = preloaded.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["top", "328350"], done.stderr
 
 

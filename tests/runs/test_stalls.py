@@ -24,7 +24,7 @@ from pipedist.cluster.launchers.local import LocalLauncher
 from pipedist.coordinator.diagnostics import name_all
 from pipedist.errors import UsageError
 from pipedist.outputs.run_record import LIVE, PRIVATE
-from pipedist.runs.diagnostics import _StatusProtocol, document, lines, query_status, serve_status
+from pipedist.runs.diagnostics import _send_status, document, lines, query_status, serve_status
 from pipedist.runs.pass_journal import RunJournal
 from pipedist.scheduler import PassSettings
 from pipedist.scheduler.diagnostics import Explanation, Reason, Wait
@@ -280,8 +280,9 @@ async def test_a_connection_during_shutdown_delays_nothing() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         loop = asyncio.get_running_loop()
-        factory = partial(_StatusProtocol, lambda: b"z" * 10_000_000, set(), over)
-        await loop.connect_accepted_socket(factory, ours)
+        answer = partial(_send_status, lambda: b"z" * 10_000_000, set(), over)
+        reader = asyncio.StreamReader()
+        await loop.connect_accepted_socket(lambda: asyncio.StreamReaderProtocol(reader, answer), ours)
         assert await anyio.to_thread.run_sync(theirs.recv, 1) == b""
 
 

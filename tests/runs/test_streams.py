@@ -18,6 +18,7 @@ import pytest
 
 import pipedist
 from pipedist.scheduler import SchedulerLimits
+from tests import preloaded
 from tests.strategy.functions import wait_for
 
 F = "tests.runs.functions"
@@ -443,7 +444,7 @@ def test_ctrl_c_in_a_notebook_ends_the_run(tmp_path: Path) -> None:
             print("interrupted")
         """)
     )
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    process = preloaded.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     with process, process.stdout as out:
         assert out.readline() == "napping\n"

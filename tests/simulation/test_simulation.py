@@ -36,7 +36,7 @@ SLOW_CALLS = Faults(slow=0.1, crash=0.02, error=0.2)
 
 
 @pytest.mark.parametrize(
-    ("workers", "calls", "seeds"), [(5, 40, 400), (20, 200, 40), (100, 1_000, 2)], ids=lambda n: str(n)
+    ("workers", "calls", "seeds"), [(5, 40, 200), (20, 200, 20), (100, 1_000, 2)], ids=lambda n: str(n)
 )
 def test_a_share_of_the_release_suite(workers: int, calls: int, seeds: int) -> None:
     suite = SimulationSuite(workers, calls)

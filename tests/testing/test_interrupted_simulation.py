@@ -17,6 +17,7 @@ import pytest
 from pipedist.errors import CallError
 from pipedist.runs.api import in_own_thread
 from pipedist.testing import SpecSimulation, simulate
+from tests import preloaded
 from tests.testing import replica_functions as fn
 from tests.testing.test_spec_simulation import spec_of
 
@@ -86,7 +87,7 @@ def started(folder: Path, function: str, *command: str) -> Iterator[subprocess.P
     (folder / "spec.yaml").write_text(SPEC.replace("FUNCTION", function))
     (folder / "script.py").write_text(SCRIPT)
     (folder / "tmp").mkdir()
-    process = subprocess.Popen(
+    process = preloaded.Popen(
         [sys.executable, *command],
         cwd=folder,
         stdout=subprocess.PIPE,
@@ -154,7 +155,7 @@ def test_the_next_simulation_removes_the_remains_of_a_killed_one(tmp_path: Path)
     assert len(left_in(tmp_path)) == 1
     next_one = [sys.executable, *command, "--seeds", "1", "--costs", "each=1"]
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
-    subprocess.run(next_one, cwd=tmp_path, env=environment, check=True, timeout=WAIT_S, capture_output=True)
+    preloaded.run(next_one, cwd=tmp_path, env=environment, check=True, timeout=WAIT_S, capture_output=True)
     assert not left_in(tmp_path)
 
 
@@ -166,7 +167,7 @@ def test_a_module_without_a_guard_that_simulates_its_own_function(tmp_path: Path
         "STAGES = {'y': {'run': 'module:same'}, 't': {'reduce': 'sum', 'of': 'y', 'axis': 0}}\n"
         "simulate({'pipedist': 1, 'dataset': {'range': 4, 'batch': 2}, 'stages': STAGES})\n"
     )
-    done = subprocess.run(
+    done = preloaded.run(
         [sys.executable, *start], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False
     )
     assert done.returncode == 1

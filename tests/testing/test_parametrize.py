@@ -6,18 +6,18 @@ from pipedist.errors import UsageError
 from pipedist.testing import combinations
 from pipedist.testing.parametrize import unavailable
 
-SEEN: list[tuple[str, int, bool]] = []
-
 
 @combinations(strategy=["mirrored"], workers=[1, 3], shared=[True, False])
 def test_one_combination(request: pytest.FixtureRequest, strategy: str, workers: int, shared: bool) -> None:
     name = "shared" if shared else "not_shared"
     assert request.node.name == f"test_one_combination[mirrored-{workers}_workers-{name}]"
-    SEEN.append((strategy, workers, shared))
+    assert strategy == "mirrored"
 
 
-def test_each_combination_was_a_test() -> None:
-    assert set(SEEN) == {("mirrored", n, s) for n in (1, 3) for s in (True, False)}
+def test_each_combination_is_a_test() -> None:
+    (mark,) = test_one_combination.pytestmark
+    _, cases = mark.args
+    assert {case.values for case in cases} == {("mirrored", n, s) for n in (1, 3) for s in (True, False)}
 
 
 def test_combinations_are_skipped_with_the_reason() -> None:

@@ -43,7 +43,7 @@ def test_faults_do_not_change_the_results(function: object, capsys: pytest.Captu
     assert not capsys.readouterr().out
 
 
-@pytest.mark.parametrize("function", [fn.draws, fn.waits])
+@pytest.mark.parametrize("function", [fn.draws, pytest.param(fn.waits, marks=pytest.mark.slow)])
 def test_in_asyncios_debug_mode(function: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONASYNCIODEBUG", "1")
     assert simulate(spec_of(function), seeds=range(2), faults=FAULTS)["crash"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -34,6 +33,7 @@ from pipedist.protocol.messages import (
 )
 from pipedist.protocol.program import Emit, ReaderConfig
 from pipedist.worker.process import ExitCode
+from tests import preloaded
 from tests.worker.fake_scheduler import FakeScheduler, program
 
 FUNCTIONS = "tests.worker.replica_functions"
@@ -403,7 +403,7 @@ def _as_sent(folder: Path) -> list[list[bytes]]:
         "frames = to_frames(sent), encode([None, None, [Shape(3)]])\n"
         "print(json.dumps([[bytes(frame).hex() for frame in part] for part in frames]))\n"
     )
-    sent = subprocess.run(
+    sent = preloaded.run(
         [sys.executable, script],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

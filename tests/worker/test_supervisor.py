@@ -31,11 +31,13 @@ from pipedist.protocol.messages import (
 )
 from pipedist.transport.dealer import ConnectionLost
 from pipedist.transport.keys import write_key_file
+from pipedist.worker import boot
 from pipedist.worker import supervisor as supervisor_module
 from pipedist.worker.process import ExitCode
 from pipedist.worker.process_setup import WorkerSettings
 from pipedist.worker.progress import CallProgress
 from pipedist.worker.supervisor import Supervisor, WorkerProcess, run_worker
+from tests import preloaded
 from tests.cluster.launchers.processes import children_of, ids_in, wait_gone, wait_state
 from tests.worker.fake_scheduler import FakeScheduler, program
 
@@ -67,12 +69,15 @@ class Supervised:
         return self.process.returncode, stderr.decode()
 
 
-async def dial_in(endpoint: str, key_file: Path, join_s: float = 60.0) -> asyncio.subprocess.Process:
+async def dial_in(
+    endpoint: str, key_file: Path, join_s: float = 60.0, *, fresh: bool = False
+) -> asyncio.subprocess.Process:
     script = (
         "import sys; from pipedist.worker.supervisor import Supervisor, run_worker; "
         f"sys.exit(run_worker({endpoint!r}, {str(key_file)!r}, join_s={join_s}, leave_s=60))"
     )
-    return await asyncio.create_subprocess_exec(
+    start = asyncio.create_subprocess_exec if fresh else preloaded.create_subprocess_exec
+    return await start(
         sys.executable,
         "-c",
         script,
@@ -83,10 +88,11 @@ async def dial_in(endpoint: str, key_file: Path, join_s: float = 60.0) -> asynci
 
 
 @asynccontextmanager
-async def supervised(tmp_path: Path) -> AsyncIterator[Supervised]:
+async def supervised(tmp_path: Path, *, fresh: bool = False) -> AsyncIterator[Supervised]:
+    """Start a supervisor, in a new interpreter if it is to be fresh."""
     key_file = tmp_path / "keys.json"
     async with FakeScheduler(write_key_file(key_file).server) as scheduler:
-        process = await dial_in(scheduler.endpoint, key_file)
+        process = await dial_in(scheduler.endpoint, key_file, fresh=fresh)
         try:
             yield Supervised(scheduler, process)
         finally:
@@ -240,7 +246,7 @@ async def test_what_user_code_has_started_ends_with_its_worker(tmp_path: Path, e
 
 async def test_an_interrupt_while_a_worker_starts_is_ignored(tmp_path: Path) -> None:
     """Imports that are interrupted print a traceback."""
-    async with supervised(tmp_path) as it:
+    async with supervised(tmp_path, fresh=True) as it:
         interrupted: set[int] = set()
         while it.scheduler.inbox.empty():
             for pid in children_of(it.process.pid):
@@ -260,6 +266,9 @@ async def test_a_process_that_goes_on_was_not_stopped_for_too_long(
 ) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(supervisor_module, "time", clock)
+    monkeypatch.setattr(
+        boot, "Popen", subprocess.Popen
+    )  # it has one thread while it imports: all stops at once
     files = [os.memfd_create(name) for name in ("progress", "kept", "proof")]
     os.ftruncate(files[0], CallProgress.BYTES)
     endpoint = f"ipc://{tmp_path}/unused"

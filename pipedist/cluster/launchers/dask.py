@@ -35,16 +35,11 @@ from pipedist.errors import UsageError
 if TYPE_CHECKING:
     from distributed import Worker
 
-_POLL_S = 1.0
-"""How soon the end of Dask's scheduler is noticed."""
+_POLL_S = 1.0  # how soon the end of Dask's scheduler is noticed
 
 
 class DaskPlugin(WorkerPlugin):
-    """The supervisor of one worker, as long as its Dask worker lives.
-
-    Args:
-        name: of the plugin, and of the topic on which it reports that the supervisor has left.
-    """
+    """The supervisor of one worker, as long as its Dask worker lives; reports on the topic `name` that it has left."""
 
     def __init__(self, name: str, join: JoinConfig) -> None:
         self.name = name
@@ -76,8 +71,7 @@ class DaskEngine(Engine):
         self._cluster: Any = None
         self._client: Any = None
         self._is_registered = False
-        self._left: set[str] = set()
-        """Addresses of Dask workers whose supervisor has left."""
+        self._left: set[str] = set()  # addresses of Dask workers whose supervisor has left
 
     async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
         self._client.subscribe_topic(

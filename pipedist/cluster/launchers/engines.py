@@ -19,20 +19,11 @@ from anyio.abc import TaskGroup
 from pipedist.cluster.launchers.supervisor_process import JoinConfig
 from pipedist.errors import UsageError
 
-LOCAL = "local"
-"""The address of an engine that a cluster starts for itself, on this host."""
-
-GRACE_S = 3.0
-"""How long the processes of a worker may take to end when the cluster closes; then they are killed."""
-
-PLACE_S = 60.0
-"""How long an engine may take to place the workers, by default."""
-
-CLOSE_S = 30.0
-"""How long an engine may take to end the workers, and then to close the connection."""
-
-OnFailed = Callable[[str], None]
-"""Called on the event loop with the reason when an engine has no worker any more, and will not get one."""
+LOCAL = "local"  # the address of an engine that a cluster starts for itself, on this host
+GRACE_S = 3.0  # how long a worker's processes may take to end at the cluster's end; then they are killed
+PLACE_S = 60.0  # how long an engine may take to place the workers, by default
+CLOSE_S = 30.0  # how long an engine may take to end the workers, and then to close the connection
+OnFailed = Callable[[str], None]  # called on the event loop with the reason why no worker is left
 
 
 class Watchers:
@@ -69,8 +60,7 @@ class Engine(ABC):
     """
 
     def __init__(self) -> None:
-        self.host = ""
-        """The address of this host, as the engine's nodes reach it; known after entering."""
+        self.host = ""  # the address of this host, as the engine's nodes reach it; known after entering
         self._stack = AsyncExitStack()
         self.watchers = Watchers()
 

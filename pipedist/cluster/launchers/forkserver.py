@@ -71,43 +71,29 @@ from pipedist.worker.process_setup import (
 from pipedist.worker.progress import CallProgress, Overdue, end_of
 
 _READ_BYTES = 65_536
-_LAUNCHER_END_S = 2.0
-"""How long the process of a launcher whose socket has ended may take to end."""
-_EXIT_S_MAX = 1.0
-"""How long a process may take to end after it has closed its descriptors."""
-_UNSENT_BYTES_MAX = 65_536
-"""Messages for a launcher that reads none, beyond which the server reads no requests."""
-_FLUSH_S = 1.0
-"""How long the last messages may take to be sent."""
+_LAUNCHER_END_S = 2.0  # how long the process of a launcher whose socket has ended may take to end
+_EXIT_S_MAX = 1.0  # how long a process may take to end after it has closed its descriptors
+_UNSENT_BYTES_MAX = 65_536  # messages for a launcher that reads none; beyond it no requests are read
+_FLUSH_S = 1.0  # how long the last messages may take to be sent
 _CGROUPS = Path("/proc/self/cgroup")
 _CGROUP_MOUNT = Path("/sys/fs/cgroup")
 
 
 @dataclass(slots=True)
 class _Child:
-    """A worker of this server.
-
-    Args:
-        memory: descriptor of the memory of `progress`, which the launcher opens through /proc; -1: none.
-        life: read end of a pipe whose write end the worker holds, and an exec closes; -1: it is closed.
-        stopped_at: when it was stopped (SIGSTOP), None while it runs.
-        closed_at: when it closed its end of `life`, None before.
-        note: why the server killed it.
-        overdue: the call for which it was killed, because that took too long.
-        was_killed: the server has killed it.
-    """
+    """A worker of this server."""
 
     worker: str
     incarnation: int
     pid: int
     progress: CallProgress
-    memory: int
-    life: int
-    stopped_at: float | None = None
-    closed_at: float | None = None
-    note: str = ""
-    overdue: Overdue | None = None
-    was_killed: bool = False
+    memory: int  # descriptor of the memory of `progress`, which the launcher opens through /proc; -1: none
+    life: int  # read end of a pipe whose write end the worker holds, and an exec closes; -1: it is closed
+    stopped_at: float | None = None  # when it was stopped (SIGSTOP), None while it runs
+    closed_at: float | None = None  # when it closed its end of `life`, None before
+    note: str = ""  # why the server killed it
+    overdue: Overdue | None = None  # the call for which it was killed, because that took too long
+    was_killed: bool = False  # the server has killed it
 
     def close(self) -> None:
         _close_memory(self.progress, self.memory)
@@ -122,18 +108,13 @@ class ForkServer:
         self.pid = os.getpid()
         self._control = control
         self._launcher_pid = launcher_pid
-        self._stopped_s_max = math.inf
-        """How long a worker may be stopped before it is killed, seconds."""
-        self._check_s: float | None = None
-        """How often to look for calls that take too long, seconds; None: never."""
-        self._directory = ""
-        """The directory of the launcher's sockets, removed if its process dies; "": none."""
-        self._is_dismissed = False
-        """The launcher has sent "end"."""
+        self._stopped_s_max = math.inf  # how long a worker may be stopped before it is killed, seconds
+        self._check_s: float | None = None  # how often to look for calls that take too long; None: never
+        self._directory = ""  # the directory of the launcher's sockets, removed if its process dies; "": none
+        self._is_dismissed = False  # the launcher has sent "end"
         self._unpacker = msgpack.Unpacker()
         self._unsent = bytearray()
-        self._gates: list[int] = []
-        """Pipes whose end lets a worker begin, when the launcher has been sent its process id."""
+        self._gates: list[int] = []  # pipes whose end lets a worker begin, once its process id is sent
         self._children: dict[int, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._wake_up, self._wake_up_end = socket.socketpair()

@@ -31,19 +31,14 @@ from pipedist.worker.progress import Running, unpack_running
 
 _READ_BYTES = 65_536
 
-_GONE_S = 0.05
-"""How long a server whose socket has ended may take to end."""
+_GONE_S = 0.05  # how long a server whose socket has ended may take to end
 
 
 class LocalLauncher:
     """Starts workers on this host.
 
-    Args:
-        grace_s: how long leaving `async with` waits for workers that were sent a Stop, seconds.
-        join_s: how long the scheduler may take to reply to a worker, seconds.
-        stopped_s_max: how long a worker may be stopped (SIGSTOP) before it is killed, seconds.
-        gpus: by worker, its CUDA_VISIBLE_DEVICES and the number of GPUs that it owns; other workers see what this
-            process sees.
+    `gpus`: by worker, its CUDA_VISIBLE_DEVICES and the number of GPUs that it owns; other workers see what this
+    process sees.
     """
 
     def __init__(
@@ -51,9 +46,9 @@ class LocalLauncher:
         endpoint: str,
         *,
         threads: int = 1,
-        grace_s: float = 1.0,
-        join_s: float = 30.0,
-        stopped_s_max: float = 3.0,
+        grace_s: float = 1.0,  # how long leaving `async with` waits for workers that were sent a Stop
+        join_s: float = 30.0,  # how long the scheduler may take to reply to a worker
+        stopped_s_max: float = 3.0,  # how long a worker may be stopped (SIGSTOP) before it is killed
         gpus: Mapping[str, tuple[str, float]] = MappingProxyType({}),
     ) -> None:
         if isinstance(threads, bool) or threads < 1:
@@ -65,13 +60,10 @@ class LocalLauncher:
         self._join_s = join_s
         self._stopped_s_max = stopped_s_max
         self._gpus = gpus
-        self._workers: dict[tuple[str, int], int] = {}
-        """Process id of each (worker, incarnation) that was started; 0: not known yet."""
-        self._memories: dict[tuple[str, int], int] = {}
-        """The fork server's descriptor of each one's `Progress`; -1: none."""
+        self._workers: dict[tuple[str, int], int] = {}  # process id of each (worker, incarnation); 0: unknown
+        self._memories: dict[tuple[str, int], int] = {}  # server's descriptor of each `Progress`; -1: none
         self._server: _Connection | None = None
-        self._old_servers: list[_Connection] = []
-        """Servers that have ended, whose process is not reaped yet."""
+        self._old_servers: list[_Connection] = []  # servers that have ended, whose process is not reaped yet
         self._check_s: float | None = None
         self._open = False
         self._closing = False
@@ -210,12 +202,7 @@ class LocalLauncher:
 
 
 class _Connection:
-    """The connection to a running fork server.
-
-    Args:
-        on_frame: called with each message of the server.
-        on_end: called when the server is gone.
-    """
+    """The connection to a running fork server; `on_frame` gets its messages, `on_end` is called when it is gone."""
 
     def __init__(
         self,

@@ -41,42 +41,25 @@ from pipedist.errors import UsageError
 from pipedist.protocol.code_archive import CodeTooLarge, unpack
 from pipedist.protocol.code_archive import take as take_snapshot
 
-AUTO = "auto"
-"""The address of the Ray that runs on this host, or that RAY_ADDRESS names."""
-
-STORE_BYTES = 100 * 2**20
-"""The object store of a Ray that the cluster starts: the run puts nothing into it."""
-
-RESTARTS_MAX = 1000
-"""How often Ray starts an actor again."""
-
-_REPLY_S = 10.0
-"""How long the address of a Ray cluster may take to accept a connection."""
-
-_POLL_S = 0.5
-"""How soon a cancellation is noticed while Ray looks for resources."""
+AUTO = "auto"  # the address of the Ray that runs on this host, or that RAY_ADDRESS names
+STORE_BYTES = 100 * 2**20  # the object store of a Ray that the cluster starts: the run puts nothing into it
+RESTARTS_MAX = 1000  # how often Ray starts an actor again
+_REPLY_S = 10.0  # how long the address of a Ray cluster may take to accept a connection
+_POLL_S = 0.5  # how soon a cancellation is noticed while Ray looks for resources
 
 T = TypeVar("T")
 
 
 class RayResources(Struct, frozen=True):
-    """Resources that Ray reserves: equal bundles of resources by name.
-
-    Args:
-        placement: `pack`: on as few nodes as have the resources; `spread`: on as many.
-    """
+    """Resources that Ray reserves: equal bundles of resources by name."""
 
     workers: int
     bundle: Mapping[str, float]
-    placement: str
+    placement: str  # `pack`: on as few nodes as have the resources; `spread`: on as many
 
 
 class RayActor:
-    """The supervisor of one worker; methods run in threads of the actor.
-
-    Args:
-        has_code: the actor's working folder is a copy of the spec's modules.
-    """
+    """The supervisor of one worker; methods run in threads of the actor, whose folder may have the spec's modules."""
 
     def __init__(self, join: JoinConfig, has_code: bool) -> None:
         code = (os.getcwd(),) if has_code else ()
@@ -110,15 +93,12 @@ class RayEngine(Engine):
         self._place_s = place_s
         self._code = code
         self._has_code = False
-        self._is_ours = False
-        """The connection is this engine's to close."""
-        self._scratch = Path()
-        """For a Ray of its own, and for the copy of the modules that are sent."""
+        self._is_ours = False  # the connection is this engine's to close
+        self._scratch = Path()  # for a Ray of its own, and for the copy of the modules that are sent
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="pipedist-ray")
         self._group: Any = None
         self._actors: list[Any] = []
-        self._left = 0
-        """Supervisors that have left for good."""
+        self._left = 0  # supervisors that have left for good
 
     async def start(self, join: JoinConfig, on_failed: OnFailed) -> None:
         await self._call(self._make_group)
@@ -179,7 +159,12 @@ class RayEngine(Engine):
                         "--head`, or use `address: local`."
                     ) from None
                 self._start_local()
-        return self._own_address()
+        if self._address == LOCAL:
+            return "127.0.0.1"
+        if ray.util.client.ray.is_connected():  # this host is not a node of Ray
+            nodes = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+            return address_towards(nodes[0])
+        return str(ray.util.get_node_ip_address())
 
     def _start_local(self) -> None:
         import ray
@@ -207,16 +192,6 @@ class RayEngine(Engine):
         _connect_to(address, environment, self._place_s)
         self._is_ours = True
         self._has_code = bool(environment)
-
-    def _own_address(self) -> str:
-        import ray
-
-        if self._address == LOCAL:
-            return "127.0.0.1"
-        if ray.util.client.ray.is_connected():  # this host is not a node of Ray
-            nodes = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
-            return address_towards(nodes[0])
-        return str(ray.util.get_node_ip_address())
 
     # Group and actors are noted in this thread: the task that waits for them may be cancelled meanwhile.
 
@@ -348,15 +323,10 @@ def copy_code(code: Path, to: Path) -> None:
 
 
 def _connect_to(address: str, environment: Mapping[str, object], place_s: float) -> None:
-    """Connect this process to a Ray cluster.
+    """Connect this process to a Ray cluster; `environment` is the `runtime_env` of what it starts there.
 
-    Args:
-        environment: the `runtime_env` of what is started over the connection.
-        place_s: how long a client server may take to start its process for this one, seconds.
-
-    Raises:
-        ConnectionError: no Ray accepts a connection there.
-        UsageError: it has another version of Ray or Python, or Ray Client is not installed.
+    A client server may take `place_s` to start its process for this one. ConnectionError: no Ray accepts a
+    connection there; UsageError: it has another version of Ray or Python, or Ray Client is not installed.
     """
     import ray
 

@@ -20,12 +20,10 @@ from typing import Final, Self
 
 from pipedist.worker import boot
 
-END_S: Final = 2.0
-"""How long a fork server may take to kill its workers and end; then it is killed."""
+END_S: Final = 2.0  # how long a fork server may take to kill its workers and end; then it is killed
 
 _lock = threading.Lock()
-_spares: list[ServerProcess] = []
-"""Servers that no launcher has taken over."""
+_spares: list[ServerProcess] = []  # servers that no launcher has taken over
 
 
 class ServerProcess:
@@ -87,8 +85,7 @@ class Spare:
     """
 
     def __init__(self, server: ServerProcess | None = None) -> None:
-        self.end = weakref.finalize(self, _end_spare, server)
-        """Ends the server, unless a launcher has it; may be called twice."""
+        self.end = weakref.finalize(self, _end_spare, server)  # unless a launcher has it; may be called twice
 
     def __enter__(self) -> Self:
         return self

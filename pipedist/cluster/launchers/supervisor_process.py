@@ -29,34 +29,22 @@ from msgspec import Struct
 
 from pipedist.worker import boot
 
-STARTS_MAX = 5
-"""Supervisors that a signal may end before their worker is given up."""
-
-LAST_LINES = 5
-"""Lines of standard error that are kept, to explain why a supervisor left."""
-
-JOIN_S = 30.0
-"""How long the scheduler may take to reply for the first time, by default, seconds."""
+STARTS_MAX = 5  # supervisors that a signal may end before their worker is given up
+LAST_LINES = 5  # lines of standard error that are kept, to explain why a supervisor left
+JOIN_S = 30.0  # how long the scheduler may take to reply for the first time, by default, seconds
 
 _LINE_BYTES_MAX = 4096
-_DRAIN_S = 1.0
-"""How long to wait for the last lines of a supervisor that has ended."""
+_DRAIN_S = 1.0  # how long to wait for the last lines of a supervisor that has ended
 
 
 class JoinConfig(Struct, frozen=True):
-    """How a worker joins a cluster.
-
-    Args:
-        keys: the text of a key file for workers.
-        code: folders that are appended to the worker's `sys.path`.
-        join_s: how long the scheduler may take to reply for the first time, seconds.
-    """
+    """How a worker joins a cluster."""
 
     endpoint: str
-    keys: str
+    keys: str  # the text of a key file for workers
     threads: int = 1
-    code: tuple[str, ...] = ()
-    join_s: float = JOIN_S
+    code: tuple[str, ...] = ()  # folders that are appended to the worker's `sys.path`
+    join_s: float = JOIN_S  # how long the scheduler may take to reply for the first time, seconds
 
     def __repr__(self) -> str:
         return f"JoinConfig({self.endpoint!r}, threads={self.threads}, code={self.code!r})"
@@ -65,9 +53,7 @@ class JoinConfig(Struct, frozen=True):
 class SupervisorProcess:
     """A supervisor process on this host, until `close` or until it leaves.
 
-    Args:
-        on_left: called with the reason, in a thread of its own, if the supervisor leaves although neither `close` nor
-            its scheduler has ended it.
+    `on_left` is called with the reason, in a thread of its own, if neither `close` nor its scheduler has ended it.
     """
 
     def __init__(self, join: JoinConfig, on_left: Callable[[str], None] = lambda _reason: None) -> None:

@@ -52,10 +52,8 @@ class Reader(abc.ABC):
     def read(self, location: Tree) -> Tree:
         """Return the shard at `location`, as the spec language defines it.
 
-        The location is from the source's `locate`; for sources `by_id`, it is the element ids.
-
-        Raises:
-            SourceError: a file has changed or is missing, or its data is not as declared.
+        The location is from the source's `locate`; for sources `by_id`, it is the element ids. SourceError: a file
+        has changed or is missing, or its data is not as declared.
         """
 
     def close(self) -> None:
@@ -75,11 +73,7 @@ class Source(abc.ABC):
     config: Config  # settings of the reader; empty if not `portable`
 
     def locate(self, ids: Ids) -> Tree:
-        """Return the location of elements, of any epoch: a tree that can be sent to a reader.
-
-        Raises:
-            IndexError: an id is negative, or the source is empty.
-        """
+        """Return the location of elements, of any epoch: a tree that can be sent. Raise IndexError for a wrong id."""
         return ids
 
     @abc.abstractmethod
@@ -127,11 +121,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def rows_of(ids: Ids, length: int) -> Ids:
-    """Return the rows of `ids` within an epoch of `length` elements, as a range if they are consecutive.
-
-    Raises:
-        IndexError: an id is negative, or `length` is 0 and `ids` is not empty.
-    """
+    """Return the rows of `ids` within an epoch of `length` elements, a range if consecutive, or raise IndexError."""
     if len(ids) == 0:
         return range(0)
     if length == 0:
@@ -157,16 +147,20 @@ def sealed(array: npt.NDArray[_AnyArray]) -> npt.NDArray[_AnyArray]:
 
 
 def plain_array(leaf: Any, what: str, key: str) -> npt.NDArray[Any]:
-    """Return an array-like value as an array; errors name it `what`, and the setting `key`.
-
-    Raises:
-        SourceError: the array is masked, or of a dtype that can't be sent.
-    """
+    """Return an array-like value as an array, or raise SourceError, which names it `what`, and the setting `key`."""
     if is_masked(leaf):
         raise SourceError(
             f"{what}: a masked array can't be read", key=key, expected=f"plain ones: {conversion_hint(leaf)}"
         )
-    array = np.asarray(leaf)
+    try:
+        array = np.asarray(leaf)
+    except Exception as error:  # of another library
+        hint = conversion_hint(leaf) or "numpy.asarray must convert it"
+        raise SourceError(
+            f"{what}: a {type(leaf).__name__} can't be converted to an array: {type(error).__name__}: {error}",
+            key=key,
+            expected=f"plain arrays: {hint}",
+        ) from error
     check_dtype(array.dtype, what, key)
     return array
 

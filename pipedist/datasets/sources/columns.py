@@ -20,7 +20,6 @@ from pipedist.datasets.sources.base import SourceError, nearest, sealed
 Column = npt.NDArray[Any]
 
 MISSING = (b"", b"NA", b"NaN")  # the texts of a missing value
-
 _MATRIX_BYTES_MAX = 32  # longer cells are converted one by one, which is faster
 
 _TRUTH = {b"true": True, b"false": False, b"1": True, b"0": False}
@@ -100,11 +99,7 @@ def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
 
 
 def column_of_cells(cells: Cells, kind: str) -> Column:
-    """Return cells of UTF-8 text as an array of their column's type; "str" is as wide as the longest text.
-
-    Raises:
-        CellError: a cell does not have the type.
-    """
+    """Return cells of UTF-8 text as an array of their type, or raise CellError; "str" is as wide as the longest."""
     if kind == "str":
         return _strings(cells)
     dtype = np.dtype(kind)
@@ -114,11 +109,7 @@ def column_of_cells(cells: Cells, kind: str) -> Column:
 
 
 def column_of_values(values: Sequence[object], kind: str) -> Column:
-    """Return values of JSON objects as an array of their column's type; None is missing, a text as in csv.
-
-    Raises:
-        CellError: a value does not have the type.
-    """
+    """Return values of JSON objects as an array of their type, or raise CellError; None is missing, text as in csv."""
     plain = {"s": str, "b": bool, "f": float}.get(kind[0], int)
     texts = []
     for row, value in enumerate(values):
@@ -152,11 +143,7 @@ def _strings(cells: Cells) -> Column:
 
 
 def array_of_texts(texts: Sequence[str]) -> Column:
-    """Return texts as an array.
-
-    Raises:
-        CellError: a text ends with a zero byte, which NumPy's text can't hold.
-    """
+    """Return texts as an array; raise CellError for a zero byte at an end, which NumPy's text can't hold."""
     for row, text in enumerate(texts):
         if text.endswith("\0"):
             raise CellError(row, f"{_short(repr(text))} ends with a zero byte, which NumPy's text can't hold")

@@ -125,16 +125,7 @@ class CsvReader(RowReader):
 
 
 def column_cells(data: bytes, rows: int, fields: int, positions: Sequence[int]) -> list[Cells]:
-    """Return the cells of the fields at some (0-based) positions.
-
-    Args:
-        data: whole rows; ends with a line feed.
-        rows: number of rows.
-        fields: number of fields of each row.
-
-    Raises:
-        RowError: a row has more or fewer fields, or is not csv.
-    """
+    """Return the cells of the fields at some (0-based) positions, in whole rows; raise RowError for a malformed row."""
     if not rows:
         return [Cells.of(()) for _ in positions]
     array = np.frombuffer(data, np.uint8)

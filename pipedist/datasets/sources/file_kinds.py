@@ -57,12 +57,7 @@ def refuse_binary(file: DataFile, descriptor: int) -> None:
 
 
 def unreadable(file: DataFile, wanted: str, why: object) -> SourceError:
-    """Return the error for a file that its source can't read.
-
-    Args:
-        wanted: the kind that the source reads: ".npy".
-        why: the reader's error, for a file of that kind or of an unknown one.
-    """
+    """Return the error for a file that its source can't read as `wanted` (".npy"); `why` is the reader's error."""
     descriptor = file.open()
     try:
         kind = kind_of(file.read(descriptor, 0, min(_HEAD_BYTES, file.size_bytes)))
@@ -105,9 +100,7 @@ def _is_text(head: bytes) -> bool:
 
 
 UNPACKED_RATIO_MAX = 100
-UNPACKED_BYTES_MIN = (
-    1 << 30
-)  # default limit of one compressed file: this, or its size times UNPACKED_RATIO_MAX
+UNPACKED_BYTES_MIN = 1 << 30  # default limit of a compressed file: this, or UNPACKED_RATIO_MAX times its size
 STORE_BYTES_MAX = 1 << 40  # limit of one source
 _COPY_BYTES = 1 << 20
 _ALIGN_BYTES = 64

@@ -244,9 +244,9 @@ class IterableSource(Source):
     def _mismatch(self, index: int, there: str, expected: str, path: str) -> SourceError:
         what = f", {path}" if path else ""
         return SourceError(
-            f"{self._label}, element {index}{what}: {there}, element 0 has {expected}",
+            f"{self._label}: element {index}{what} is {there}, but element 0 is {expected}. Elements of a source "
+            "have one structure, dtype and shape: pad them, or return the parts of each as elements",
             key="call",
-            expected="elements of one structure, dtype and shape",
         )
 
 

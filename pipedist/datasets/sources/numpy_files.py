@@ -133,7 +133,6 @@ class NumpyReader(Reader):
 
 
 def open_npy(config: Config, folder: Path) -> ReaderSource:
-    """Open `.npy` files."""
     arrays = []
     for file in expand(config["path"], folder):
         with _open(file) as stream:
@@ -206,13 +205,6 @@ def _stored(stream: IO[bytes], file: DataFile, what: str) -> Stored:
     return stored
 
 
-def _seek_to_data(stream: IO[bytes], info: zipfile.ZipInfo) -> None:
-    # the lengths in the local header can differ from those in the directory
-    stream.seek(info.header_offset + 26)
-    name_bytes, extra_bytes = struct.unpack("<HH", stream.read(4))
-    stream.seek(name_bytes + extra_bytes, os.SEEK_CUR)
-
-
 def _members(file: DataFile, store: UnpackStore) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     try:
@@ -223,7 +215,10 @@ def _members(file: DataFile, store: UnpackStore) -> dict[str, Stored]:
                 if name in found:
                     raise SourceError(f"{what} is in it twice", key="path")
                 if info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1:
-                    _seek_to_data(stream, info)
+                    # the lengths in the local header can differ from those in the directory
+                    stream.seek(info.header_offset + 26)
+                    name_bytes, extra_bytes = struct.unpack("<HH", stream.read(4))
+                    stream.seek(name_bytes + extra_bytes, os.SEEK_CUR)
                     found[name] = _stored(stream, file, what)
                 else:
                     with archive.open(info) as packed:

@@ -31,9 +31,7 @@ from pipedist.datasets.sources.columns import CellError, Column, array_of_texts,
 from pipedist.datasets.sources.file_kinds import unreadable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand, is_remote
 
-ROW_GROUPS_BYTES_MAX = (
-    256 << 20
-)  # limit of a reader's cache of decoded data; the last row group is always cached
+ROW_GROUPS_BYTES_MAX = 256 << 20  # limit of a reader's decoded data; the last row group is always cached
 
 
 def _pyarrow() -> Any:
@@ -253,11 +251,7 @@ def _is_text(types: Any, own: Any) -> bool:
 
 
 def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
-    """Return a ChunkedArray that is `readable` as an array; null is NaN in floats, "" in text, NaT in dates.
-
-    Raises:
-        CellError: a value is null and its type has no missing value, or does not fit its type.
-    """
+    """Return a `readable` ChunkedArray as an array, or raise CellError; null is NaN, "" in text, NaT in dates."""
     types = arrow.types
     if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)

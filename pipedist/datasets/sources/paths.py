@@ -17,9 +17,7 @@ from msgspec import Struct
 from pipedist.datasets.sources.base import Config, Source, SourceError
 
 FILES_OPEN_MAX = 64  # limit of one reader; the least recently used file is closed
-
 READ_BYTES_MAX = 1 << 30  # limit of one system call; that of the kernel is just below 2 GiB
-
 UNPACKED = -1  # `mtime_ns` of a file that pipedist unpacked, which no other process can change
 
 
@@ -114,7 +112,6 @@ class OpenFiles:
         self._checked: set[int] = set()  # the URLs among them
 
     def read(self, file: int, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop) of a file."""
         data_file = self.files[file]
         if is_remote(data_file.path) and file not in self._descriptors:  # without a copy
             from pipedist.datasets.sources.remote import read_range
@@ -126,7 +123,6 @@ class OpenFiles:
         return self.files[file].read(self.descriptor(file), start, stop)
 
     def check(self, file: int) -> None:
-        """Check that a file has not changed."""
         self.files[file].check_open(self.descriptor(file))
 
     def descriptor(self, file: int) -> int:

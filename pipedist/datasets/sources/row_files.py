@@ -238,7 +238,6 @@ def in_order(chunks: Sequence[RowChunk], rows: Sequence[T]) -> list[T]:
 
 
 BLOCK_BYTES = 1 << 23  # size of the blocks that are scanned
-
 ROW_BYTES_MAX = 1 << 28  # the longest line; a longer one shows that the file does not consist of lines
 LINE_FEED, CARRIAGE_RETURN, QUOTE, COMMA = 10, 13, 34, 44
 
@@ -270,13 +269,10 @@ class _StrayQuote(Exception):
 
 
 def row_starts(blocks: Blocks, start: int, rules: RowRules) -> Offsets:
-    """Return the offset of each row, and the end of the data: int64[rows + 1].
+    """Return the offset of each row, and the end of the data: int64[rows + 1]; RowError for a quote never closed.
 
     A row's bytes end where the next one begins; blank lines that are not rows belong to the row before them.
     `start` is the offset of the first byte.
-
-    Raises:
-        RowError: a quoted field is never closed.
     """
     try:
         return _scan(blocks(), start, rules)
@@ -347,12 +343,9 @@ def well_placed(data: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp], insid
 
 
 def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, list[str]]]:
-    """Yield (offset, fields) of each row as Python's csv module parses it, then (end, []).
+    """Yield (offset, fields) of each row as Python's csv module parses it, then (end, []), or raise RowError.
 
     The fields are the bytes of the file as Latin-1, which preserves any byte.
-
-    Raises:
-        RowError: the module rejects the data.
     """
     stop = start
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipedist.datasets.logical import Dataset
-from pipedist.datasets.sharding import auto_shard, batch_sizes_for_worker, rebatch
+from pipedist.datasets.sharding import auto_shard, rebatch
 from tests.conformance import pipelines_oracle as oracle
 from tests.conformance.cases import Case, Deviation, Json, Outcome, Raised, Skip
 from tests.conformance.explanations import cut_alike
@@ -17,6 +17,24 @@ from tests.conformance.pipelines import build, elements_json, files_of
 from tests.conformance.session import Session
 
 FAMILY = "auto_shard"
+
+
+def batch_sizes_for_worker(
+    global_batch: int, num_pipelines: int, replicas_per_pipeline: int, index: int
+) -> list[int]:
+    """Return the cycle of batch sizes of a pipeline that gives global steps of `global_batch` rows.
+
+    With N = W * R replicas, the N sizes are global_batch / N, rounded down or up, and pipeline w starts R * w entries
+    after pipeline 0, so the sizes of each step have the sum `global_batch`: the sizes that an input function of an
+    independent stream needs (tf.data.experimental.distribute.batch_sizes_for_worker).
+    """
+    if not 0 <= index < num_pipelines:
+        raise ValueError(f"index is {index}, expected 0 to {num_pipelines - 1}")
+    replicas = num_pipelines * replicas_per_pipeline
+    floor, longer = divmod(global_batch, replicas)
+    first = [floor + 1] * longer + [floor] * (replicas - longer)
+    offset = index * replicas_per_pipeline
+    return first[offset:] + first[:offset]
 
 
 async def replay(case: Case, session: Session) -> Outcome:

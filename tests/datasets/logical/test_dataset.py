@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pipedist.datasets.element import ArraySpec
-from pipedist.datasets.logical import Dataset, numpy_dataset
+from pipedist.datasets.logical import Dataset
+from pipedist.strategy.strategies import DEFAULT
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -354,6 +355,7 @@ def test_misuse_is_an_error(misuse: Any, error: type[Exception]) -> None:
 
 
 def test_numpy_datasets_want_arrays() -> None:
+    numpy_dataset = DEFAULT.make_numpy_dataset
     assert numbers(numpy_dataset([np.arange(2), np.arange(2) + 5])) == [[0, 1], [5, 6]]
     with pytest.raises(TypeError, match="1 is 2 of type int"):
         numpy_dataset([np.arange(2), 2])

@@ -14,7 +14,8 @@ from pipedist.datasets.division import Division
 from pipedist.datasets.element import split
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.datasets.logical import Dataset
-from pipedist.datasets.sharding import MISSING, auto_shard, batch_sizes_for_worker, divide, rebatch, steps
+from pipedist.datasets.sharding import MISSING, auto_shard, divide, rebatch, steps
+from tests.conformance.families.auto_shard import batch_sizes_for_worker
 
 SMALL = st.integers(1, 5)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from pipedist.datasets.sources import Source, SourceError, open_source
+from pipedist.protocol.encoder import UnsendableError, encode
 from tests.datasets.sources.reading import assert_sealed
 
 
@@ -94,10 +96,10 @@ def test_sequential_sources_refuse_random_access() -> None:
 @pytest.mark.parametrize(
     ("odd", "text"),
     [
-        ({"a": np.zeros(3)}, r"element 4, a: float64\[3\], element 0 has float64\[2\]"),
-        ({"a": np.zeros(2, np.float32)}, r"element 4, a: float32\[2\], element 0 has float64\[2\]"),
-        ({"b": np.zeros(2)}, r"element 4: \{'b': \*\}, element 0 has \{'a': \*\}"),
-        ({"a": "x"}, r"element 4, a: str\[\], element 0 has float64\[2\]"),
+        ({"a": np.zeros(3)}, r"element 4, a is float64\[3\], but element 0 is float64\[2\]"),
+        ({"a": np.zeros(2, np.float32)}, r"element 4, a is float32\[2\], but element 0 is float64\[2\]"),
+        ({"b": np.zeros(2)}, r"element 4 is \{'b': \*\}, but element 0 is \{'a': \*\}"),
+        ({"a": "x"}, r"element 4, a is str\[\], but element 0 is float64\[2\]"),
         ({"a": b"x"}, "element 4, a: a bytes can't be stacked"),
         ({"a": 2**70}, "element 4, a: 1180591620717411303424 does not fit int64"),
         ({"a": np.array(["x", None])}, "element 4, a: arrays of dtype object"),
@@ -171,3 +173,47 @@ def test_a_factory_returns_one_kind_and_elements_have_leaves() -> None:
         list(source.blocks(4))
     with pytest.raises(SourceError, match="element 0 has no leaf"):
         list(_open(lambda: iter([None])).blocks(1))
+
+
+@dataclasses.dataclass
+class StoredArray:
+    """An array that is implemented as a dataclass, as those of zarr are."""
+
+    path: object
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return np.arange(3.0)
+
+
+class Key:
+    """A typed key of jax.random, which NumPy cannot convert."""
+
+    dtype = "key<fry>"
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        raise TypeError("JAX array with PRNGKey dtype cannot be converted to a NumPy array")
+
+
+def test_an_array_that_is_a_dataclass_is_an_array() -> None:
+    assert _open(lambda: StoredArray(object())).read(range(3)).tolist() == [0.0, 1.0, 2.0]
+    (block,) = _open(lambda: iter([StoredArray(object())])).blocks(4)
+    assert block.tolist() == [[0.0, 1.0, 2.0]]
+    with pytest.raises(
+        UnsendableError, match=r"StoredArray, as the whole value; np.asarray\(...\) makes a plain"
+    ):
+        encode(StoredArray(object()))
+
+
+def test_a_value_that_numpy_can_not_convert_has_a_hint() -> None:
+    with pytest.raises(SourceError, match="a Key can't be converted to an array: TypeError: JAX") as caught:
+        _open(lambda: Key())
+    assert caught.value.expected.startswith("plain arrays: jax.random.key_data(...)")
+    with pytest.raises(UnsendableError, match=r"Key, as the whole value; jax.random.key_data\(...\) makes"):
+        encode(Key())
+
+
+def test_elements_of_different_shapes_have_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(
+        SourceError, match=r"element 1 is int64\[2\], but element 0 is int64\[1\].*: pad them"
+    ):
+        list(_open(lambda: (np.arange(n) for n in (1, 2))).blocks(4))

@@ -16,6 +16,7 @@ from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.datasets.sources import open_source
 from pipedist.protocol.codec import encode
+from tests import preloaded
 
 WORKER = """
 import msgpack, sys
@@ -72,7 +73,7 @@ def test_a_worker_reads_the_same(tmp_path: Path, kind: str, config: dict[str, An
     message = msgpack.packb([bytes(frame) for frame in encode([source.config, locations])])
     # In another folder: what a reader needs must not depend on where it runs.
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n{WORKER}"]
-    done = subprocess.run(command, input=message, capture_output=True, cwd=tmp_path, timeout=60, check=True)
+    done = preloaded.run(command, input=message, capture_output=True, cwd=tmp_path, timeout=60, check=True)
     assert done.stdout.decode().split() == [digest(source.read(location)) for location in locations]
     source.close()
 

@@ -1,0 +1,32 @@
+"""Lines about deaths and repeated calls: what they say, and how many there are."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pipedist.coordinator.notices import LINE_S, LINES_MAX, Notices
+
+
+def test_lines_are_limited_and_those_skipped_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    notices = Notices(lambda: now_s)
+    with caplog.at_level(logging.WARNING, logger="pipedist.cluster"):
+        for number in range(LINES_MAX + 1000):
+            notices.add(f"worker w{number} died")
+        assert len(caplog.messages) == LINES_MAX
+        assert caplog.messages[0] == "pipedist: worker w0 died"
+        now_s = LINE_S
+        notices.add("worker x died")
+        notices.add("worker y died")
+    assert len(caplog.messages) == LINES_MAX + 1
+    assert caplog.messages[-1] == "pipedist: worker x died (1,000 such lines before it were skipped)"
+
+
+def test_a_line_is_one_bounded_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="pipedist.cluster"):
+        Notices().add("ValueError: one\ntwo \x1b[31m" + "x" * 10_000)
+    (line,) = caplog.messages
+    assert line.startswith("pipedist: ValueError: one two \N{REPLACEMENT CHARACTER}[31mxxx")
+    assert len(line) < 600
