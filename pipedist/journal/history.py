@@ -133,7 +133,7 @@ class History:
         for dataset in dict.fromkeys(each["dataset"] for each in self.header.passes.values()):
             described = [each for each in self.header.passes.items() if each[1]["dataset"] == dataset]
             passes = [self.passes.get(key, PassHistory()) for key, _ in described]
-            batches = [each["batch"] for _, each in described]
+            batches = [each.get("batch", 1) for _, each in described]
             most = max(p.elements for p in passes)
             elements += most
             places = zip(passes, batches, strict=True)

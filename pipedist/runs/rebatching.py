@@ -214,7 +214,7 @@ class StepCutter:
 
 
 def _divided(parts: Iterable[Part], elements: int, replicas: int) -> list[list[Part]]:
-    """Divide the elements of a step among replicas, as a dataset's; empty shards are left out."""
+    """Divide the elements of a step among replicas, as a dataset's; there are no empty shards."""
     size = -(-elements // replicas)
     shards: list[list[Part]] = []
     room = 0

@@ -205,9 +205,9 @@ class RunSpec(Section):
         Expected("a positive whole number of elements, or null"),
     ] = Field(
         default=None,
-        description="The global batch size of this stage and of the stages that read it, if `of` is a run. Step s "
-        "of an epoch has elements [s * batch, (s + 1) * batch), divided among the replicas as for a dataset; "
-        "arrays of the input are cut and joined along axis 0, which has one row for each element. `null`: the "
+        description="The global batch size of this stage and of the stages that read it, if `of` is a run. In "
+        "each epoch, step s has elements [s * batch, (s + 1) * batch), divided among the replicas as for a dataset. "
+        "Arrays of the input are cut and joined along axis 0, which has one row for each element. `null`: the "
         "steps and shards of the input.",
         examples=[256],
     )
@@ -254,7 +254,9 @@ class RunSpec(Section):
     resources: Annotated[ResourcesSpec, ExpectedShape("a mapping {gpus: N}, or null", mapping)] | None = (
         Field(
             default=None,
-            description="The resources that a call of the function needs for itself. `null`: only a processor.",
+            description="The resources that a call of the function needs for itself. `null`: only a processor. "
+            "If they differ from those of the run that it reads, the two are different calls, and run at the same "
+            "time.",
             examples=[{"gpus": 1}],
         )
     )
