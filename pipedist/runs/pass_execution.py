@@ -144,6 +144,8 @@ class PassExecution:
         subscription = self._subscription
         if wait.reason == "data" and isinstance(self._feed, GatedFeed) and self._feed.held_back:
             return wait.refined("state", self._feed.held_back)
+        if wait.reason == "data" and isinstance(self._feed, SpoolFeed) and self._feed.is_live:
+            return wait.refined("stream", f"not all values of {self._pass.root} for the next step are made")
         if wait.reason != "reader":
             return wait
         if subscription is not None and subscription.is_full:
@@ -152,6 +154,8 @@ class PassExecution:
             return wait.refined("subscriber", text)
         if self._participant is not None and not self._between:
             return wait.refined("state", f"{wait.text}: states are being updated with the steps before them")
+        if full := [name for name, feeds in self._readers.items() if any(feed.is_full for feed in feeds)]:
+            return wait.refined("stream", f"{wait.text}: stages that read {', '.join(full)} are slower")
         stages = ", ".join(self._pass.folds)
         by = f" by the stages {stages}" if stages else ""
         return wait.refined("fold", f"{wait.text}{by}")

@@ -242,8 +242,17 @@ class SpoolFeed(Feed):
 
     async def room(self) -> None:
         """Wait until there is room for another step."""
-        while len(self._ahead) >= AHEAD_STEPS_MAX or sum(each[2] for each in self._ahead) >= AHEAD_BYTES_MAX:
+        while self.is_full:
             await self._changed.wait()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._ahead) >= AHEAD_STEPS_MAX or sum(each[2] for each in self._ahead) >= AHEAD_BYTES_MAX
+
+    @property
+    def is_live(self) -> bool:
+        """Whether more values may come from the pass that makes them."""
+        return not self._ended
 
     def end(self, *, complete: bool = True) -> None:
         """End the feed after the values that were put; `complete`: they are all there are."""

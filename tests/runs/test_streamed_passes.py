@@ -215,6 +215,24 @@ def test_values_that_cannot_be_divided_end_the_run_with_the_stage() -> None:
         pipedist.run(document, workers=2)
 
 
+@pytest.mark.asyncio
+async def test_a_pass_that_waits_for_values_of_another_one_says_so(tmp_path: Path) -> None:
+    with_ = {"folder": str(tmp_path), "half": 0}
+    document = spec_of(decode={"run": functions.decode_half_before_first_inference, "with": with_})
+    document["stages"] = {name: document["stages"][name] for name in ("decoded", "where", "inferred")}
+    document["stages"]["inferred"] |= {"run": functions.infer_first, "with": {"folder": str(tmp_path)}}
+    document["stages"]["inferred"]["resources"] = None
+    async with pipedist.open(document, workers=2) as run, anyio.create_task_group() as tasks:
+        tasks.start_soon(run.results)
+        with anyio.fail_after(60):
+            waits: list[dict[str, Any]] = []
+            while not waits:
+                waits = [w for w in run.why().get("waits", ()) if w["reason"] == "stream"]
+                await anyio.sleep(0.001)
+        assert waits[0]["text"] == "not all values of decoded for the next step are made"
+        (tmp_path / "inferred").touch()
+
+
 # -- resume, replay, reuse -------------------------------------------------------------------
 
 
