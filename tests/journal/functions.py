@@ -43,15 +43,6 @@ def halved(shard: dict[str, Any], calls: str, ctx: Any) -> np.ndarray:
     return np.asarray(shard["x"] * 0.5)
 
 
-def nonces(x: np.ndarray) -> np.ndarray:
-    """A function whose attempts differ."""
-    return np.array([int.from_bytes(os.urandom(6), "little") for _ in x])
-
-
-def the_same(x: np.ndarray) -> np.ndarray:
-    return x
-
-
 def merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """A combine whose order shows, in bits and in text."""
     return {"x": np.array([a["x"].sum() * 0.5 + b["x"].sum()]), "draw": np.array([a["draw"][0]])}

@@ -13,10 +13,8 @@ from tests.journal.killing import (
     GANG,
     MANY,
     NEVER,
-    ROOT,
     STREAMED,
     TRAINING,
-    F,
     Job,
     everything,
     kill_and_resume,
@@ -209,25 +207,6 @@ def test_runs_that_read_each_others_values_are_resumed(tmp_path: Path, record: i
     assert straight.run(workers=1) == 0, straight.stderr
     job = kill_and_resume(tmp_path / "job", STREAMED.spec(tmp_path / "job", 10), record, STREAMED.passes, 3)
     assert job.outcome() == straight.outcome()
-
-
-def test_all_readers_of_a_function_whose_attempts_differ_see_the_first_committed_one(tmp_path: Path) -> None:
-    spec = f"""
-pipedist: 1
-replicas: 2
-code: {ROOT}
-dataset: {{range: 91, batch: 8}}
-stages:
-  nonces: {{run: "{F}:nonces"}}
-  first: {{gather: 0, of: nonces}}
-  read: {{run: "{F}:the_same", of: nonces, batch: 20}}
-  second: {{gather: 0, of: read}}
-"""
-    job = Job(tmp_path, spec)
-    assert job.run(kill_at=9) == -signal.SIGKILL, job.stderr
-    assert job.history().passes["0/dataset"].steps > 0
-    assert job.run("--resume") == 0, job.stderr
-    assert job.document["results"]["first"] == job.document["results"]["second"]
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 
 import pipedist
+from pipedist.coordinator import pass_handle
 from pipedist.core import gpus as accelerators
 from pipedist.core.gpus import VisibleGpus
 from pipedist.datasets.division import permutation
 from pipedist.errors import CallError, FoldError
-from pipedist.runs import execution
+from pipedist.runs import execution, pass_execution, pass_journal
 from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import open_replay
 from pipedist.testing import Faults, simulate
@@ -265,6 +267,39 @@ def test_a_run_that_fails_in_the_second_stage_is_resumed(alone: Any, tmp_path: P
     same(dict(np.load(tmp_path / "out" / "rows.npz")), alone["rows"])
     assert calls(tmp_path, "decode") == before, "all of its values are durable"
     assert result.ledger == alone.ledger
+
+
+@pytest.mark.asyncio
+async def test_a_step_is_committed_after_the_steps_that_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commits of the first pass wait until the second one has taken everything."""
+    monkeypatch.setattr(pass_journal, "COMMIT_S", 0.0)
+    monkeypatch.setattr(pass_handle, "BATCH_STEPS_MAX", 1)
+    committed: dict[str, int] = {}
+    all_taken = anyio.Event()
+    commit, take = pass_journal.RunJournal.commit, pass_execution.PassExecution._take
+
+    async def checked(self: Any, taken: Sequence[Any], **more: Any) -> None:
+        steps = {s.key: committed.get(s.key, 0) + s.elements for s in (each.snapshot for each in taken)}
+        if [*steps] == ["0/dataset"]:
+            await all_taken.wait()
+        else:
+            assert steps.get("0/decoded+1+10", 0) <= {**committed, **steps}.get("0/dataset", 0)
+        await commit(self, taken, **more)
+        committed.update(steps)
+
+    async def counted(self: Any, *step: Any) -> None:
+        await take(self, *step)
+        if self.name == "inferred" and self.elements == COUNT:
+            all_taken.set()
+
+    monkeypatch.setattr(pass_journal.RunJournal, "commit", checked)
+    monkeypatch.setattr(pass_execution.PassExecution, "_take", counted)
+    async with pipedist.open(spec_of(), workers=2, output=tmp_path) as run:
+        with anyio.fail_after(60):
+            await run.results()
+    assert committed["0/decoded+1+10"] == COUNT
 
 
 @pytest.fixture(scope="module")
