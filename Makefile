@@ -141,6 +141,10 @@ bench-scheduler: $(INSTALLED)  ## Measure the scheduler's cost per call, with 10
 bench-overlap: $(INSTALLED)  ## Measure how calls on processors and on a simulated GPU overlap, beside Ray Data.
 	$(BIN)/python -m benchmarks.overlap $(ARGS)
 
+.PHONY: bench-training
+bench-training: $(INSTALLED)  ## Measure a training with 1,000,000 parameters: time, memory, disk.
+	$(BIN)/python -m benchmarks.training $(ARGS)
+
 .PHONY: bench-test
 bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, to check results only.
 	$(BIN)/python -m pytest -q benchmarks/tests

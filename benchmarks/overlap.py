@@ -102,7 +102,14 @@ def measure_ray(steps: int) -> list[Row]:
     """Measure the same with Ray Data, if it is installed (`make bench-peers`)."""
     if not PEER_PYTHON.exists():
         return []
-    command = [str(PEER_PYTHON), "-m", "benchmarks.peers.ray_overlap", str(steps), str(DECODE_S), str(INFER_S)]
+    command = [
+        str(PEER_PYTHON),
+        "-m",
+        "benchmarks.peers.ray_overlap",
+        str(steps),
+        str(DECODE_S),
+        str(INFER_S),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         print(f"Ray Data is not measured: {done.stderr.strip().splitlines()[-1:]}", file=sys.stderr)

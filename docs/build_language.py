@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pipedist.spec.datasets import DATASET_KEYS, SOURCES, ArraysSource, DatasetSpec
 from pipedist.spec.fields import COLUMN_TYPES, Section, expected_phrase, summary
 from pipedist.spec.interpolation import DEPTH_MAX
-from pipedist.spec.model import ClusterSection, SpecSection
+from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
 from pipedist.spec.scalars import as_yaml
 from pipedist.spec.stages import OUTPUT_ENDINGS, STAGES, RunSpec
 from pipedist.spec.validation import keys_of, section_in
@@ -105,6 +105,31 @@ Matches are expanded once and sorted; several files are one dataset in that orde
 error. Types of `columns`: {", ".join(f"`{name}`" for name in COLUMN_TYPES)}.
 """
 
+_TEXT = """\
+### Text, bytes, lists and records
+
+Values of any length are cells of an array of Python objects (`dtype=object`), which takes the bytes that there are.
+A function may receive and return them:
+
+| data | a function receives | a function may return |
+|---|---|---|
+| text (`str`) | a `<U` array, or an object array of str | either, or a NumPy `StringDType` array |
+| binary | an object array of bytes, with zeros at their ends | the same; `S` arrays drop such zeros |
+| a list of fixed length, as an embedding | an array with a further axis, `float32[n, 768]` | the same |
+| other lists | an object array of arrays, one for each element | the same, also of lists |
+| structs, lists of structs | an object array of dicts, or of lists of dicts | the same |
+| JSON objects | a list of n dicts | a list of RECORDS: dicts, with text keys, of such values |
+
+A column of text is an object array if `<U` would have more than 1 MiB and four times the bytes of the texts,
+because one of them is long, or if a text ends with a zero, which `<U` drops; this depends on the texts of the
+shard alone. `np.array(texts, dtype=object)` makes an object array of texts or bytes; `np.fromiter(lists,
+object, len(lists))` makes one of arrays, and `np.stack(column)` one array of lists of one length. The cells of
+one array are of one kind. A cell that is None is a null in `.parquet` and `.jsonl`, and an empty cell in
+`.csv`. In data that is read, a null is an empty text, empty bytes, an empty list, or NaN; a null struct is
+None. `gather: 0` concatenates arrays of any kind, and lists of records: it makes one list. A list of dicts in
+which all values are arrays with axes is no list of records, but a tree.
+"""
+
 _STAGES = """\
 ## Stages
 
@@ -143,6 +168,11 @@ and gathers have `per: epoch`. A stage that waits for the end of the training (`
 _OUTPUTS = f"""\
 ## Outputs
 
+Finished values without an output are in the results document, `.pipedist/results.json` of the output folder, which
+`--json` prints. There a value of more than 64 KiB, as arrays or as JSON, is a reference to a file beside it,
+`{{file, dtype, shape}}`: a `.npy` or `.npz`, or a `.json` without `dtype` and `shape`. Without an output folder
+every value is inline. Values per step or epoch that feed an update have no value there, unless they have an output.
+
 `outputs` names the file of a finished value, as a path in the output folder. The ending is the format:
 {", ".join(f"`{ending}`" for ending in OUTPUT_ENDINGS)}.
 
@@ -157,6 +187,13 @@ With `per: run`, the value of `pipedist.combiners.by_key` and similar functions 
 a column for each leaf path of a component. `by_key_moments` gives
 `key,count,m2,max,mean,min,missing`; `counter` gives `value,count`; `by_key_counter` gives `key,value,count`.
 
+Columns are in the order of the result. A list of records, gathered or returned by a `combine` function, is a
+row per record, and a column per key of the first ones; also per step or epoch. Text, bytes and lists of any
+length are true columns of `.parquet`: string, binary, list (of fixed size for an array with further axes) and
+struct. In `.jsonl` they are texts, base64 and lists, and a record is an object as it is. A cell of `.csv` holds
+one value. `.npy` and `.npz` hold texts of one width: texts for which that would be wasteful, and values that
+end with a zero, are an error that names the other formats.
+
 Values per step or per epoch are lines in `.jsonl` and `.csv`, and are stacked in `.npy` and `.npz`.
 """
 
@@ -164,13 +201,14 @@ Values per step or per epoch are lines in `.jsonl` and `.csv`, and are stacked i
 def reference() -> str:
     """Return the language reference as Markdown."""
     parts = [_INTRODUCTION, _DOCUMENT, "## At the top", *_keys(SpecSection, "###")]
-    parts += ["## Cluster", summary(ClusterSection), *_keys(ClusterSection, "###")]
+    for title, section in (("Cluster", ClusterSection), ("Checkpoint", CheckpointSection)):
+        parts += [f"## {title}", summary(section), *_keys(section, "###")]
     parts += [_DATASETS, *_keys(DatasetSpec, "###", only=DATASET_KEYS), _SOURCES]
     for name, model in SOURCES.items():
         parts += [f"#### `{name}`", summary(model)]
         if model is not ArraysSource:
             parts += [_example(name, keys_of(DatasetSpec)[name]), *_keys(model, "#####", f"{name}.")]
-    parts.append(_STAGES)
+    parts += [_TEXT, _STAGES]
     for verb, model in STAGES.items():
         parts += [f"### `{verb}`", summary(model), *_keys(model, "####", f"{verb}: ")]
     parts.append(_OUTPUTS)

@@ -30,4 +30,6 @@ dataset = {"arrays": rows, "batch": 64, "epochs": 100}
 result = pipedist.run({"pipedist": 1, "replicas": 4, "dataset": dataset, "stages": stages}, workers=2)
 peer = KMeans(3, init=start, n_init=1, algorithm="lloyd", tol=0).fit(rows)
 difference = np.abs(result["centroids"] - peer.cluster_centers_).max()
-print(f"{len(result['clusters'])} iterations, within {difference:.0e} of scikit-learn's centroids")
+print(
+    f"{result.ledger.elements // len(rows)} iterations, within {difference:.0e} of scikit-learn's centroids"
+)

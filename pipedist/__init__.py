@@ -95,6 +95,7 @@ if TYPE_CHECKING:
     from pipedist.worker.context import ReplicaContext as ReplicaContext
     from pipedist.worker.context import get_replica_context as get_replica_context
     from pipedist.worker.variables.access import ShardedVariable as ShardedVariable
+    from pipedist.worker.variables.access import VariableTree as VariableTree
     from pipedist.worker.variables.rules import VariableAggregation as VariableAggregation
     from pipedist.worker.variables.rules import VariableSynchronization as VariableSynchronization
 
@@ -130,7 +131,7 @@ _HOMES = {
     "pipedist.cluster.tf_config": "TaskCluster open_cluster",
     "pipedist.values": "Mirrored PerReplica ReduceOp",
     "pipedist.worker.context": "ReplicaContext get_replica_context",
-    "pipedist.worker.variables.access": "ShardedVariable",
+    "pipedist.worker.variables.access": "ShardedVariable VariableTree",
     "pipedist.worker.variables.rules": "VariableAggregation VariableSynchronization",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}

@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipedist.core import trees
+from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.reduction import exact_integers
 
@@ -214,7 +214,7 @@ class TopK:
         if a["k"] != b["k"]:
             raise ValueError(f"top_k of k={a['k']} and k={b['k']} can't be combined: use one k")
         (left, right), treedef = trees.same_structure([a["rows"], b["rows"]])
-        rows = [np.concatenate(pair) for pair in zip(left, right, strict=True)]
+        rows = [ragged.concatenate(pair) for pair in zip(left, right, strict=True)]
         return self.of(np.concatenate([a["values"], b["values"]]), a["k"], trees.unflatten(treedef, rows))
 
 
@@ -281,7 +281,12 @@ def _keys_array(values: Iterable[Key] | NDArray[Any]) -> NDArray[Any]:
         return array.astype(np.int64) if array.dtype.kind == "f" else array
     if array.dtype.kind == "b":
         return array.astype(np.int64)
-    if array.dtype.kind not in "iuU" and not _are_integers(array):
+    if array.dtype.kind == "T":
+        array = array.astype(object)
+    is_plain = array.dtype.kind in "iuU" or (
+        array.dtype.kind == "O" and {str}.issuperset(map(type, array.flat))
+    )
+    if not is_plain and not _are_integers(array):
         raise TypeError(
             f"keys must be text or integers, got {array.dtype}: round floats, or convert them to text"
         )
@@ -290,6 +295,8 @@ def _keys_array(values: Iterable[Key] | NDArray[Any]) -> NDArray[Any]:
 
 def _listed(keys: list[Any]) -> NDArray[Any]:
     """Return keys as an array, unconverted: NumPy would convert numbers to text if mixed."""
+    if keys and {str}.issuperset(map(type, keys)):
+        return ragged.of_texts(keys)
     array = np.asarray(keys)
     if array.dtype.kind == "U" and (
         other := [key for key in keys if isinstance(key, Number | bytes | np.bool_)]

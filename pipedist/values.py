@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from pipedist.core import trees
+from pipedist.core import ragged, trees
 from pipedist.core.misuse_hints import conversion_hint, is_masked
 from pipedist.core.types import Tree
 from pipedist.reduction.partials import axis_of, resolve_axes
@@ -253,13 +253,19 @@ def concatenate(components: Sequence[Tree], axis: int, names: Sequence[str] = ()
 
     Args:
         components: trees of one structure; one that is None contributes nothing.
-        axis: the axis of concatenation.
+        axis: the axis of concatenation; lists of records are concatenated along axis 0.
         names: what to call the components in errors; default: "replica 0", "replica 1", ...
     """
     numbered = [number for number, component in enumerate(components) if component is not None]
     present = [components[number] for number in numbered]
     if not present:
         return None
+    if any(map(ragged.are_records, present)) and all(
+        part == [] or ragged.are_records(part) for part in present
+    ):
+        if axis:
+            raise ValueError(f"records have no axis {axis} to gather along: use axis 0")
+        return [record for part in present for record in part]
     names = [names[number] if names else f"replica {number}" for number in numbered]
     columns, treedef = trees.same_structure(present, names)
     gathered = []
@@ -287,8 +293,7 @@ def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axis: int, names: S
                 f"{name} has a scalar, which has no axis to gather along; return an array of "
                 "shape (1,), or reduce"
             )
-        same_kind = part.dtype.kind == first.dtype.kind and part.dtype.kind in "US"
-        if part.dtype != first.dtype and not same_kind:
+        if not ragged.fit(part.dtype, first.dtype):
             raise TypeError(f"{names[0]} has dtype {first.dtype}, {name} {part.dtype}")
         (along,) = resolve_axes((axis,), part.ndim)
         differs = (
@@ -299,4 +304,4 @@ def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axis: int, names: S
                 f"{names[0]} has shape {first.shape}, {name} {part.shape}; only the size along "
                 f"axis {axis} may differ"
             )
-    return np.concatenate(parts, axis=axis)
+    return ragged.concatenate(parts, axis)

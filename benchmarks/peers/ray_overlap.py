@@ -1,6 +1,6 @@
 """Ray Data: decode on processors, infer on one simulated GPU; prints the seconds.
 
-    python -m benchmarks.peers.ray_overlap STEPS DECODE_S INFER_S
+python -m benchmarks.peers.ray_overlap STEPS DECODE_S INFER_S
 """
 
 from __future__ import annotations

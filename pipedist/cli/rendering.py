@@ -14,10 +14,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.lib import format as npy_format
 
 from pipedist.cli.progress import duration
 from pipedist.core.types import Tree
@@ -211,19 +210,13 @@ def _lines(lines: list[str], count: int | None) -> str:
 
 def summarize_file(path: Path) -> str:
     """Return dtype and shape, number of rows, or size of a file, without reading large files."""
-    if path.suffix == ".npy":
-        with path.open("rb") as file:
-            return _header(file)
-    if path.suffix == ".npz":
-        import zipfile
+    if path.suffix in (".npy", ".npz"):
+        from pipedist.outputs.array_files import members
 
-        lines = []
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-            for name in names[:LEAVES_MAX]:
-                with archive.open(name) as member:
-                    lines.append(f"{name.removesuffix('.npy')}: {_header(member)}")
-        return _lines(lines, len(names))
+        found = [(name, f"{dtype}[{', '.join(map(str, shape))}]") for name, (dtype, shape) in members(path)]
+        if path.suffix == ".npy":
+            return found[0][1]
+        return _lines([f"{name}: {text}" for name, text in found[:LEAVES_MAX]], len(found))
     size = path.stat().st_size
     if path.suffix == ".parquet":
         import pyarrow.parquet
@@ -307,12 +300,6 @@ def _cell(value: Tree) -> str:
     if isinstance(plain, float):
         return f"{plain:,.{CELL_DIGITS}g}"
     return f"{plain:,}" if isinstance(plain, int) and not isinstance(plain, bool) else summarize(value)
-
-
-def _header(file: IO[bytes]) -> str:
-    npy_format.read_magic(file)  # ours are of version 1.0
-    shape, _, dtype = npy_format.read_array_header_1_0(file)
-    return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
 def _array(array: np.ndarray[Any, np.dtype[Any]]) -> str:

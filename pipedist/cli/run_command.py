@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipedist.cli import terminal
 from pipedist.cli.progress import ProgressTotals, Reporter, open_reporter
@@ -52,7 +52,7 @@ class RunOutcome:
     spec: Spec
     result: Result | None
     error: PipedistError | None  # why the run failed, or which output could not be written
-    document: Mapping[str, object] | None  # the results document; None if the run was interrupted
+    document: Mapping[str, Any] | None  # the results document; None if the run was interrupted
     notice: str = ""  # the notice about the output folder that was printed before the run
     resumable: bool = False  # the folder has committed steps
 
@@ -64,6 +64,7 @@ def execute(options: RunOptions) -> int:
             "--resume and --restart exclude each other. --resume continues the run in the output folder, "
             "--restart discards it"
         )
+    began = time.monotonic()
     if options.output == "":  # an unset shell variable; the current folder is `.`
         raise UsageError("--output is empty. Give a folder, such as --output out/NAME")
 
@@ -91,7 +92,8 @@ def execute(options: RunOptions) -> int:
                 "Committed steps are kept. Fix the problem, then rerun with --resume, or start again with --restart\n"
             )
     if outcome.result is not None:
-        _show(outcome, outcome.result, options)
+        total_s = time.monotonic() - began  # with the end of the workers and the writing of large values
+        _show(outcome, outcome.result, options, total_s)
         if options.verify and outcome.result.restored is None:
             calls = "every remaining call" if options.resume else "every call"
             write_error(
@@ -193,6 +195,7 @@ async def _outcome(run: Run, *, as_json: bool) -> RunOutcome:
             files={} if result is None else result.files,
             ledger=run.ledger().to_json(),
             timings={name: round(seconds, 6) for name, seconds in timings.items()},
+            stored={} if result is None else result.stored,
             error=error,
         )
         return RunOutcome(run.spec, result, error, document, run.notice, run.resumable)
@@ -209,11 +212,13 @@ async def _watch(run: Run, reporter: Reporter, stalls: StallReporter) -> None:
         await asyncio.sleep(_REFRESH_S)
 
 
-def _show(outcome: RunOutcome, result: Result, options: RunOptions) -> None:
+def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: float) -> None:
+    total = {"total": round(total_s, 6)} if result.restored is None else {}
     if result.notice and result.notice != outcome.notice:
         write_error(f"pipedist: {result.notice}\n")
     if options.as_json:
-        _print_document(outcome.document)
+        document = outcome.document or {}
+        _print_document({**document, "timings": document["timings"] | total})
     else:
         from pipedist.cli.rendering import Row, render
 
@@ -222,7 +227,7 @@ def _show(outcome: RunOutcome, result: Result, options: RunOptions) -> None:
             for name in outcome.spec.stages  # results of an earlier run may have another order
             if name in result
         ]
-        write_out(render(rows, result.ledger.to_json(), result.timings, result.retries))
+        write_out(render(rows, result.ledger.to_json(), {**result.timings, **total}, result.retries))
     if result.quarantined:
         write_error(_quarantine_text(result, replays=options.key_file is None))
 

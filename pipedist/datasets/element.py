@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from pipedist.core import trees
+from pipedist.core import ragged, trees
 from pipedist.core.misuse_hints import conversion_hint, is_masked
 from pipedist.core.types import Tree
 
@@ -95,6 +95,8 @@ def as_element(value: Any) -> Tree:
         for field in dataclasses.fields(value):
             object.__setattr__(result, field.name, as_element(getattr(value, field.name)))
         return result
+    if isinstance(value, str | bytes):  # an array would drop zeros at the end
+        return np.str_(value) if isinstance(value, str) else np.bytes_(value)
     try:
         array = np.asarray(value)
     except ValueError as error:
@@ -129,7 +131,12 @@ def _checked(value: Any) -> Any:
         raise TypeError(
             f"an element has a masked array as a leaf; expected a plain array: {conversion_hint(value)}"
         )
-    if value.dtype.kind == "O" or value.dtype.type is np.void:
+    if isinstance(value, np.ndarray) and value.dtype.kind == "O":
+        try:
+            ragged.split(value)
+        except ragged.UnlikeCells as error:
+            raise TypeError(f"an element has a leaf of {error}") from None
+    elif value.dtype.kind == "O" or value.dtype.type is np.void:
         raise TypeError(
             f"an element has a leaf of dtype {value.dtype}; expected numbers, bool, str, bytes or "
             "dates (write structure as tuples and dicts)"
@@ -170,7 +177,7 @@ def stack(elements: Sequence[Tree]) -> Tree:
             raise ValueError(
                 f"can't batch elements of different shapes {sorted(shapes)}{_at(name)}: use padded_batch"
             )
-        stacked.append(np.stack(column))
+        stacked.append(ragged.stack(column))
     return trees.unflatten(treedef, stacked)
 
 
@@ -182,6 +189,9 @@ def stack_padded(elements: Sequence[Tree]) -> Tree:
         if len({np.ndim(leaf) for leaf in column}) > 1:
             name = trees.treedef_paths(treedef)[index]
             raise ValueError(f"can't pad elements of different ranks{_at(name)}")
+        if len(set(map(np.shape, column))) == 1:
+            stacked.append(ragged.stack(column))
+            continue
         shape = [max(sizes) for sizes in zip(*(np.shape(leaf) for leaf in column), strict=True)]
         block = np.zeros((len(column), *shape), np.result_type(*[np.asarray(leaf).dtype for leaf in column]))
         for row, leaf in enumerate(column):

@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from pipedist.core import trees
+from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.datasets.division import Division, chunks, permutation
 from pipedist.datasets.sources import Source, SourceError
@@ -392,7 +392,7 @@ class SequentialFeed(Feed):
 
 
 def _array_bytes(tree: Tree) -> int:
-    return sum(leaf.nbytes for leaf in trees.flatten(tree)[0] if isinstance(leaf, np.ndarray))
+    return sum(ragged.size_bytes(leaf) for leaf in trees.flatten(tree)[0] if isinstance(leaf, np.ndarray))
 
 
 def _rows(block: Tree, rows: slice | NDArray[np.int64]) -> Tree:

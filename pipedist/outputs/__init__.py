@@ -5,7 +5,7 @@ results document. All of it runs in the driver process; commands such as `pipedi
 
 | module | content |
 |---|---|
-| `document` | the document that reports how a run ended |
+| `document` | the document that reports how a run ended, and the files of its large values |
 | `encoding` | trees as JSON |
 | `formats` | the formats, and `open_sink` |
 | `sink` | the interface through which values are written to a file |
@@ -16,7 +16,7 @@ results document. All of it runs in the driver process; commands such as `pipedi
 
 from __future__ import annotations
 
-from pipedist.outputs.document import run_document
+from pipedist.outputs.document import run_document, store_large
 from pipedist.outputs.encoding import to_json
 from pipedist.outputs.formats import missing_package, open_sink
 from pipedist.outputs.run_folder import FinishedRun, RunFolder, open_folder
@@ -28,5 +28,6 @@ __all__ = [
     "open_folder",
     "open_sink",
     "run_document",
+    "store_large",
     "to_json",
 ]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import io
 import tempfile
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
@@ -38,6 +39,7 @@ class NpySink(Sink):
     """`.npy`: one array; or the arrays of all steps or epochs, stacked."""
 
     _bare = "data"
+    _fixed_width = True
     _array: Array | None = None
     _spool: ArraySpool | None = None
     _temporary: IO[bytes] | None = None
@@ -54,7 +56,7 @@ class NpySink(Sink):
         self._spool.append(array)
 
     def check(self, value: Tree) -> None:
-        _storable(self._one_array(value, Leaves(bare="data", target=self.label)), self.label)
+        _storable(self._one_array(value, self._new_leaves()), self.label)
 
     def _one_array(self, value: Tree, leaves: Leaves) -> Array:
         if value is None or encoding.node(value) is not None:
@@ -93,6 +95,7 @@ class NpzSink(Sink):
     """`.npz`: the leaves of one tree; or of the trees of all steps or epochs, stacked."""
 
     _bare = "data"
+    _fixed_width = True
     _arrays: Mapping[str, Array] = MappingProxyType({})
 
     def _append(self, value: Tree) -> None:
@@ -102,7 +105,7 @@ class NpzSink(Sink):
             self._pieces.append(value, stack=self._mode == "each")
 
     def check(self, value: Tree) -> None:
-        for name in self._storables(value, Leaves(bare="data", target=self.label)):
+        for name in self._storables(value, self._new_leaves()):
             self._info(name)
 
     def _storables(self, value: Tree, leaves: Leaves) -> dict[str, Array]:
@@ -131,6 +134,24 @@ class NpzSink(Sink):
                 f"{self.label}: a leaf path has a character that zip names can't hold. Write .json."
             )
         return zipfile.ZipInfo(f"{name}.npy", date_time=_EPOCH)
+
+
+def members(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+    """Yield (name, (dtype, shape)) of each array in a file; the array of a `.npy` has no name."""
+    if path.suffix == ".npy":
+        with path.open("rb") as file:
+            yield "", _header(file)
+        return
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            with archive.open(name) as member:
+                yield name.removesuffix(".npy"), _header(member)
+
+
+def _header(file: IO[bytes]) -> tuple[str, tuple[int, ...]]:
+    npy_format.read_magic(file)  # ours are of version 1.0
+    shape, _, dtype = npy_format.read_array_header_1_0(file)
+    return str(dtype), shape
 
 
 def _write(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...], blocks: Iterable[Array]) -> None:

@@ -1,4 +1,10 @@
-"""The results document of a run: printed by `--json`, kept in the output folder."""
+"""The results document of a run: printed by `--json`, kept in the output folder.
+
+In a run with an output folder, a value of more than INLINE_BYTES_MAX has a file in `.pipedist/values/RUN/`, and the
+document has a reference: `file`, an absolute path, and for arrays `dtype` and `shape`. The file is a `.npy` or
+`.npz`, with the values of steps or epochs stacked, or a `.json` if the value has other leaves than arrays and
+numbers, or too many of them.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +13,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipedist.core import trees
 from pipedist.core.types import Tree
-from pipedist.errors import CallError
-from pipedist.outputs.encoding import Json, to_json
+from pipedist.errors import CallError, OutputError
+from pipedist.outputs.encoding import Json, text, to_json
+from pipedist.outputs.formats import open_sink
+from pipedist.outputs.run_record import writing
 
 FORMAT = 1
+
+INLINE_BYTES_MAX = 2**16
+"""Bytes of the arrays of a value, or of its JSON, that a document has inline."""
+
+MEMBERS_MAX = 64
+"""Arrays of one `.npz`."""
 
 _CAUSE = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?", re.DOTALL)
 
@@ -24,6 +39,7 @@ def run_document(
     files: Mapping[str, Path],
     ledger: Mapping[str, int],
     timings: Mapping[str, float],
+    stored: Mapping[str, Json] = {},
     error: BaseException | None = None,
     quarantined: Sequence[Mapping[str, Any]] = (),
     retries: Mapping[str, Mapping[str, int]] = {},
@@ -34,6 +50,7 @@ def run_document(
         results: the value of every reduce, gather and update; not used for stages in `files`.
         files: the file of each stage that has an output.
         timings: seconds by name.
+        stored: references to large values, by stage, made by `store_large`.
         error: the error that ended the run.
         quarantined: `{element, stage, cause}` of each quarantined element.
         retries: number of calls that were executed again, by stage and reason.
@@ -43,9 +60,10 @@ def run_document(
     """
     values: dict[str, Json] = {}
     for stage in {**results, **files}:
-        values[stage] = (
-            {"file": str(files[stage].absolute())} if stage in files else to_json(results[stage], (stage,))
-        )
+        if stage in files:
+            values[stage] = {"file": str(files[stage].absolute())}
+        else:
+            values[stage] = stored[stage] if stage in stored else to_json(results[stage], (stage,))
     document: dict[str, Json] = {
         "format": FORMAT,
         "run": run_id,
@@ -61,6 +79,64 @@ def run_document(
     if quarantined:
         document["quarantined"] = [to_json(dict(entry)) for entry in quarantined]
     return document
+
+
+def store_large(results: Mapping[str, Tree], folder: Path, pers: Mapping[str, str]) -> dict[str, Json]:
+    """Write values above INLINE_BYTES_MAX to files in a folder, and return references, by stage.
+
+    Args:
+        folder: created with the first file.
+        pers: the scope of each stage: run, epoch or step.
+
+    Raises:
+        OutputError: a file can't be written, or a value has no JSON form.
+    """
+    return {
+        name: _stored(folder / name, value, None if pers[name] == "run" else value)
+        for name, value in results.items()
+        if not isinstance(value, Path) and _is_large(name, value)
+    }
+
+
+def _is_large(name: str, value: Tree) -> bool:
+    return _array_bytes(value) > INLINE_BYTES_MAX or len(text(to_json(value, (name,)))) > INLINE_BYTES_MAX
+
+
+def _array_bytes(value: Tree) -> int:
+    return sum(getattr(leaf, "nbytes", 0) for leaf in trees.flatten(value)[0])
+
+
+def _stored(path: Path, value: Tree, series: Sequence[Tree] | None) -> Json:
+    """Write a value, or the `series` of values that it is, in the first format that fits."""
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    leaves = len(trees.flatten(series[0] if series else value)[0])
+    has_arrays = leaves <= MEMBERS_MAX and _array_bytes(value) > INLINE_BYTES_MAX
+    for ending in (".npy", ".npz", ".json") if has_arrays else (".json",):
+        sink = open_sink(path.with_suffix(ending), shape="run" if series is None else "per", gather=False)
+        try:
+            for one in [value] if series is None else series:
+                sink.append(one)
+            return _reference(sink.finish())
+        except OutputError:
+            if ending == ".json":
+                raise
+        finally:
+            sink.abort()
+    raise AssertionError("the last format raises its own error")
+
+
+def _reference(path: Path) -> Json:
+    if path.suffix == ".json":
+        return {"file": str(path)}
+    from pipedist.outputs.array_files import members
+
+    found = dict(members(path))
+    if path.suffix == ".npy":
+        dtype, shape = found[""]
+        return {"file": str(path), "dtype": dtype, "shape": [*shape]}
+    dtypes = {name: dtype for name, (dtype, _) in found.items()}
+    return {"file": str(path), "dtype": dtypes, "shape": {n: [*shape] for n, (_, shape) in found.items()}}
 
 
 def error_document(error: BaseException) -> Json:

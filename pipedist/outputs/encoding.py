@@ -132,6 +132,8 @@ def array_to_json(array: npt.NDArray[Any], path: tuple[str, ...] = ()) -> Json:
     if kind in "Mm":
         texts = np.array([str(value) for value in array.reshape(-1)], dtype="U")
         return texts.reshape(array.shape).tolist()
+    if kind == "O":
+        return _convert(array.tolist(), lambda cell: to_json(cell, path))
     raise OutputError(f"{_at(path)}: an array of dtype {array.dtype} has no JSON form")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from pipedist.core import ragged
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
@@ -38,6 +39,8 @@ class RowSink(Sink):
 
     flat = True
     """A cell holds one number or text, so a leaf has no axes but axis 0."""
+    plain = True
+    """Whether columns have types, and a column of a table that has axes becomes several."""
 
     def __init__(
         self, path: Path, mode: Mode, axis: int, label: str, table: Callable[[Tree], Columns] | None = None
@@ -45,6 +48,8 @@ class RowSink(Sink):
         super().__init__(path, mode, axis, label)
         self._table = table
         self._dtypes: dict[str, Any] = {}
+        self._keys: list[str] = []
+        """The keys of the first records."""
 
     def _append(self, value: Tree) -> None:
         if value is None:
@@ -53,31 +58,45 @@ class RowSink(Sink):
                     f"{self.label}: value {self._count} is null, which has no columns. Write .jsonl."
                 )
             return
-        columns = self._columns(value, self._leaves)
+        if type(value) is list and not value:  # no records
+            return
+        columns = self._columns(value, self._leaves, self._keys)
         self._check(columns, self._dtypes)
         self._rows(columns)
 
     def check(self, value: Tree) -> None:
         if value is not None:
-            self._check(self._columns(value, Leaves(bare="value", target=self.label)), {})
+            self._check(self._columns(value, self._new_leaves(), []), {})
 
-    def _columns(self, value: Tree, leaves: Leaves) -> Columns:
+    def _columns(self, value: Tree, leaves: Leaves, keys: list[str]) -> Columns:
         if self._table is not None:
             try:
                 columns = self._table(value)
             except (TypeError, ValueError) as error:
                 raise OutputError(f"{self.label}: {error}") from error
-            return _spread(columns) if self.flat else columns
+            return _spread(columns) if self.plain else columns
+        if ragged.are_records(value):
+            return self._columns_of_records(value, keys)
         arrays = leaves.take(value)
         if self._mode == "each" or (self._mode == "one" and all(array.ndim == 0 for array in arrays)):
             arrays = [array[None] for array in arrays]
-        return dict(zip(leaves.names, arrays, strict=True))
+        return {leaves.names[index]: arrays[index] for index in leaves.order}
+
+    def _columns_of_records(self, records: list[dict[str, Any]], keys: list[str]) -> Columns:
+        """Return a column for each of the keys, at first those of these records; an absent key is None."""
+        names = list(dict.fromkeys(name for record in records for name in record))
+        keys += [] if keys else names
+        if more := [name for name in names if name not in keys]:
+            raise OutputError(
+                f"{self.label}: a record has the key {more[0]!r}, but the columns are those of the first ones: "
+                f"{', '.join(keys)}. Return it in all records, or write .jsonl."
+            )
+        return {name: ragged.objects([record.get(name) for record in records]) for name in keys}
 
     def _check(self, columns: dict[str, Array], dtypes: dict[str, Any]) -> None:
         first = next(iter(columns), "")
         for name, array in columns.items():
             dtype = dtypes.setdefault(name, array.dtype)
-            is_text = array.dtype.kind == dtype.kind and dtype.kind in "US"
             problem = ""
             if array.ndim == 0:
                 problem = " is a single value beside columns. Write .npz or .json."
@@ -85,13 +104,13 @@ class RowSink(Sink):
                 problem = (
                     f" has axes {array.shape[1:]} beside the rows, and a cell holds one value. Write .npz."
                 )
-            elif self.flat and array.dtype.kind in "cV":
+            elif self.plain and array.dtype.kind in "cV":
                 problem = f" has dtype {array.dtype}, which a cell can't hold. Write .npz."
             elif self._mode == "pieces" and self._axis % array.ndim != 0:
                 problem = f" is gathered along axis {self._axis}, and rows are axis 0. Write .npz."
             elif len(array) != len(columns[first]):
                 problem = f" has {len(array)} rows, leaf {first!r} has {len(columns[first])}. Write .npz."
-            elif array.dtype != dtype and not is_text:
+            elif not ragged.fit(array.dtype, dtype):
                 problem = f": all rows must have one dtype: first {dtype}, now {array.dtype}"
             if problem:
                 raise OutputError(f"{self.label}: leaf {name!r}{problem}")
@@ -112,9 +131,18 @@ class CsvSink(RowSink):
         if not self._header:
             self._header = True
             lines.append(_line(tuple(map(_quoted, columns))))
-        cells = [_cells(array) for array in columns.values()]
+        cells = [self._cells(name, array) for name, array in columns.items()]
         lines.extend(map(_line, zip(*cells, strict=True)))
         self._out.file.write("".join(lines).encode(errors="surrogatepass"))
+
+    def _cells(self, name: str, array: Array) -> list[str]:
+        values = encoding.array_to_json(array)
+        if array.dtype.kind == "O" and any(isinstance(value, list | dict) for value in values):
+            raise OutputError(
+                f"{self.label}: leaf {name!r} has lists or dicts, and a cell holds one value. "
+                "Write .jsonl or .parquet."
+            )
+        return list(map(_cell, values))
 
     def _complete(self) -> None:
         """Do nothing: all rows are written."""
@@ -124,10 +152,17 @@ class JsonLinesSink(RowSink):
     """An object per row, or per value of a step or epoch."""
 
     flat = False
+    plain = False
 
     _is_spooled = False
 
     def _append(self, value: Tree) -> None:
+        if ragged.are_records(value):
+            for record in value:
+                self._line(encoding.to_json(record))
+            return
+        if type(value) is list and not value:  # no records
+            return
         if self._mode == "each":
             self._line(_columns_of_row(value, self.label))
             return
@@ -141,7 +176,9 @@ class JsonLinesSink(RowSink):
         super()._append(value)
 
     def check(self, value: Tree) -> None:
-        if self._mode == "each":
+        if ragged.are_records(value):
+            encoding.to_json(value)
+        elif self._mode == "each":
             _columns_of_row(value, self.label)
         else:
             super().check(value)
@@ -152,7 +189,8 @@ class JsonLinesSink(RowSink):
             self._line(dict(zip(columns, row, strict=True)))
 
     def _complete(self) -> None:
-        spools = self._pieces.spools
+        names = [self._leaves.names[index] for index in self._leaves.order]
+        spools = {name: self._pieces.spools[name] for name in names if name in self._pieces.spools}
         lengths = {name: spool.shape[0] for name, spool in spools.items()}
         if len(set(lengths.values())) > 1:
             raise OutputError(
@@ -166,7 +204,12 @@ class JsonLinesSink(RowSink):
 
 
 class ParquetSink(RowSink):
-    """Row groups of 65,536 rows, or fewer if they have 64 MiB."""
+    """Row groups of 65,536 rows, or fewer if they have 64 MiB.
+
+    An axis beside the rows is a fixed-size list; object arrays are text, binary, lists or structs, as their cells are.
+    """
+
+    flat = False
 
     def __init__(
         self, path: Path, mode: Mode, axis: int, label: str, table: Callable[[Tree], Columns] | None = None
@@ -203,21 +246,30 @@ class ParquetSink(RowSink):
         while self._rows_waiting:
             self._write_group()
         if self._writer is None:
-            self._open(self._schema if self._schema is not None else self._arrow.schema([]))
+            self._open(self._typed(self._schema) if self._schema is not None else self._arrow.schema([]))
         self._writer.close()
 
     def _column(self, name: str, array: Array) -> Any:
         try:
-            values = array.tolist() if array.dtype.kind in "US" else array
+            if 0 in array.shape[1:]:
+                raise ValueError(f"lists of shape {array.shape[1:]} have no values")
+            values: Any = array.reshape(-1)
+            if array.dtype.kind in "US":
+                values = values.tolist()
+            elif array.dtype.kind == "O":
+                values = list(map(_plain_cell, values))
             kinds = {"U": self._arrow.string(), "S": self._arrow.binary()}
-            return self._arrow.array(values, type=kinds.get(array.dtype.kind))
-        except (self._arrow.ArrowException, UnicodeEncodeError) as error:
+            column = self._arrow.array(values, type=kinds.get(array.dtype.kind))
+            for size in reversed(array.shape[1:]):
+                column = self._arrow.FixedSizeListArray.from_arrays(column, size)
+            return column
+        except (self._arrow.ArrowException, ValueError, TypeError, OverflowError) as error:
             raise OutputError(
                 f"{self.label}: leaf {name!r} of dtype {array.dtype} does not fit a parquet column: {error}"
             ) from error
 
     def _write_group(self) -> None:
-        table = self._arrow.concat_tables(self._waiting).combine_chunks()
+        table = self._together()
         if self._writer is None:
             self._open(table.schema)
         group, rest = table.slice(0, _GROUP_ROWS), table.slice(_GROUP_ROWS)
@@ -225,6 +277,22 @@ class ParquetSink(RowSink):
         self._waiting = [rest] if rest.num_rows else []
         self._rows_waiting = rest.num_rows
         self._bytes_waiting = rest.nbytes
+
+    def _together(self) -> Any:
+        """Return the waiting rows in the types of the file, which the rows of the first row group decide."""
+        try:
+            table = self._arrow.concat_tables(self._waiting, promote_options="permissive").combine_chunks()
+            schema = self._typed(table.schema) if self._writer is None else self._writer.schema
+            return table if schema == table.schema else table.cast(schema)
+        except (self._arrow.ArrowException, ValueError) as error:
+            raise OutputError(
+                f"{self.label}: the values of a column have several types: {error}. Convert them, or write .jsonl."
+            ) from error
+
+    def _typed(self, schema: Any) -> Any:
+        """Return a schema in which a column of nulls is text."""
+        is_null, text = self._arrow.types.is_null, self._arrow.string()
+        return self._arrow.schema([each.with_type(text) if is_null(each.type) else each for each in schema])
 
     def _open(self, schema: Any) -> None:
         self._writer = self._arrow.parquet.ParquetWriter(self._out.file, schema)
@@ -261,18 +329,26 @@ def _flat(tree: Tree, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     if node is None:
         yield "/".join(path) or "value", encoding.to_json(tree)
     elif node[0] == "object":
-        for name, value in sorted(encoding.key_texts(node[1], path)):
+        for name, value in encoding.key_texts(node[1], path):
             yield from _flat(value, (*path, name))
     else:
         for index, value in enumerate(node[1]):
             yield from _flat(value, (*path, str(index)))
 
 
-def _cells(array: Array) -> list[str]:
-    values = encoding.array_to_json(array)
-    if array.dtype.kind == "b":
-        return ["true" if value else "false" for value in values]
-    return [_quoted(value) if isinstance(value, str) else repr(value) for value in values]
+def _cell(value: encoding.Json) -> str:
+    if isinstance(value, str):
+        return _quoted(value)
+    if value is None or isinstance(value, bool):
+        return {None: "", True: "true", False: "false"}[value]
+    return repr(value)
+
+
+def _plain_cell(cell: Any) -> Any:
+    """Return a cell of an object array in the form in which pyarrow reads it."""
+    return (
+        cell.tolist() if isinstance(cell, np.ndarray) and (cell.ndim > 1 or cell.dtype.kind == "O") else cell
+    )
 
 
 def _quoted(text: str) -> str:

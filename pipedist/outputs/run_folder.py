@@ -4,7 +4,8 @@
         late.json, rows.npz, ...     the files of one finished run
         .pipedist/
             run.json                 the run that the folder belongs to, and its state
-            results.json             the finished run's document, as `pipedist run --json` prints it
+            results.json             the finished run's document; `pipedist run --json` prints a longer total time
+            values/RUN/              its values that are too large for the document, see `document`
             lock                     locked by the run that writes
             new/                     the files of the run in progress
             journal/                 its durable progress, see pipedist.journal
@@ -57,6 +58,9 @@ from pipedist.outputs.run_record import (
     writing,
 )
 
+VALUES = "values"
+"""The folder in `.pipedist` that has a folder of large values for each run."""
+
 Found = Literal["", "unfinished", "other"]
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -69,6 +73,7 @@ class FinishedRun(Struct, frozen=True):
         files: its outputs, absolute paths by relative path.
         since: changes of inputs and modules since then, as lines, which were accepted.
         moved: changes of the platform since then, as lines.
+        stored: the files of its large values, by stage.
     """
 
     path: Path
@@ -77,6 +82,7 @@ class FinishedRun(Struct, frozen=True):
     files: dict[str, Path]
     since: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
+    stored: Mapping[str, Path] = {}
 
 
 class RunFolder:
@@ -114,6 +120,11 @@ class RunFolder:
     def live(self) -> Path:
         """The folder of the run's status socket, which exists only while the run does."""
         return self.path / PRIVATE / LIVE
+
+    @property
+    def values(self) -> Path:
+        """The folder of the run's values that are too large for its document."""
+        return self.path / PRIVATE / VALUES / self.run_id
 
     @property
     def run_id(self) -> str:
@@ -181,6 +192,9 @@ class RunFolder:
         self._record = replace(self._record, state="committing", files=written, then=then)
         write_record(self.path, self._record)
         self._record = _move_all(self.path, self._record)
+        for earlier in self.values.parent.glob("*"):
+            if earlier != self.values:
+                shutil.rmtree(earlier, onerror=_unless_missing)
         return {name: self.path / name for name in written}
 
     def fail(self, *, resumable: bool) -> None:
@@ -282,7 +296,8 @@ def open_folder(
                         "everything again, omit --resume"
                     )
                 files = {name: path / name for name in old.files}
-                return FinishedRun(path, old.run, read_results(path, label), files, changed, moved)
+                stored = {file.stem: file for file in (path / PRIVATE / VALUES / old.run).glob("*")}
+                return FinishedRun(path, old.run, read_results(path, label), files, changed, moved, stored)
         previous = _standing(old)
         _check_free(path, label, outputs, previous)
         if resume and old is not None and is_there(path / PRIVATE / "journal" / "journal", label):

@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Literal
 
+from pipedist.core import ragged
 from pipedist.core.files import AtomicFile
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
 from pipedist.outputs.run_record import writing
-from pipedist.outputs.spool import ArraySpool, Leaves, Piecewise
+from pipedist.outputs.spool import ArraySpool, JsonSpool, Leaves, Piecewise
 
 Mode = Literal["one", "pieces", "each"]
 """The appended values: one value; the pieces of one value; or a value per step or epoch."""
@@ -34,6 +35,10 @@ class Sink(ABC):
 
     _bare = "value"
     """The name of the leaf of a value that is not a container."""
+    _fixed_width = False
+    """Whether the file holds texts of one width only."""
+    _has_empty = False
+    """Whether a piece was an empty list, of records that a call did not make."""
 
     def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
         self.path = path
@@ -41,7 +46,7 @@ class Sink(ABC):
         self._mode = mode
         self._axis = 0 if mode == "each" else axis  # values of steps are stacked along a new axis 0
         self._count = 0
-        self._leaves = Leaves(bare=self._bare, target=label)
+        self._leaves = self._new_leaves()
         self._pieces = Piecewise(path, self._axis, self._leaves, label)
         with writing(label):
             self._out = AtomicFile(path)
@@ -54,8 +59,14 @@ class Sink(ABC):
         if self._mode == "one" and self._count:
             raise OutputError(f"{self.label} holds one value, and a second one was appended")
         self._count += 1
+        if self._mode == "pieces" and type(value) is list and not value:
+            self._has_empty = True
+            return
         with writing(self.label):
             self._append(value)
+
+    def _new_leaves(self) -> Leaves:
+        return Leaves(bare=self._bare, target=self.label, fixed_width=self._fixed_width)
 
     def check(self, value: Tree) -> None:  # noqa: B027  (.json holds any tree)
         """Check that a value of this structure, dtype and shape fits the format.
@@ -96,17 +107,25 @@ class JsonSink(Sink):
     The encoding is that of `pipedist.outputs.encoding`, with sorted keys.
     """
 
+    _has_records = False
+
     def _append(self, value: Tree) -> None:
         if self._mode == "pieces":
-            self._pieces.append(value)
+            if ragged.are_records(value):
+                self._text((", " if self._has_records else "[") + encoding.dumps(value)[1:-1])
+                self._has_records = True
+            else:
+                self._pieces.append(value, as_json=True)
             return
         if self._mode == "each":
             self._text("[" if self._count == 1 else ",\n")
         self._text(encoding.dumps(value))
 
     def _complete(self) -> None:
-        if self._mode == "pieces":
-            self._write(self._pieces.tree())
+        if self._has_records:
+            self._text("]")
+        elif self._mode == "pieces":
+            self._write([] if self._has_empty and not self._pieces.spools else self._pieces.tree())
         elif self._mode == "each":
             self._text("]" if self._count else "[]")
         elif not self._count:
@@ -117,6 +136,12 @@ class JsonSink(Sink):
         """Write a tree of spools, a block of rows at a time."""
         if tree is None:
             self._text("null")
+            return
+        if isinstance(tree, JsonSpool):
+            self._text("[")
+            for chunk in tree.chunks():
+                self._out.file.write(chunk)
+            self._text("]")
             return
         if isinstance(tree, ArraySpool):
             self._text("[")

@@ -19,9 +19,10 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from pipedist.core import trees
+from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
+from pipedist.outputs import encoding
 
 Array = npt.NDArray[Any]
 
@@ -41,13 +42,17 @@ class Leaves:
     Args:
         bare: the name of the leaf of a value that is not a container.
         target: the file as errors name it.
+        fixed_width: whether the file holds texts of one width only (`<U`).
     """
 
-    def __init__(self, *, bare: str, target: str) -> None:
+    def __init__(self, *, bare: str, target: str, fixed_width: bool = False) -> None:
+        self._fixed_width = fixed_width
         self._bare = bare
         self._target = target
         self._structure: trees.Treedef | None = None
         self.names: list[str] = []
+        self.order: list[int] = []
+        """The indices of the names in the order of the first value's own keys."""
 
     def take(self, tree: Tree) -> list[Array]:
         """Return the leaves of `tree` as arrays, in the order of `names`."""
@@ -58,6 +63,7 @@ class Leaves:
                 twice = min(name for name in names if names.count(name) > 1)
                 raise OutputError(f"{self._target}: two leaves have the same path {twice!r}")
             self._structure, self.names = structure, names
+            self.order = list(_in_order(trees.unflatten(structure, range(len(names)))))
         elif structure != self._structure:
             raise OutputError(
                 f"{self._target}: all values must have one structure: first "
@@ -71,16 +77,15 @@ class Leaves:
 
     def _array(self, leaf: Any, name: str) -> Array:
         if isinstance(leaf, bytes | bytearray | memoryview):
-            leaf = bytes(leaf)
-        if isinstance(leaf, bytes | str) and leaf[-1:] in (b"\0", "\0"):
-            kind = "text" if isinstance(leaf, str) else "bytes"
-            instead = "Write .json" if kind == "text" else "Return numpy.frombuffer(value, numpy.uint8)"
-            raise OutputError(
-                f"{self._target}: leaf {name!r} ends with a zero byte, which NumPy's {kind} can't hold. "
-                f"{instead}."
-            )
+            leaf = np.array(bytes(leaf), object)
+        elif isinstance(leaf, str) and leaf[-1:] == "\0":
+            leaf = np.array(leaf, object)
         array = np.asarray(leaf)
+        if array.dtype.kind == "T":
+            array = array.astype(object)
         kind = array.dtype.kind
+        if kind == "O" and array is leaf:
+            return self._fixed(array, name) if self._fixed_width else array
         if kind == "O":
             what = f"a {type(leaf).__qualname__}"
             if isinstance(leaf, int):
@@ -91,6 +96,32 @@ class Leaves:
         if not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="))
         return array
+
+    def _fixed(self, array: Array, name: str) -> Array:
+        """Return an object array as `<U`, or as `S` if it is bytes."""
+        cells = array.ravel().tolist()
+        kind = "text" if all(isinstance(cell, str) for cell in cells) else "bytes"
+        problem = ""
+        if kind == "bytes" and not all(isinstance(cell, bytes) for cell in cells):
+            problem = "is an object array of other values than text and bytes"
+        elif any(cell[-1:] in ("\0", b"\0") for cell in cells):
+            problem = f"has a value that ends with a zero byte, which NumPy's {kind} can't hold"
+        elif cells and ragged.is_wasteful(len(cells), widest := max(map(len, cells)), sum(map(len, cells))):
+            problem = f"would need {widest:,} characters for each of {len(cells):,} values"
+        if problem:
+            raise OutputError(f"{self._target}: leaf {name!r} {problem}. Write .parquet, .jsonl or .json.")
+        return array.astype("U" if kind == "text" else "S")
+
+
+def _in_order(tree: Tree) -> Iterator[int]:
+    """Yield the leaves of a tree of indices in the order of its dicts' own keys."""
+    inner = encoding.node(tree)
+    if inner is None:
+        if tree is not None:
+            yield tree
+        return
+    for child in (value for _, value in inner[1]) if inner[0] == "object" else inner[1]:
+        yield from _in_order(child)
 
 
 class ArraySpool:
@@ -163,7 +194,9 @@ class ArraySpool:
             raise OutputError(
                 f"{self._label}: an array of shape {piece.shape} has no axis {self._axis} to gather along"
             )
-        if piece.dtype.hasobject or piece.dtype.kind == "V":
+        if piece.dtype.kind == "O":
+            raise OutputError(f"{self._label}: an object array can be gathered along axis 0 only")
+        if piece.dtype.kind == "V":
             raise OutputError(f"{self._label}: dtype {piece.dtype} can't be stored. Return float32 or bytes.")
         self._dtype, self._shape = piece.dtype, piece.shape
 
@@ -213,6 +246,38 @@ class ArraySpool:
         return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
+class JsonSpool:
+    """One array of texts or objects that grows along axis 0 in a file, as the JSON of its items."""
+
+    def __init__(self, file: IO[bytes], label: str) -> None:
+        self._file = file
+        self._label = label
+        self._first: Array | None = None
+        self._is_empty = True
+
+    def append(self, piece: Array) -> None:
+        """Append a piece of texts or objects that fits apart from axis 0."""
+        if self._first is None:
+            self._first = piece[:0]
+        if piece.dtype.kind not in "OU" or piece.shape[1:] != self._first.shape[1:]:
+            raise OutputError(
+                f"{self._label}: all pieces must have one dtype and shape: first {self._first.dtype}"
+                f"{list(self._first.shape[1:])}, now {piece.dtype}{list(piece.shape[1:])}"
+            )
+        if len(piece):
+            text = encoding.text(encoding.array_to_json(piece))[1:-1]
+            self._file.write(("" if self._is_empty else ", ").encode() + text.encode())
+            self._is_empty = False
+
+    def chunks(self) -> Iterator[bytes]:
+        self._file.seek(0)
+        while chunk := self._file.read(BLOCK_BYTES):
+            yield chunk
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class Piecewise:
     """The pieces of one tree of arrays, concatenated leaf by leaf.
 
@@ -227,16 +292,24 @@ class Piecewise:
         self._axis = axis
         self._label = label
         self._leaves = leaves
-        self.spools: dict[str, ArraySpool] = {}
+        self.spools: dict[str, Any] = {}
 
-    def append(self, piece: Tree, *, stack: bool = False) -> None:
-        """Append the next piece; with `stack`, it is one index of a new axis 0."""
+    def append(self, piece: Tree, *, stack: bool = False, as_json: bool = False) -> None:
+        """Append the next piece.
+
+        Args:
+            stack: the piece is one index of a new axis 0.
+            as_json: store texts and objects as JSON.
+        """
         for leaf, name in zip(self._leaves.take(piece), self._leaves.names, strict=True):
             spool = self.spools.get(name)
             if spool is None:
                 file: IO[bytes] = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(self._path.parent))  # noqa: SIM115
                 label = f"{self._label}: leaf {name!r}"
-                spool = self.spools[name] = ArraySpool(file, axis=self._axis, label=label)
+                if as_json and leaf.dtype.kind in "OU" and leaf.ndim and self._axis % leaf.ndim == 0:
+                    spool = self.spools[name] = JsonSpool(file, label)
+                else:
+                    spool = self.spools[name] = ArraySpool(file, axis=self._axis, label=label)
             spool.append(leaf[None] if stack else leaf)
 
     def tree(self) -> Tree:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from pipedist.combiners import ByKey, Counter, Moments, TopK, sorted_keys
-from pipedist.core import trees
+from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.outputs.spool import Array, Columns
 
@@ -99,7 +99,7 @@ def _largest_by_key(value: Tree) -> Columns:
     for name in tables[0] if tables else ():
         if name == "key":
             raise ValueError("two columns have the name 'key': write .json")
-        columns[name] = np.concatenate([table[name] for table in tables])
+        columns[name] = ragged.concatenate([table[name] for table in tables])
     keys = [key for key, table in zip(found, tables, strict=True) for _ in table["value"]]
     return {"key": _keys(keys), **columns}
 
@@ -144,7 +144,7 @@ def _mapping(value: Tree) -> Mapping[Any, Any]:
 
 def _keys(keys: Sequence[Any]) -> Array:
     if all(isinstance(key, str) for key in keys):
-        return np.array(keys, np.str_)
+        return ragged.of_texts(keys)
     if any(isinstance(key, str) for key in keys):
         raise ValueError("some keys are text and some integers, but a column has one type: write .json")
     if not all(isinstance(key, int | np.integer) for key in keys):

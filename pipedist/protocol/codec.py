@@ -10,6 +10,7 @@ the others:
   hold their bytes.
 - A list of similar items (the results of a range of calls) is written as columns, so that one array
   stands for the arrays at one place of all items: `pipedist.protocol.columns`.
+- An object array is a list too: a mark, kind, shape, and the parts of its cells (`pipedist.core.ragged`).
 - An array of more than `INLINE_BYTES_MAX` is an extension type that names a frame and an
   offset. From `FRAME_BYTES_MIN` on it has a frame of its own, which IS the array's memory;
   those between are copied together into shared frames, because a frame costs more than a copy.
@@ -31,6 +32,7 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
+from pipedist.core import ragged
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.columns import fits, items_of, nodes_of
@@ -43,9 +45,11 @@ from pipedist.protocol.layout import (
     IN_FRAME,
     INLINE,
     MARK,
+    MARKS,
     NUMPY_BYTES,
     NUMPY_SCALAR,
     NUMPY_STR,
+    OBJECTS,
     PAIR,
     PLACE,
     RANGE,
@@ -90,6 +94,7 @@ def decode(
     try:
         return _Decoder(frames, may_import, limits).tree()
     except (
+        UnsuitableTree,
         ValueError,
         TypeError,
         OverflowError,
@@ -144,10 +149,7 @@ class _Decoder:
         )
         if self._unused:
             raise ValueError(f"frame {min(self._unused)} belongs to no array")
-        try:
-            check_nodes(tree)
-        except UnsuitableTree as error:
-            raise ValueError(str(error)) from None
+        check_nodes(tree)
         return tree
 
     def _items(self, columns: Tree) -> list[Any]:
@@ -168,6 +170,10 @@ class _Decoder:
         if mark == RECORD:
             return self._record(items)
         parts = items[1:]
+        if mark == OBJECTS and len(parts) > 2 and type(parts[0]) is int and type(parts[1]) is list:
+            if parts[0] == ragged.NESTED:
+                check_nodes(parts)
+            return ragged.join(*parts)
         if len(parts) != 3:
             raise ValueError(f"a slice or range of {len(parts)} parts")
         types = set(map(type, parts))
@@ -196,7 +202,7 @@ class _Decoder:
         if code == IN_FRAME:
             return self._array_in_frame(data)
         if code == MARK:
-            if len(data) != 1 or data[0] > 3:
+            if len(data) != 1 or data[0] >= len(MARKS):
                 raise ValueError("an unknown mark")
             return msgpack.ExtType(MARK, data)
         if code == NUMPY_SCALAR:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
+from pipedist.core import ragged
 from pipedist.core.misuse_hints import conversion_hint
 from pipedist.core.types import Tree, is_record
 from pipedist.errors import PipedistError
@@ -27,6 +28,7 @@ from pipedist.protocol.layout import (
     NUMPY_BYTES,
     NUMPY_SCALAR,
     NUMPY_STR,
+    OBJECTS,
     PAIR,
     PLACE,
     RANGE,
@@ -64,7 +66,8 @@ def encode(tree: Tree) -> list[Frame]:
 
     Args:
         tree: nested dict (keys str or int), list, tuple, namedtuple, dataclass; leaves are
-            arrays (bool, numbers, complex, str, bytes, datetime64, timedelta64, bfloat16),
+            arrays (bool, numbers, complex, str, bytes, datetime64, timedelta64, bfloat16; objects
+            as `pipedist.core.ragged` defines them),
             NumPy scalars, int, float, complex, bool, str, bytes, slice, range, None.
 
     Returns:
@@ -72,7 +75,7 @@ def encode(tree: Tree) -> list[Frame]:
         must not change before they are sent.
 
     Raises:
-        UnsendableError: a value can't be serialized (an object array, a set, a function, ...), the tree
+        UnsendableError: a value can't be serialized (a set, a function, ...), the tree
             is deeper than DEPTH_MAX, or a frame exceeds the limits.
     """
     if type(tree) is list and len(tree) >= ITEMS_MIN:
@@ -161,7 +164,11 @@ class _Encoder:
                 raise UnsuitableTree(f"a {cls.__qualname__} whose field is missing: {error}") from None
         raise UnsuitableTree(_type_name(cls))
 
-    def _array(self, array: np.ndarray[Any, Any]) -> msgpack.ExtType:
+    def _array(self, array: np.ndarray[Any, Any]) -> msgpack.ExtType | list[Any]:
+        if array.dtype.kind == "U":
+            array = ragged.narrowed(array)
+        if array.dtype.kind in "OT":
+            return _objects(array.astype(object, copy=False))
         try:
             prefix, size_bytes, convert = describe_array(array.dtype, array.shape)
         except UnsupportedArray as error:
@@ -201,6 +208,16 @@ class _Encoder:
             self._frames[self._shared_number] = b"".join(self._shared)
             self._shared = []
             self._shared_bytes = 0
+
+
+def _objects(array: np.ndarray[Any, Any]) -> list[Any]:
+    try:
+        kind, *parts = ragged.split(array)
+    except ragged.UnlikeCells as error:
+        raise UnsuitableTree(f"an array of {error}") from None
+    if kind == ragged.NESTED:
+        check_nodes(parts)
+    return [OBJECTS, kind, list(array.shape), *parts]
 
 
 def _big_int(value: int) -> msgpack.ExtType:

@@ -35,7 +35,7 @@ SHARED_FRAME_BYTES_MAX: Final = 1 * MIB
 SHARED_ALIGNMENT_BYTES: Final = 64
 
 MARK, BIG_INT, COMPLEX, INLINE, IN_FRAME, NUMPY_SCALAR, NUMPY_STR, NUMPY_BYTES = range(1, 9)
-TUPLE, RECORD, SLICE, RANGE = (msgpack.ExtType(MARK, bytes([kind])) for kind in range(4))
+TUPLE, RECORD, SLICE, RANGE, OBJECTS = MARKS = [msgpack.ExtType(MARK, bytes([kind])) for kind in range(5)]
 PLACE: Final = struct.Struct("<IQ")  # frame, offset in bytes
 PAIR: Final = struct.Struct("<dd")
 _SCALARS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
@@ -198,13 +198,11 @@ def _dtype_text(dtype: np.dtype[Any]) -> tuple[bytes, np.dtype[Any] | None]:
         return b"bfloat16", None
     if dtype.itemsize == 0:
         raise UnsupportedArray(f"dtype {dtype.str!r}, whose elements have no bytes")
-    if dtype.kind == "T":  # NumPy has it in native byte order only
-        raise UnsupportedArray(f"dtype {dtype}; convert it to a fixed width: numpy.array(texts.tolist())")
+    if dtype.kind not in "biufcUSmM":
+        raise UnsupportedArray(f"dtype {dtype}")
     little = dtype.newbyteorder("<")
     text = little.str
-    if dtype.kind == "O":
-        raise UnsupportedArray("dtype object; convert it: x.astype(str), or x.astype(float)")
-    if dtype.kind not in "biufcUSmM" or not _DTYPE_TEXT.fullmatch(text):
+    if not _DTYPE_TEXT.fullmatch(text):
         raise UnsupportedArray(f"dtype {dtype}")
     native = sys.byteorder == "little"
     return text.encode("ascii"), None if dtype.isnative == native or dtype.str[0] == "|" else little

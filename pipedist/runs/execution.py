@@ -19,7 +19,7 @@ from pipedist.plan import PassPlan, Plan
 from pipedist.runs.pass_execution import PassExecution
 from pipedist.runs.pass_feeds import Spool
 from pipedist.runs.pass_folds import restore_pass, sink_of
-from pipedist.runs.pass_journal import PASS_STATE, STATE
+from pipedist.runs.pass_journal import PASS_STATE
 from pipedist.runs.quarantine import PassQuarantine, QuarantinedElement
 from pipedist.runs.result import Ledger, Progress, StageCount
 from pipedist.runs.subscription import Subscription
@@ -207,8 +207,8 @@ class Execution:
                 stack.callback(sink.abort)  # does nothing if the sink is finished
         training = Trainer(self._plan, feeding, self._coordinator, sinks)
         stack.callback(training.states.close)
-        durable = durables[feeding].parts(STATE) if feeding in durables else {}
-        latest = {name: (version, value) for name, (value, version) in durable.items()}
+        durable = durables[feeding].states() if feeding in durables else {}
+        latest = {name: list(versions.items())[-1] for name, versions in durable.items()}
         await training.states.begin(self._values, latest)
         return training
 

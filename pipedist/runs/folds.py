@@ -24,7 +24,7 @@ import anyio.abc
 import anyio.to_thread
 import numpy as np
 
-from pipedist.core import trees
+from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.reduction.batched import push_steps
@@ -240,10 +240,10 @@ def is_large(value: Tree) -> bool:
 
 def array_bytes(value: Tree) -> int:
     if isinstance(value, np.ndarray):
-        return value.nbytes
+        return ragged.size_bytes(value)
     if type(value) is list and set(map(type, value)) == {np.ndarray}:
-        return sum([part.nbytes for part in value])
-    return sum(leaf.nbytes for leaf in trees.flatten(value)[0] if isinstance(leaf, np.ndarray))
+        return sum(map(ragged.size_bytes, value))
+    return sum(ragged.size_bytes(leaf) for leaf in trees.flatten(value)[0] if isinstance(leaf, np.ndarray))
 
 
 class ValueFold(Fold):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from pipedist.core import trees
+from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.runs.folds import (
@@ -143,7 +143,10 @@ class GatherFold(Fold):
         """Concatenate tiny parts, whose overhead would exceed their data."""
         tiny = self._parts[self._whole :]
         if sum(map(array_bytes, tiny)) <= TINY_BYTES * len(tiny):
-            self._parts[self._whole :] = [self._together(tiny)]
+            block = self._together(tiny)
+            # texts for which `<U` would be wasteful, but need not be with those to come, wait for the end
+            if not ("O" in _dtype_kinds([block]) and "U" in _dtype_kinds(tiny)):
+                self._parts[self._whole :] = [block]
         self._whole = len(self._parts)
 
     def _together(self, parts: Sequence[Tree]) -> Tree:
@@ -151,7 +154,7 @@ class GatherFold(Fold):
             return None
         if {type(part) for part in parts} == {np.ndarray} and len({part.dtype for part in parts}) == 1:
             with suppress(ValueError):  # if they don't fit, `gather` raises an error with the reason
-                return np.concatenate(parts, axis=self._axis)
+                return ragged.concatenate(parts, self._axis)
         return gather(PerReplica(parts), self._axis, len(parts))
 
     async def _scope_value(self) -> Tree:
@@ -181,6 +184,10 @@ def _kind(part: Tree, axis: int) -> tuple[object, tuple[np.dtype[Any], ...], obj
     along = [axis % leaf.ndim for leaf in leaves]
     shapes = [(leaf.shape[:at], leaf.shape[at + 1 :]) for leaf, at in zip(leaves, along, strict=True)]
     return structure, tuple(leaf.dtype for leaf in leaves), tuple(shapes)
+
+
+def _dtype_kinds(parts: Sequence[Tree]) -> set[str]:
+    return {leaf.dtype.kind for leaf in trees.flatten(parts)[0] if isinstance(leaf, np.ndarray)}
 
 
 def _outline(leaf: Any) -> np.ndarray[Any, np.dtype[Any]]:

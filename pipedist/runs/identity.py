@@ -92,8 +92,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, np.ndarray):
-        content = np.ascontiguousarray(value)
-        return [str(value.dtype), list(value.shape), hashlib.sha256(content.tobytes()).hexdigest()]
+        frames = encode(value) if value.dtype.kind in "OT" else [np.ascontiguousarray(value).tobytes()]
+        return [str(value.dtype), list(value.shape), hashlib.sha256(b"".join(frames)).hexdigest()]
     if isinstance(value, InitLiteral | InitFile | InitFunction):
         return [type(value).__name__, *(_plain(getattr(value, f.name)) for f in dataclasses.fields(value))]
     if isinstance(value, CollectivesSpec | ResourcesSpec):

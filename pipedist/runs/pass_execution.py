@@ -91,6 +91,9 @@ class PassExecution:
         self._feed = feed_of(plan, pass_, spools)
         self._training = training if pass_.updates else None
         self._state_history: StateHistory | None = None
+        self._snapshot_versions: dict[str, int] = {}
+        """The versions of states in the latest snapshot, which is in slot `_slot`."""
+        self._slot = -1
         self._journal = journal
         self._durable = durable
         self.steps = 0 if durable is None else durable.before.steps
@@ -275,7 +278,8 @@ class PassExecution:
 
         async def commit_periodically(journal: RunJournal, durable: PassJournal) -> None:
             with committing:
-                await journal.commit_periodically(lambda: self._next_snapshot(durable))
+                every_s = self._plan.spec.checkpoint.every_s if self._training is not None else None
+                await journal.commit_periodically(lambda: self._next_snapshot(durable), every_s)
             if self._readers and self.steps > durable.steps_committed:  # their passes wait for these steps
                 if self._subscription is not None:
                     await self._subscription.passed(self._subscription.mark)
@@ -366,8 +370,13 @@ class PassExecution:
         }
         parts: dict[str, Versioned] = {PASS_STATE: (version, state)}
         if self._training is not None:
-            for name, (number, value) in self._training.states.latest.items():
-                parts[STATE + name] = (number, [value, number])
+            latest = self._training.states.latest
+            versions = {name: number for name, (number, _) in latest.items()}
+            if versions != self._snapshot_versions:
+                self._snapshot_versions = versions
+                self._slot = (self._slot + 1) % self._plan.spec.checkpoint.keep
+            for name, (number, value) in latest.items():
+                parts[f"{STATE}{self._slot}.{name}"] = (number, [value, number])
         dropped = [name for name in self._not_stored if durable.is_open(name)]
         if self._state_history is not None:
             dropped += self._state_history.dropped()

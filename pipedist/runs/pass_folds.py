@@ -29,7 +29,7 @@ from pipedist.runs.folds import (
 )
 from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.pass_feeds import Spool
-from pipedist.runs.pass_journal import PASS_STATE, STATE
+from pipedist.runs.pass_journal import PASS_STATE
 from pipedist.runs.programs import COMBINED, combine_program, parts_of, reduction_of, slot_of
 from pipedist.scheduler import PassSettings
 from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, UpdateSpec, references
@@ -95,8 +95,8 @@ class PassFolds:
 
     def _fold(self, name: str, sink: Sink | None, stack: ExitStack) -> Fold:
         stage = self._plan.spec.stages[name]
-        keep = self._folder is None or keeps(self._plan, name)
-        log = self._durable.log(name) if self._durable is not None and grows(self._plan, name) else None
+        keep = keeps(self._plan, name)
+        log = self._durable.log(name) if self._durable is not None and self._is_logged(name) else None
         if isinstance(stage, GatherSpec):
             return GatherFold(name, stage.per, stage.gather, sink, keep=keep, log=log)
         assert isinstance(stage, ReduceSpec)
@@ -104,6 +104,10 @@ class PassFolds:
             return ReduceFold(name, stage.per, reduction_of(stage), sink, keep=keep, log=log)
         call = self._fold_call(name, stack)
         return CombineFold(name, stage.per, call, sink, keep=keep, calls_max=FOLD_CALLS_MAX, log=log)
+
+    def _is_logged(self, name: str) -> bool:
+        """Return whether a fold has a log; one of an earlier process is continued."""
+        return grows(self._plan, name) or (self._durable is not None and self._durable.has_log(name))
 
     def _fold_call(self, name: str, stack: ExitStack) -> FoldCall:
         handle = self._coordinator.open_pass(
@@ -135,7 +139,7 @@ class PassFolds:
         if states is None or self._durable is None:
             return
         for name, fold in self._folds.items():
-            found = self._durable.entries(name) if grows(self._plan, name) else ()
+            found = self._durable.entries(name) if self._is_logged(name) else ()
             await fold.restore(states[name], ((entry.meta, tree) for entry, tree in found))
 
     async def add(self, epoch: int, steps: Sequence[Sequence[Slots]]) -> None:
@@ -202,7 +206,7 @@ class PassFolds:
         return [
             name
             for name, fold in self._folds.items()
-            if grows(self._plan, name) and not fold.kept and name not in self._unwritten
+            if self._is_logged(name) and not fold.kept and name not in self._unwritten
             if self._durable is not None and self._durable.log_bytes(name) > LOG_BYTES_MAX
         ]
 
@@ -231,9 +235,9 @@ class PassFolds:
     def deliver(self, values: MutableMapping[str, Tree]) -> None:
         """Add the finished values by stage, or the paths of their files."""
         for name, fold in self._folds.items():
-            if fold.kept or self._folder is None:
+            if fold.kept:
                 values[name] = fold.result
-            elif name not in self._unwritten:
+            elif self._folder is not None and name in self._sinks and name not in self._unwritten:
                 values[name] = self._folder.final(self._plan.spec.outputs[name])
 
 
@@ -281,17 +285,27 @@ def per_of(plan: Plan, name: str) -> Per:
     return getattr(plan.spec.stages[name], "per", "run")
 
 
+def is_transient(plan: Plan, name: str) -> bool:
+    """Return whether the values of a stage are dropped when the updates that they feed are applied."""
+    stages = plan.spec.stages.values()
+    feeds = any(isinstance(stage, UpdateSpec) and stage.of == name for stage in stages)
+    return feeds and per_of(plan, name) != "run" and name not in plan.spec.outputs
+
+
 def keeps(plan: Plan, name: str) -> bool:
-    """Return whether a stage keeps its values, in a run with a folder."""
+    """Return whether a stage keeps its values until the end of the run."""
     if name not in plan.spec.outputs:
-        return True
+        return not is_transient(plan, name)
     is_gather = isinstance(plan.spec.stages[name], GatherSpec)
     return name in read_later(plan) if is_gather else per_of(plan, name) == "run"
 
 
 def grows(plan: Plan, name: str) -> bool:
-    """Return whether the state of a fold grows with the run, and needs a log."""
-    return isinstance(plan.spec.stages[name], GatherSpec) or per_of(plan, name) != "run"
+    """Return whether the state of a fold grows with the run, or an epoch, and needs a log."""
+    is_gather = isinstance(plan.spec.stages[name], GatherSpec)
+    if is_transient(plan, name):
+        return is_gather and per_of(plan, name) == "epoch"
+    return is_gather or per_of(plan, name) != "run"
 
 
 def can_write(plan: Plan, name: str, found: PassHistory, key: str) -> bool:
@@ -315,7 +329,7 @@ async def restore_pass(
     the errors, by stage.
     """
     found = durable.part(PASS_STATE)
-    restored = {name: value[0] for name, value in durable.parts(STATE).items()}
+    restored = {name: list(versions.values())[-1] for name, versions in durable.states().items()}
     for name in (*pass_.folds, *pass_.updates):
         output = plan.spec.outputs.get(name)
         sink = None

@@ -95,14 +95,16 @@ class RunJournal:
         while pass_.steps_committed < steps:
             await self._changed.wait()
 
-    async def commit_periodically(self, take: Callable[[], Awaitable[PendingSnapshot]]) -> None:
-        """Commit periodically what `take` returns, until cancelled."""
+    async def commit_periodically(
+        self, take: Callable[[], Awaitable[PendingSnapshot]], every_s: float | None
+    ) -> None:
+        """Commit periodically what `take` returns, until cancelled; `every_s` None: COMMIT_S."""
         while True:
             taken = await take()
             begin = time.monotonic()
             await self.commit([taken])
             took = time.monotonic() - begin
-            await anyio.sleep(max(COMMIT_S, took / COST_SHARE))
+            await anyio.sleep(max(COMMIT_S if every_s is None else every_s, took / COST_SHARE))
 
     def close(self) -> None:
         self._journal.close()
@@ -166,6 +168,13 @@ class PassJournal:
         """Return the parts with a prefix, by the rest of their names."""
         names = [name for name in self.before.parts if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.part(name) for name in names}
+
+    def states(self) -> dict[str, dict[int, Tree]]:
+        """Return the kept versions of each state, by version, the latest one last."""
+        found: dict[str, list[Versioned]] = {}
+        for place, (value, version) in self.parts(STATE).items():
+            found.setdefault(place.partition(".")[2], []).append((version, value))
+        return {name: dict(sorted(each, key=lambda one: one[0])) for name, each in found.items()}
 
     def logs(self, prefix: str) -> list[str]:
         """Return the names of durable logs that begin with a prefix."""
@@ -343,4 +352,4 @@ CALLS = "calls."
 """Prefix of the logs of finished calls, and the snapshot key of their number."""
 
 STATE = "state."
-"""Prefix of the snapshot keys of states."""
+"""Prefix of the snapshot keys of states, before "SLOT.NAME"; the slots have the kept snapshots, in turn."""

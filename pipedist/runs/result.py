@@ -94,7 +94,7 @@ class Result(Mapping[str, Tree]):
     """The finished values of a run, by stage: a read-only mapping.
 
     A reduce or gather stage has one value, or a list of them (`per: step`, `per: epoch`). The value of a
-    gather that was streamed into a file is the file's path.
+    gather that was streamed into a file is the file's path; so is a large value of a run that was finished before.
 
     Args:
         name: the spec's name.
@@ -109,6 +109,7 @@ class Result(Mapping[str, Tree]):
         restored: the document of a finished run, if this one was not executed again.
         quarantined: id, failing stage and cause of each quarantined element.
         quarantine_file: the file that lists them with their inputs, or None.
+        stored: references to the files of values that are too large for the document, by stage.
     """
 
     name: str
@@ -122,6 +123,7 @@ class Result(Mapping[str, Tree]):
     restored: Mapping[str, Any] | None = None
     quarantined: Sequence[Mapping[str, Any]] = ()
     quarantine_file: Path | None = None
+    stored: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def document(self) -> Any:
@@ -141,6 +143,7 @@ class Result(Mapping[str, Tree]):
             files=self.files,
             ledger=self.ledger.to_json(),
             timings={name: round(seconds, 6) for name, seconds in self.timings.items()},
+            stored=self.stored,
             quarantined=self.quarantined,
             retries=self.retries,
         )
@@ -156,7 +159,8 @@ class Result(Mapping[str, Tree]):
         except KeyError:
             raise NoSuchValue(
                 f"no value {stage!r}; available: {', '.join(self.by_stage) or 'none'}. A run stage has no "
-                "single value: stream it with `async for step in run.steps(NAME)`, or gather it"
+                "single value: stream it with `async for step in run.steps(NAME)`, or gather it. A stage that feeds "
+                "an update per step or epoch has values only with an output"
             ) from None
 
     def __iter__(self) -> Iterator[str]:
@@ -183,10 +187,11 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
             "  To execute the affected passes again, use --resume=reuse; to execute everything again, --restart"
         )
     files = {n: finished.files[o] for n, o in spec.outputs.items() if o in finished.files}
+    places = {**finished.stored, **files}
     return Result(
         name=document["name"],
         run_id=document["run"],
-        by_stage={n: files.get(n, value) for n, value in document["results"].items()},
+        by_stage={n: places.get(n, value) for n, value in document["results"].items()},
         files=files,
         ledger=Ledger(**document["ledger"]),
         timings=document["timings"],

@@ -116,8 +116,8 @@ def _refusal(
     run = history.header.run
     if gone:
         return UsageError(
-            f"{gone}, an output of the unfinished run {run}, does not exist any more. "
-            "Use --resume=reuse to make it again, or --restart to discard the run"
+            f"{gone}, an output of the unfinished run {run}, is missing, and the journal does not have its "
+            "values. Use --resume=reuse to make it again, or --restart to discard the run"
         )
     if code:
         return UsageError(
@@ -190,13 +190,14 @@ def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
 
 
 def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
-    """Return the first missing output of a complete pass that can't be written again."""
+    """Return the first output whose committed values are neither in its file nor in the journal."""
     for pass_ in plan.passes:
         found = history.passes.get(pass_.key)
-        if found is None or not found.complete:
+        if found is None or not found.steps:
             continue
         for name in pass_.folds:
             output = plan.spec.outputs.get(name, "")
-            if output and not folder.has(name, output) and not can_write(plan, name, found, pass_.key):
+            is_there = found.complete and folder.has(name, output)
+            if output and not is_there and not can_write(plan, name, found, pass_.key):
                 return folder.staged(output)
     return None

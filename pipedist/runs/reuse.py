@@ -332,8 +332,10 @@ class _Division:
             return [f"the earlier run had no {name} in {source.pass_.name}"]
         if why := self._changes(pass_, name, source):
             return why
-        if not source.history.complete or can_write(self._plan, name, source.history, source.key):
+        if can_write(self._plan, name, source.history, source.key):
             return []
+        if not source.history.complete:
+            return [f"the earlier run did not keep the values of {name}, which had no output"]
         if keeps(self._plan, name):
             return [f"a later phase now reads {name}, which the earlier run stored only in its output file"]
         output = self._spec.outputs.get(name, "")

@@ -30,6 +30,7 @@ from pipedist.plan import Plan, compile_plan
 from pipedist.plan.compiler import needs_gpus, supply_for
 from pipedist.protocol import messages as msg
 from pipedist.runs.execution import Execution
+from pipedist.runs.pass_folds import per_of
 from pipedist.runs.programs import replay_of
 from pipedist.runs.quarantine import FILE as QUARANTINE
 from pipedist.runs.quarantine import write_file
@@ -450,7 +451,6 @@ class Run(AsyncOnly):
             self._subscription.end()
 
     async def _make_result(self, execution: Execution, folder: RunFolder | None) -> Result:
-        timings = {**execution.timings, "total": time.monotonic() - self._began}
         failed = execution.unwritten
         files = {}
         if folder is not None:
@@ -458,10 +458,13 @@ class Run(AsyncOnly):
         quarantine = execution.quarantine()
         if folder is not None and quarantine:
             await anyio.to_thread.run_sync(write_file, folder.staged(QUARANTINE), quarantine)
+        results = execution.results()
+        stored = {} if folder is None else await anyio.to_thread.run_sync(self._store, folder, results, files)
+        timings = {**execution.timings, "total": time.monotonic() - self._began}
         result = Result(
             name=self.name,
             run_id=self.id,
-            by_stage=execution.results(),
+            by_stage=results,
             files=files,
             ledger=execution.ledger(),
             timings=timings,
@@ -469,9 +472,19 @@ class Run(AsyncOnly):
             notice=self.notice,
             quarantined=[each.entry() for _, each in quarantine],
             quarantine_file=folder.final(QUARANTINE) if folder is not None and quarantine else None,
+            stored=stored,
         )
         if folder is not None:
             await anyio.to_thread.run_sync(lambda: folder.finish(result.document, failed=bool(failed)))
         if failed:
             raise OutputError("\n".join(map(str, failed.values())), result=result)
         return result
+
+    def _store(
+        self, folder: RunFolder, results: Mapping[str, Tree], files: Mapping[str, Path]
+    ) -> Mapping[str, Any]:
+        """Write the large values without an output into the folder, and return references to them."""
+        from pipedist.outputs import store_large
+
+        inline = {name: value for name, value in results.items() if name not in files}
+        return store_large(inline, folder.values, {name: per_of(self.plan, name) for name in inline})

@@ -19,7 +19,7 @@ from pipedist.core.types import Tree
 from pipedist.errors import UsageError
 from pipedist.plan import PassPlan, Plan
 from pipedist.protocol.codec import encode
-from pipedist.runs.pass_journal import PASS_STATE, STATE
+from pipedist.runs.pass_journal import PASS_STATE
 from pipedist.runs.programs import CallKey
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def states_of(
     """Return (version, value) of each state that a call read, None: first."""
     now = in_journal(training)
     then = before_call(plan, pass_, key.step, epoch, now)
-    durable = training.parts(STATE)
+    durable = training.states()
     found: dict[str, tuple[int, Tree] | None] = {}
     for name in plan.states_read(pass_):
         per = plan.states[name].per
@@ -117,19 +117,26 @@ def states_of(
         if wanted == 0:
             found[name] = None
         elif wanted == kept and name in durable:
-            value, version = durable[name]
-            found[name] = (version, value)
+            found[name] = list(durable[name].items())[-1]
         else:
-            found[name] = _earlier(key, name, per, wanted, kept, training)
+            found[name] = _earlier(key, name, per, wanted, kept, training, durable.get(name, {}))
     return found
 
 
 def _earlier(
-    key: CallKey, name: str, per: str, wanted: int | None, kept: int | None, training: PassJournal
+    key: CallKey,
+    name: str,
+    per: str,
+    wanted: int | None,
+    kept: int | None,
+    training: PassJournal,
+    durable: Mapping[int, Tree],
 ) -> tuple[int, Tree] | None:
-    """Return an earlier version of a state, None: the first, from `init`."""
-    latest = training.parts(STATE).get(name)
-    versions = set() if latest is None else {latest[1]}
+    """Return an earlier version of a state, None: the first, from `init`.
+
+    `durable` are the versions in snapshots.
+    """
+    versions = {*durable}
     numbers = _numbers(training) if wanted is not None else []
     known = numbers[:1] == [0]
     found: tuple[int, Tree] | None = None
@@ -141,16 +148,17 @@ def _earlier(
             if fits:
                 versions.add(version)
             if wanted is not None and (steps if per == "step" else epochs) <= wanted:
-                known, found = fits, (version, tree) if version else None
+                known = fits or version in durable
+                found = (version, tree if fits else durable.get(version)) if version else None
     if known and wanted is not None and kept is not None and wanted < kept:
         return found
     read = "an earlier or later version" if wanted is None else f"version {wanted}"
     often = f"one a{'n' * (per == 'epoch')} {per}"
     raise UsageError(
         f"call {key} read {read} of state {name} ({often}), which is not kept: the journal has "
-        f"{_ranges(sorted(versions))}. It keeps the latest committed version, and of the earlier ones the last "
-        f"{PART_BYTES_MAX // 2**20} MiB, without versions above {VERSION_BYTES_MAX // 2**10} KiB. To replay "
-        "this call, run the spec again with another --output and let the function raise at this step: the "
+        f"{_ranges(sorted(versions))}. It keeps the versions of the last snapshots (`checkpoint`), and of the "
+        f"others the last {PART_BYTES_MAX // 2**20} MiB, without versions above {VERSION_BYTES_MAX // 2**10} KiB. "
+        "To replay this call, run the spec again with another --output and let the function raise at this step: the "
         "version is then the latest one"
     )
 

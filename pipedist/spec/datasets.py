@@ -99,8 +99,9 @@ class CsvSource(FileSource):
 class ParquetSource(FileSource):
     """Parquet files. A shard of n elements is a dict of columns, array[n].
 
-    A null is NaN in floats, "" in `str`, NaT in dates, and an error in other types; a time with a zone is read
-    in UTC.
+    Lists of a fixed size are array[n, size]; binary, other lists, and structs are object arrays (see Text, bytes,
+    lists and records). A null is NaN in floats, "" in `str`, NaT in dates, an empty list, None for a struct, and an
+    error in other types; a time with a zone is read in UTC.
     """
 
     columns: (
@@ -108,7 +109,7 @@ class ParquetSource(FileSource):
     ) = Field(
         default=None,
         description="The columns to read, and their types; `own` is the column's type in the file, which may "
-        "also be a date. Default: all columns, each with its own type.",
+        "also be a date, binary, a list or a struct. Default: all columns, each with its own type.",
         examples=[{"carrier": "str", "dep_delay": "float32", "day": "own"}],
     )
 

@@ -25,6 +25,7 @@ from pipedist.spec.model import (
     ENGINE_ADDRESS_EXPECTED,
     LAUNCHERS,
     LAUNCHERS_OF,
+    CheckpointSection,
     ClusterSection,
     fits_engine,
 )
@@ -54,6 +55,7 @@ class Spec:
     folder: FilePath
     code: FilePath
     cluster: ClusterSection
+    checkpoint: CheckpointSection
     datasets: Mapping[str, DatasetSpec]
     stages: Mapping[str, StageSpec]
     outputs: Mapping[str, str]
@@ -143,6 +145,9 @@ class Loader:
         datasets = as_dict(tree.get("datasets"))
         checks = Checks(datasets, summaries, interpolation.references, problems)
         checks.check(outputs=as_dict(tree.get("outputs")), cluster=as_dict(tree.get("cluster")))
+        if "checkpoint" in tree and not any(stage.verb == "update" for stage in summaries.values()):
+            message = "`checkpoint` has no effect: no stage is an `update`"
+            problems.add(("checkpoint",), message, "an `update`, or no `checkpoint`", at_key=True)
         problems.raise_all()
         assert section is not None, "a spec without a model has a problem"
         cluster = section.cluster
@@ -157,6 +162,7 @@ class Loader:
             folder=FilePath(self._folder),
             code=FilePath(self._below(section.code)),
             cluster=cluster,
+            checkpoint=section.checkpoint,
             datasets=MappingProxyType(section.datasets),
             stages=MappingProxyType(section.stages),
             outputs=MappingProxyType({n: posixpath.normpath(p) for n, p in section.outputs.items()}),
@@ -209,8 +215,9 @@ class Loader:
     def _respell(tree: dict[str, Any], validation: Validation) -> dict[str, StageSummary]:
         """Replace misspelled keys in all sections of a tree; return summaries of its stages."""
         summaries: dict[str, StageSummary] = {}
-        if "cluster" in tree:
-            tree["cluster"] = validation.cluster(tree["cluster"])
+        for key, model in (("cluster", ClusterSection), ("checkpoint", CheckpointSection)):
+            if key in tree:
+                tree[key] = validation.section(tree[key], model, key)
         datasets, stages = tree.get("datasets"), tree.get("stages")
         if isinstance(datasets, dict):
             tree["datasets"] = {

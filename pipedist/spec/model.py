@@ -68,6 +68,8 @@ def _is_run_name(value: str | None) -> bool:
     )
 
 
+KEPT_MAX: Final = 1_000  # snapshots of states
+
 QUARANTINE_MAX: Final = 10**12  # elements
 QUARANTINE_DEFAULT: Final = 1_000  # elements that `quarantine_max: auto` allows, or more in large datasets
 
@@ -168,6 +170,23 @@ class ClusterSection(Section):
     )
 
 
+class CheckpointSection(Section):
+    """The snapshots of a training in the journal of its output folder; they never change a result."""
+
+    every_s: Seconds | None = Field(
+        default=None,
+        description="The time between two snapshots of the states, in seconds; a resumed run executes the steps "
+        "after the last one again. It is longer if snapshots would take more than 5% of the time. Default: 0.5.",
+        examples=[30],
+    )
+    keep: Annotated[int, Field(ge=1, le=KEPT_MAX), Expected(f"an integer from 1 to {KEPT_MAX}")] = Field(
+        default=1,
+        description="The number of snapshots whose states are kept, so that `pipedist replay` can execute calls "
+        "again that read them. States of at most 64 KiB are kept for every step in any case.",
+        examples=[2],
+    )
+
+
 LAUNCHERS_OF: Final = {
     "listen": ("connect", "ray", "dask"),
     "key_file": ("connect",),
@@ -246,6 +265,14 @@ class SpecSection(Section):
         default_factory=ClusterSection,
         description="Where workers come from; it never changes a result.",
         examples=[{"launcher": "local", "workers": 4}],
+    )
+    checkpoint: Annotated[CheckpointSection, ExpectedShape("a mapping of `every_s` and `keep`", mapping)] = (
+        Field(
+            default_factory=CheckpointSection,
+            description="How often the states of a training are written to the journal, and how many versions of "
+            "them stay there. It requires an `update`.",
+            examples=[{"every_s": 30, "keep": 2}],
+        )
     )
     dataset: Annotated[
         DatasetSpec | None, ExpectedShape("a mapping with one source key and `batch`", mapping, DatasetSpec)

@@ -14,13 +14,14 @@ from pydantic_core import CoreSchema
 
 from pipedist.spec.datasets import SOURCES, DatasetSpec
 from pipedist.spec.fields import Section, expected_phrase, summary
-from pipedist.spec.model import ClusterSection, SpecSection
+from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
 from pipedist.spec.stages import STAGES, CollectivesSpec, ResourcesSpec
 from pipedist.spec.validation import keys_of
 
 SECTIONS: Final[tuple[type[Section], ...]] = (
     SpecSection,
     ClusterSection,
+    CheckpointSection,
     DatasetSpec,
     *SOURCES.values(),
     *STAGES.values(),

@@ -336,7 +336,8 @@ class UpdateSpec(Section):
     update: Function = Field(
         description="`fn(state, value, **with) -> state`, called once for each value of `of`, on a worker; its "
         "arrays are read-only. If several updates have values at the same time, an update that reads the state "
-        "of another one comes after it; updates per epoch come after the last step of the epoch.",
+        "of another one comes after it; updates per epoch come after the last step of the epoch. Values per step or "
+        "epoch that have no output are dropped when they are applied.",
         examples=["regression:descend"],
     )
     of: Annotated[str, Expected("the name of a reduce or gather")] = Field(

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pipedist.spec.datasets import DATASET_KEYS, SOURCES, ArraysSource, DatasetSpec
 from pipedist.spec.diagnostics import Path, Problems, holds, nearest
 from pipedist.spec.fields import EXPECTED, MESSAGE, Section, expected_phrase
-from pipedist.spec.model import ClusterSection, SpecSection
+from pipedist.spec.model import SpecSection
 from pipedist.spec.scalars import as_yaml, describe, listing
 from pipedist.spec.stages import STAGES
 
@@ -73,9 +73,9 @@ class Validation:
                 self._add(tree, found)
             return None
 
-    def cluster(self, raw: object) -> object:
-        """Return the cluster without misspelled keys."""
-        return self._respelled(raw, ClusterSection, ("cluster",)) if isinstance(raw, dict) else raw
+    def section(self, raw: object, model: type[Section], key: str) -> object:
+        """Return a section at the top without misspelled keys."""
+        return self._respelled(raw, model, (key,)) if isinstance(raw, dict) else raw
 
     def dataset(self, raw: object, path: Path) -> object:
         """Return a dataset with one source and without misspelled keys."""

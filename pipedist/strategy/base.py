@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import os
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Final
+from weakref import WeakValueDictionary
 
 import anyio.lowlevel
 import anyio.to_thread
@@ -23,6 +26,7 @@ from pipedist.strategy.distributed import InputStrategy
 from pipedist.strategy.variables import Variable
 from pipedist.values import Mirrored, PerReplica, ReduceOp
 from pipedist.worker.strategy_views import ReplicaStrategy
+from pipedist.worker.variables.access import VariableTree
 from pipedist.worker.variables.access import component as component_of
 
 _INLINE_BYTES_MAX: Final = 2**20  # larger values are combined in a thread: the event loop feeds workers
@@ -48,6 +52,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         super().__init__(replicas)
         self._devices = devices
         self.unused_spaces: deque[int] = deque()
+        self.made: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -235,6 +240,40 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
             return self._only(given)
         return await _computed(partial(values.gather, given, axis, self._replicas), given)
 
+    async def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the values of all variables of this strategy to a file.
+
+        The file is replaced atomically. It is a `.npz` for `numpy.load`: an array for each variable, by its name;
+        the array of an on_read variable has a row per replica.
+
+        Args:
+            path: in an existing folder, with any ending.
+
+        Raises:
+            ValueError: two variables have the same name.
+            OSError: the file can't be written; an earlier one stays.
+            RuntimeError: called inside a replica function.
+        """
+        require_cross_replica("Strategy.save")
+        arrays = {name: variable.saved() for name, variable in variables.by_name(self).items()}
+        await anyio.to_thread.run_sync(variables.write, Path(path), arrays)
+
+    async def restore(self, path: str | os.PathLike[str]) -> None:
+        """Set all variables of this strategy to the values in a file of `save`, with the same bits.
+
+        Names in the file that no variable has are ignored.
+
+        Raises:
+            ValueError: the file has no value for a variable, or one of another dtype or shape; no variable
+                changes, and the text lists all differences.
+            OSError: the file can't be read.
+            RuntimeError: called inside a replica function, or while a run uses a variable.
+        """
+        require_cross_replica("Strategy.restore")
+        named = variables.by_name(self)
+        saved, there = await anyio.to_thread.run_sync(variables.read, Path(path), list(named))
+        variables.restore(named, saved, there, Path(path))
+
     def local_results(self, value: Tree) -> tuple[Tree, ...]:
         """Return the value of each replica, as a tuple in order of replica id.
 
@@ -267,6 +306,8 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         """Return the value with each variable replaced by its values; if they are one, a Mirrored if `mirrored`."""
         if type(value) is PerReplica:
             return value
+        if isinstance(value, VariableTree):
+            value = value.variables
 
         def leaf(item: Any) -> Any:
             if not isinstance(item, Variable):

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakValueDictionary
 
 from pipedist.worker.context import get_replica_context
 from pipedist.worker.strategy_views import current_strategy as _merging
@@ -27,6 +28,9 @@ class VariableOwner(ABC):
 
     is_default: ClassVar[bool] = False  # it is outside of every scope: its variables stay in this process
 
+    made: WeakValueDictionary[
+        int, Any
+    ]  # its variables that are still referenced, by id, in order of creation
     unused_spaces: deque[int]  # spaces of variables that were garbage collected; the next run drops them
 
     @property

@@ -112,6 +112,15 @@ class ParameterVariable(AnyVariable):
             self.assign(after)
         return result
 
+    def saved(self) -> Array:
+        """Return the value for a file, see `Strategy.save`."""
+        return self.latest
+
+    restored = AnyVariable.assign
+
+    def require_unused(self) -> None:
+        """Do nothing: closures read versions, which stay."""
+
     def is_of(self, order: CommitOrder) -> bool:
         """Return whether the variable belongs to the strategy with this commit order."""
         return self._order is order
@@ -304,7 +313,9 @@ class ParameterServerStrategy(Strategy):
     def _placed_variable(self, traits: Traits, value: Array) -> ParameterVariable:
         number = self._placed
         self._placed += 1
-        return ParameterVariable(self._order, number, traits, value, number % self._servers)
+        variable = ParameterVariable(self._order, number, traits, value, number % self._servers)
+        self.made[id(variable)] = variable
+        return variable
 
     def _shards_of(self, value: Array) -> int:
         if self._partitioner is None or value.ndim == 0:

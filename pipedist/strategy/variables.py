@@ -8,19 +8,24 @@ starts with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import finalize
 
 import numpy as np
 
+from pipedist.core import trees
+from pipedist.core.files import AtomicFile
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.program import StateValue
 from pipedist.strategy.context import NotForReplicas, VariableOwner, current_strategy, require_outside
-from pipedist.worker.variables.access import AnyVariable, update_copies
+from pipedist.worker.variables.access import AnyVariable, VariableTree, update_copies
 from pipedist.worker.variables.replica import SLOT, ReplicaVariable, state_name, to_state
 from pipedist.worker.variables.rules import (
     Array,
@@ -60,9 +65,10 @@ class Variable(AnyVariable):
     `assign_add` and `assign_sub` outside of replica functions raise ValueError.
 
     Args:
-        initial_value: an array, a number, nested lists of them, or a function that returns one.
+        initial_value: an array, a number, nested lists of them, or a function that returns one. A dict, with
+            dicts, lists and tuples inside, makes a `VariableTree`, whose variables have the names NAME/KEY.
         trainable: for optimizers; None: true unless the variable is on_read.
-        name: name in error messages.
+        name: name in error messages, and in the file of `Strategy.save`.
         dtype: None: the dtype that NumPy gives the initial value.
         synchronization: on_write (auto): one value for all replicas, which assign it together; on_read:
             each replica has its own value, and reading outside of replica functions aggregates them.
@@ -82,7 +88,10 @@ class Variable(AnyVariable):
     _traits: Traits
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Return a variable of the current strategy's own kind, if it has one."""
+        """Return a variable of the current strategy's own kind, or a tree of variables."""
+        initial = args[0] if args else options.get("initial_value")
+        if isinstance(initial, Mapping):
+            return _tree(initial, **{"name": "variable", **options})
         made = current_strategy()._make_variable(*args, **options)
         return object.__new__(cls) if made is None else made
 
@@ -113,6 +122,7 @@ class Variable(AnyVariable):
         self._space: int | None = None  # its state at the coordinator; None before the first run that uses it
         self._sent = -1  # the latest version that was given to the coordinator
         self._users = 0  # number of unfinished runs that use it
+        self._strategy.made[id(self)] = self
 
     def value(self) -> Array:
         """Return the current value, read-only: an array, of shape () for a number.
@@ -136,14 +146,26 @@ class Variable(AnyVariable):
             own = operand_of(self._traits, operand, method)
             self._become([updated(self._traits, self._copies[0], method, own)])
 
+    def saved(self) -> Array:
+        """Return the value for a file, see `Strategy.save`."""
+        return np.stack(self._copies) if self._traits.copies else self._copies[0]
+
+    def restored(self, value: Array) -> None:
+        """Set the value from a file."""
+        self._become([frozen(copy) for copy in value] if self._traits.copies else [frozen(value)])
+
     def _become(self, copies: list[Array]) -> None:
+        self.require_unused()
+        self._copies = copies
+        self._version += 1
+
+    def require_unused(self) -> None:
+        """Raise RuntimeError while a run uses the variable."""
         if self._users:
             raise RuntimeError(
                 f"the {self._traits.label} can't be changed now: a run that uses it is not finished, and "
                 "would lose or miss the change. Await the run first"
             )
-        self._copies = copies
-        self._version += 1
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as the replica's view of the variable, for functions that capture it."""
@@ -157,6 +179,20 @@ class Variable(AnyVariable):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._traits.label}, version {self._version}>"
+
+
+def _tree(initial: Mapping[Any, Tree], **options: Any) -> VariableTree:
+    """Return a tree with a variable for each array of `initial`; raise ValueError if there is none."""
+    leaves, treedef = trees.flatten(initial)
+    if not leaves:
+        raise ValueError(f"variable {options['name']!r}: there is no array in {initial!r}")
+    name = options.pop("name")
+    names = [f"{name}/{path}" for path in trees.treedef_paths(treedef)]
+    made = [
+        Variable(**{**options, "initial_value": leaf}, name=own)
+        for leaf, own in zip(leaves, names, strict=True)
+    ]
+    return VariableTree(trees.unflatten(treedef, made))
 
 
 class CapturedVariables:
@@ -286,3 +322,81 @@ def update(
     if any(new is not old for new, old in zip(after, before, strict=True)):
         variable._become(after)
     return results
+
+
+# -- the file of a strategy's variables ---------------------------------------------------------
+
+
+def by_name(strategy: VariableOwner) -> dict[str, Any]:
+    """Return the variables of a strategy by name; raise ValueError if two have the same."""
+    made = list(strategy.made.values())
+    for name, count in Counter(variable.name for variable in made).items():
+        if count > 1:
+            raise ValueError(
+                f"{count} variables have the name {name!r}, and a file needs different ones: name them, as in "
+                "pipedist.Variable(0.0, name='loss')"
+            )
+    return {variable.name: variable for variable in made}
+
+
+def write(path: Path, arrays: Mapping[str, Array]) -> None:
+    """Write arrays to a .npz, atomically; equal arrays give equal bytes."""
+    out = AtomicFile(path)
+    try:
+        with zipfile.ZipFile(out.file, "w") as archive:
+            for name, array in arrays.items():
+                with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                    plain = array.view(f"V{array.itemsize}") if array.dtype.kind == "V" else array
+                    np.lib.format.write_array(member, plain, allow_pickle=False)
+        out.commit()
+    finally:
+        out.abort()
+
+
+def read(path: Path, names: Collection[str]) -> tuple[dict[str, Array], list[str]]:
+    """Return the arrays of some names in a file, and all names in it; ValueError: `write` did not make it."""
+    found = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            there = sorted(name.removesuffix(".npy") for name in archive.namelist())
+            for name in set(names) & set(there):
+                with archive.open(f"{name}.npy") as member:
+                    found[name] = np.lib.format.read_array(member, allow_pickle=False)
+    except (zipfile.BadZipFile, ValueError, EOFError, KeyError) as error:
+        raise ValueError(f"{path} can't be read as a file of Strategy.save: {error}") from error
+    return found, there
+
+
+def restore(
+    variables: Mapping[str, Any], saved: Mapping[str, Array], there: Sequence[str], path: Path
+) -> None:
+    """Set variables to the values in a file, all or none.
+
+    Raises:
+        ValueError: a value is missing, or has another dtype or shape; all differences are listed.
+        RuntimeError: a run uses a variable.
+    """
+    problems, found = [], {}
+    for name, variable in variables.items():
+        traits, wanted = variable._traits, variable.saved()
+        if name not in saved:
+            problems.append(f"{traits.label}: the file has no such name, but {', '.join(there)}")
+            continue
+        value = saved[name]
+        if value.dtype.kind == "V" and value.itemsize == wanted.itemsize:
+            value = value.view(wanted.dtype)  # such as bfloat16, which NumPy saves as bytes
+        if (value.dtype, value.shape) != (wanted.dtype, wanted.shape):
+            needs = f", on_read, needs {_kind(wanted)}" if traits.copies else ""
+            axis = "; the first axis is the replicas" if traits.copies else ""
+            problems.append(f"{traits.label}{needs}: the file has {_kind(value)}{axis}")
+        found[name] = value
+    if problems:
+        raise ValueError("\n  ".join([f"{path} does not fit the variables of the strategy:", *problems]))
+    for variable in variables.values():
+        variable.require_unused()
+    for name, variable in variables.items():
+        variable.restored(found[name])
+
+
+def _kind(array: Array) -> str:
+    return f"{array.dtype}{list(array.shape)}"

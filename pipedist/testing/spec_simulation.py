@@ -132,7 +132,8 @@ def _only(paths: Sequence[str], others: Sequence[str]) -> str:
 
 def _short(value: Tree, other: Tree) -> str:
     """Format a value; for two arrays of one shape, their first differing element."""
-    if isinstance(value, np.ndarray) and isinstance(other, np.ndarray) and value.shape == other.shape:
+    arrays = isinstance(value, np.ndarray) and isinstance(other, np.ndarray) and value.dtype.kind != "O"
+    if arrays and value.shape == other.shape:
         if value.ndim == 0:
             return str(value[()])
         differs = np.argwhere(~((value == other) | ((value != value) & (other != other))))

@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from pipedist.core import dlpack, trees
+from pipedist.core import dlpack, ragged, trees
 from pipedist.core.types import Tree
 from pipedist.protocol.encoder import UnsendableError
 from pipedist.protocol.limits import ELEMENTS_MAX
@@ -44,7 +44,7 @@ def take_ownership(box: list[Tree], objects_max: int = ELEMENTS_MAX) -> tuple[Tr
     kind = type(value)
     if kind in _IMMUTABLE:
         return value, _size(value)
-    if kind is np.ndarray and value.nbytes <= _COPIED_BYTES:
+    if kind is np.ndarray and value.nbytes <= _COPIED_BYTES and value.dtype.kind != "O":
         return np.array(value, order="C", copy=True), value.nbytes
     bare = kind is np.ndarray
     leaves, treedef = ([value], None) if bare else trees.flatten(value)  # the common case, cheaper
@@ -58,7 +58,7 @@ def take_ownership(box: list[Tree], objects_max: int = ELEMENTS_MAX) -> tuple[Tr
         kind = type(leaves[index])
         is_shared = kind is np.ndarray and not _is_exclusive(leaves, index)
         if is_shared or issubclass(kind, np.memmap):  # other processes may change a file's memory
-            leaves[index] = np.array(leaves[index], order="C", copy=True)
+            leaves[index] = ragged.owned(leaves[index])
         elif kind in (bytearray, memoryview):
             leaves[index] = bytes(leaves[index])
         elif dlpack.is_foreign(kind):
@@ -86,11 +86,9 @@ def _to_numpy(leaf: trees.Leaf, treedef: trees.Treedef | None, index: int) -> tr
 def _read_only(leaf: trees.Leaf) -> trees.Leaf:
     if type(leaf) is not np.ndarray and not isinstance(leaf, np.memmap):
         return leaf
-    if leaf.flags.c_contiguous and not leaf.flags.writeable:
+    if leaf.flags.c_contiguous and not leaf.flags.writeable and leaf.dtype.kind != "O":
         return leaf
-    view = np.asarray(leaf, order="C").view()
-    view.flags.writeable = False
-    return view
+    return ragged.frozen(np.asarray(leaf, order="C"))
 
 
 def _references(leaves: list[trees.Leaf], index: int) -> int:
@@ -105,6 +103,8 @@ def _is_exclusive(leaves: list[trees.Leaf], index: int) -> bool:
     """Return whether the list has the only reference to memory in C order."""
     if _references(leaves, index) > _ALONE or not leaves[index].flags.c_contiguous:
         return False
+    if leaves[index].dtype.kind == "O":  # other code may hold its cells
+        return False
     if leaves[index].base is None:
         return bool(leaves[index].flags.owndata)
     return (
@@ -115,7 +115,9 @@ def _is_exclusive(leaves: list[trees.Leaf], index: int) -> bool:
 
 
 def _size(leaf: trees.Leaf) -> int:
-    if isinstance(leaf, (np.ndarray, np.generic)):
+    if isinstance(leaf, np.ndarray):
+        return ragged.size_bytes(leaf)
+    if isinstance(leaf, np.generic):
         return int(leaf.nbytes)
     if isinstance(leaf, (str, bytes)):
         return len(leaf) + 16

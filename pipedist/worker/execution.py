@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from msgspec import Struct
 
-from pipedist.core import dlpack, trees
+from pipedist.core import dlpack, ragged, trees
 from pipedist.core.types import Tree
 from pipedist.errors import NonDeterministicError, PipedistError
 from pipedist.protocol.codec import UnsendableError, encode
@@ -78,7 +78,7 @@ def _plain_bytes(value: Tree) -> int | None:
         sizes = [_plain_bytes(each) for each in (value.values() if kind is dict else value)]
         return None if None in sizes else sum(size or 0 for size in sizes) + 16
     if kind is np.ndarray or isinstance(value, np.generic):
-        return int(value.nbytes)
+        return ragged.size_bytes(value) if kind is np.ndarray else int(value.nbytes)
     if kind is str or kind is bytes:
         return len(value) + 16
     return 16 if kind in _PLAIN else None

@@ -193,10 +193,10 @@ def test_contradictory_options_are_reported(spec: Path) -> None:
     assert "can't be divided evenly" in uneven.stderr
 
 
-MANIFEST = Path(__file__).parents[2] / "examples" / "kubernetes" / "jobset.yaml"
+MANIFEST = Path(__file__).parents[2] / "docs" / "jobset.yaml"
 
 
-def test_the_jobset_of_the_examples_is_one() -> None:
+def test_the_jobset_of_the_docs_is_one() -> None:
     yaml = YAML(typ="safe")
     yaml.version = (1, 1)  # as Kubernetes reads it: 0400 is octal
     manifest: dict[str, Any] = yaml.load(MANIFEST.read_text())

@@ -27,7 +27,7 @@ def digits(folder: Path) -> Job:
 
 def weights(job: Job, history: History) -> tuple[Any, int]:
     """Return the durable value of the state, and its version: how many updates are in it."""
-    part = history.passes["0/train"].parts["state.weights"]
+    part = history.passes["0/train"].parts["state.0.weights"]
     assert part.end is not None
     ((_, frames),) = read_log(job.journal / part.file, part.end)
     value, version = decode(frames)

@@ -229,6 +229,19 @@ def test_a_training_continues_from_any_record(trained: Job, tmp_path: Path, reco
     assert job.outcome() == trained.outcome()
 
 
+def test_values_that_were_dropped_are_not_resumed_into_a_new_output(tmp_path: Path) -> None:
+    job = Job(tmp_path, TRAINING.spec(tmp_path, 5))
+    assert job.run(kill_at=6) == -signal.SIGKILL
+    assert job.history().passes["0/train"].steps
+    (tmp_path / "spec.yaml").write_text(job.spec.replace("outputs: {", "outputs: {sums: sums.npz, "))
+    assert job.run("--resume") == 2
+    assert "sums.npz, an output of the unfinished run" in job.stderr
+    assert "--resume=reuse" in job.stderr
+    assert job.run("--resume=reuse") == 0, job.stderr
+    assert "did not keep the values of sums" in job.stderr
+    assert (tmp_path / "out/sums.npz").is_file()
+
+
 # -- streams ---------------------------------------------------------------------------------------------
 
 

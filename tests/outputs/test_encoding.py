@@ -93,7 +93,8 @@ def test_half_a_surrogate_pair_is_escaped() -> None:
         ({"a": {1, 2}}, ["'a'", "set"]),
         ({1: 1, "1": 2}, ["'1'", "same text"]),
         ({(1, 2): 1}, ["(1, 2)"]),
-        (np.array([object()]), ["dtype object"]),
+        (np.array([object()]), ["type object"]),
+        (np.array([], "V4"), ["dtype |V4"]),
     ],
 )
 def test_a_leaf_without_json_is_reported_with_its_path(tree: object, words: list[str]) -> None:

@@ -132,6 +132,22 @@ async def test_a_gather_of_tiny_parts_is_that_of_all(tiny: int, monkeypatch: pyt
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("later", "kind"), [(100, "U"), (0, "O")])
+async def test_whether_gathered_texts_are_objects_depends_on_all_of_them(
+    later: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first 201 parts would be objects alone, which a concatenation of them before the end must not decide."""
+    texts = [*["x"] * 200, *["y" * 2000] * (1 + later)]
+    for tiny in (100, 201, 10_000):
+        monkeypatch.setattr(gather_fold, "TINY_PARTS", tiny)
+        fold = GatherFold("g", "run", 0, None)
+        for text in texts:
+            await fold.add(0, [[np.array([text])]])
+        await fold.finish(1)
+        assert (fold.result.dtype.kind, fold.result.tolist()) == (kind, texts), tiny
+
+
+@pytest.mark.asyncio
 async def test_a_gather_does_not_keep_a_million_small_objects() -> None:
     fold = GatherFold("g", "run", 0, None)
     for _ in range(20):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 
 import pipedist
+from pipedist.coordinator import pass_handle
 from pipedist.errors import CallError, JournalError, UsageError
-from pipedist.journal.history import audit
+from pipedist.journal.history import audit, read_history
 from pipedist.outputs.run_record import PRIVATE
 from pipedist.runs import state_history
 from pipedist.runs.call_replay import Replayed
+from pipedist.runs.execution import Execution
 from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import Replay, open_replay
 from pipedist.worker.boot import environment
@@ -394,15 +397,65 @@ def test_a_version_that_is_large_is_not_kept(tmp_path: Path, monkeypatch: pytest
     assert "which is not kept: the journal has version 12. " in refused(out, "g/11/0")
 
 
+def test_snapshots_of_large_versions_are_kept_as_often_and_as_many_as_the_spec_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour between two snapshots: one after the first step, and one at the end."""
+    monkeypatch.setattr(state_history, "VERSION_BYTES_MAX", 10)
+    monkeypatch.setattr(pass_handle, "BATCH_STEPS_MAX", 1)
+    out = tmp_path / "out"
+    spec = TRAINING.replace("pipedist: 1", "pipedist: 1\ncheckpoint: {every_s: 3600, keep: 2}")
+    assert spec != TRAINING
+    pipedist.run(written(tmp_path, spec), workers=2, output=out)
+    files = [path.name for path in (out / PRIVATE / "journal").iterdir() if ".state." in path.name]
+    history = read_history(out / PRIVATE / "journal")
+    assert history is not None
+    kept = {name for name in history.passes["0/train"].parts if name.startswith("state.")}
+    assert kept == {"state.0.w", "state.1.w"}
+    text = refused(out, "g/11/0")
+    (first,) = re.findall(r"the journal has versions (\d+), 12", text)
+    assert again(out, f"g/{first}/0")[0].states == {"w": int(first)}
+    assert len(files) <= 2
+
+
+def test_a_resumed_training_executes_the_steps_after_its_last_snapshot_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def killed(self: Execution, executions: Any) -> None:
+        """Commit nothing at the end, like a killed process."""
+
+    out, limit = tmp_path / "out", tmp_path / "limit"
+    spec = _limited(limit).replace("pipedist: 1", "pipedist: 1\ncheckpoint: {every_s: 3600}")
+    undisturbed = pipedist.run(written(tmp_path, TRAINING), workers=2, output=tmp_path / "undisturbed")
+    limit.write_text("9")
+    with monkeypatch.context() as patch:
+        patch.setattr(Execution, "_flush", killed)
+        with pytest.raises(CallError):
+            pipedist.run(written(tmp_path, spec), workers=2, output=out)
+    history = read_history(out / PRIVATE / "journal")
+    assert history is not None
+    assert not any(done.steps >= 9 for done in history.passes.values())
+    limit.write_text("100")
+    result = pipedist.run(written(tmp_path, spec), workers=1, output=out, resume=True, force_code=True)
+    assert result.ledger == undisturbed.ledger
+    for name in ("w.json", "m.jsonl"):
+        assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+
+
+def _limited(limit: Path) -> str:
+    """Return the training whose update fails after the number of updates that a file has."""
+    return TRAINING.replace("fails_at: -1", f"fails_at: -1, limit: {limit}").replace(
+        f'"{F}:moved", of: m,', f'"{F}:moved_so_far", of: m, with: {{limit: "${{params.limit}}"}},'
+    )
+
+
 @pytest.mark.parametrize("part_bytes_max", [200, state_history.PART_BYTES_MAX])
 def test_versions_continue_in_a_resumed_run(
     tmp_path: Path, part_bytes_max: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state_history, "PART_BYTES_MAX", part_bytes_max)
     out, limit = tmp_path / "out", tmp_path / "limit"
-    spec = TRAINING.replace("fails_at: -1", f"fails_at: -1, limit: {limit}").replace(
-        f'"{F}:moved", of: m,', f'"{F}:moved_so_far", of: m, with: {{limit: "${{params.limit}}"}},'
-    )
+    spec = _limited(limit)
     limit.write_text("5")
     with pytest.raises(CallError):
         pipedist.run(written(tmp_path, spec), workers=2, output=out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,27 @@ def test_what_can_not_be_sent_in_with_is_located() -> None:
 
 def keyed(x: Any, k: Any) -> Any:
     return x
+
+
+def test_a_large_value_without_an_output_is_in_a_file_of_the_run_folder(tmp_path: Path) -> None:
+    """The next run in the folder removes it."""
+    stages = {
+        "y": {"run": f"{F}:double"},
+        "ys": {"gather": 0, "of": "y"},
+        "t": {"reduce": "sum", "of": "y", "axis": 0},
+    }
+    large = document(**stages) | {"dataset": {"range": 20_000, "batch": 5_000}}
+    result = pipedist.run(large, workers=1, output=tmp_path)
+    assert result["ys"].shape == (20_000,)
+    results = json.loads((tmp_path / ".pipedist/results.json").read_bytes())["results"]
+    file = tmp_path / f".pipedist/values/{result.run_id}/ys.npy"
+    assert results == {"ys": {"file": str(file), "dtype": "int64", "shape": [20_000]}, "t": int(result["t"])}
+    assert result.document["results"] == results
+    again = pipedist.run(large, workers=1, output=tmp_path, resume=True)
+    assert again["ys"] == file
+    np.testing.assert_array_equal(np.load(again["ys"]), result["ys"])
+    pipedist.run(document(**stages), workers=1, output=tmp_path)
+    assert not list((tmp_path / ".pipedist").glob("values/*"))
 
 
 def test_no_calls_give_null() -> None:

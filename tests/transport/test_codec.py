@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from pipedist.core import ragged
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import codec, layout
 from pipedist.protocol.codec import UnsendableError, decode, encode
@@ -222,7 +223,11 @@ def test_unaligned_frames_are_copied_into_place() -> None:
     [
         ({"a": [1, {2, 3}]}, ["a set", "at a/1"]),
         ({"a": (0, lambda: 0)}, ["a function", "at a/1"]),
-        ([np.array([None])], ["an array of dtype object", "at 0", "send arrays"]),
+        ([np.array([1, None])], ["an array of dtype object whose cells are int", "at 0", "send arrays"]),
+        (
+            {"x": np.array([b"a", "a"])[:0].astype(object)} | {"y": np.array(["a", b"a"], object)},
+            ["bytes and str", "at y"],
+        ),
         ({"r": np.zeros(2, [("x", int)])}, ["structured", "dict", "at r"]),
         (Point(1, object()), ["an object", "at y"]),
         (Batch(object()), ["an object", "at rows"]),
@@ -252,11 +257,51 @@ def test_unsendable_values_are_named_with_their_path(tree: Any, words: list[str]
 
 
 @pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="NumPy 1 has no such type")
-def test_strings_of_variable_width_are_rejected_with_advice() -> None:
-    texts = np.array(["a", "bcd"], dtype=np.dtypes.StringDType())
-    with pytest.raises(UnsendableError, match=r"an array of dtype StringDType\(\); .*texts\.tolist.*, at x"):
-        encode({"x": texts})
-    assert same(decode(encode(np.array(texts.tolist()))), np.array(["a", "bcd"]))
+def test_strings_of_variable_width_become_objects() -> None:
+    texts = np.array(["a", "bcd\0"], dtype=np.dtypes.StringDType())
+    assert decode(encode({"x": texts}))["x"].tolist() == ["a", "bcd\0"]
+
+
+CELLS = {
+    "texts": ["", "é\0", "ends\0", None, "\ud800", "x" * 100_000],
+    "no cells": [],
+    "nulls": [None, None],
+    "bytes": [b"", b"\0\0", None, bytes(100_000)],
+    "lists": [np.arange(3), np.arange(0), None],
+    "lists of texts": [np.array(["a", "bcd"]), np.array([""]), np.array(["e\0"], object)],
+    "lists of lists": [np.fromiter([np.arange(2), np.arange(1)], object, 2), np.empty(0, object)],
+    "matrices": [np.ones((2, 3)), np.ones((1, 3))],
+    "unlike lists": [np.arange(3), np.ones(2), np.array(["a"])],
+    "records": [{"a": [1, None, {"b": "c"}]}, None, {}, [1.5, b"\0"]],
+}
+
+
+def plain(cell: Any) -> Any:
+    return (
+        [cell.dtype.kind.replace("U", "O"), cell.shape, cell.tolist()]
+        if isinstance(cell, np.ndarray)
+        else cell
+    )
+
+
+@pytest.mark.parametrize("cells", CELLS.values(), ids=CELLS)
+def test_object_arrays_keep_their_cells(cells: list[Any]) -> None:
+    array = np.fromiter(cells, object, len(cells))
+    for view in (array, array.reshape(1, -1, 1), array[::-1]):
+        frames = encode({"x": view})
+        got = decode(frames)["x"]
+        assert (got.dtype, got.shape, got.flags.writeable) == (array.dtype, view.shape, False)
+        assert repr(list(map(plain, got.flat))) == repr(list(map(plain, view.flat)))
+        assert [bytes(frame) for frame in encode({"x": got})] == [bytes(frame) for frame in frames]
+
+
+def test_one_long_text_does_not_widen_the_others() -> None:
+    texts = np.array(["y" * 200_000, *["short"] * 500])
+    assert sum(len(bytes(frame)) for frame in encode(texts)) < 300_000
+    got = decode(encode(texts))
+    assert got.dtype == object
+    assert got.tolist() == texts.tolist()
+    assert decode(encode(texts[:1])).dtype == texts.dtype
 
 
 def test_a_class_inside_a_function_is_rejected() -> None:
@@ -355,6 +400,12 @@ def test_naming_a_module_runs_none_of_its_code(tmp_path: Path, monkeypatch: pyte
 # --- what a peer may not send ---------------------------------------------------------------
 
 
+def objects(*parts: Any) -> list[bytes]:
+    """Return the frames of an object array of given parts, as a list of one item."""
+    packed = codec.encode([layout.OBJECTS.data, *parts])
+    return [bytes(packed[0]).replace(msgpack.packb(layout.OBJECTS.data), msgpack.packb(layout.OBJECTS), 1)]
+
+
 def ext(code: int, data: bytes) -> list[bytes]:
     return [msgpack.packb(msgpack.ExtType(code, data))]
 
@@ -414,6 +465,18 @@ MALFORMED: dict[str, list[bytes]] = {
     "bool of 2": ext(layout.INLINE, description(b"|b1", 1) + b"\x02"),
     "scalar bool of 2": ext(layout.NUMPY_SCALAR, description(b"|b1") + b"\x02"),
     "scalar with a shape": ext(layout.NUMPY_SCALAR, description(b"<f8", 1) + bytes(8)),
+    "objects of no kind": objects(9, [1], np.zeros(1, np.int64), np.zeros(0, np.uint8)),
+    "objects without parts": objects(ragged.TEXTS, [1]),
+    "objects of another shape": objects(ragged.TEXTS, [2], np.zeros(1, np.int64), np.zeros(0, np.uint8)),
+    "objects of a negative shape": objects(ragged.TEXTS, [-1], np.zeros(1, np.int64), np.zeros(0, np.uint8)),
+    "texts longer than their bytes": objects(ragged.TEXTS, [1], np.array([2]), np.zeros(1, np.uint8)),
+    "texts shorter than their bytes": objects(ragged.TEXTS, [1], np.array([0]), np.zeros(1, np.uint8)),
+    "texts of length -2": objects(ragged.TEXTS, [2], np.array([-2, 1]), np.zeros(1, np.uint8)),
+    "texts that are not utf-8": objects(ragged.TEXTS, [1], np.array([1]), np.full(1, 255, np.uint8)),
+    "lengths that overflow": objects(ragged.BYTES, [2], np.array([2**63 - 1, 2]), np.zeros(1, np.uint8)),
+    "bytes of floats": objects(ragged.BYTES, [1], np.array([1]), np.zeros(1)),
+    "nested cells of numbers": objects(ragged.NESTED, [1], [1]),
+    "lists of a scalar": objects(ragged.LISTS, [1], np.array([1]), np.float64(1)),
     "code point beyond unicode": ext(layout.INLINE, description(b"<U1", 1) + b"\xff" * 4),
     "frame that is not there": ext(layout.IN_FRAME, description(b"<f8", 1) + struct.pack("<IQ", 0, 0)),
     "frame too short": [*ext(layout.IN_FRAME, description(b"<f8", 2) + struct.pack("<IQ", 0, 0)), bytes(15)],

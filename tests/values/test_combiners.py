@@ -167,3 +167,11 @@ def test_misuse_is_an_error(call: Any, error: type[Exception], text: str) -> Non
 def test_the_documented_names_are_there() -> None:
     for name in ("by_key", "counter", "moments", "top_k", "by_key_sum", "by_key_moments", "by_key_max"):
         assert callable(getattr(combiners, name))
+
+
+def test_keys_are_texts_of_any_length() -> None:
+    keys = np.array(["a\0", "a", "x" * 100_000, *["b"] * 99, "a"], object)
+    assert counter.of(keys) == counter.of(list(keys)) == {"a": 2, "a\0": 1, "b": 99, "x" * 100_000: 1}
+    assert by_key_sum.of(keys, np.ones(len(keys), int)) == counter.of(keys)
+    with pytest.raises(TypeError, match="keys must be text or integers, got object"):
+        counter.of(np.array(["a", None], object))

@@ -177,3 +177,17 @@ def test_errors_name_the_leaf_of_the_tree() -> None:
 def test_gather_refuses(components: Any, axis: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         values.gather({"k": PerReplica(components)}, axis, 2)
+
+
+def test_gather_concatenates_texts_bytes_and_records() -> None:
+    texts = [np.array(["a"]), np.array(["b\0", None], object), np.array(["ccc"])]
+    found = values.gather(PerReplica(texts), 0, 3)
+    assert (found.dtype, found.tolist()) == (np.dtype(object), ["a", "b\0", None, "ccc"])
+    records: list[Any] = [[{"a": 1, "b": [2]}], [], None, [{"c": {}}]]
+    assert values.gather(PerReplica(records), 0, 4) == [{"a": 1, "b": [2]}, {"c": {}}]
+    layers = [[{"w": np.ones(2)}], [{"w": np.zeros(1)}]]
+    assert values.gather(PerReplica(layers), 0, 2)[0]["w"].tolist() == [1, 1, 0]
+    with pytest.raises(ValueError, match="records have no axis 1"):
+        values.gather(PerReplica(records), 1, 4)
+    with pytest.raises(TypeError, match="dtype"):
+        values.gather(PerReplica([np.array([b"a"], object), np.ones(1)]), 0, 2)

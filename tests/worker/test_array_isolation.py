@@ -138,3 +138,21 @@ def test_a_build_of_python_without_the_gil_is_refused() -> None:
     assert done.returncode == 1
     assert "ImportError: pipedist needs Python with a GIL" in done.stderr
     assert "Install a standard build of Python" in done.stderr
+
+
+def test_cells_of_object_arrays_belong_to_one_reader() -> None:
+    numbers, record = np.arange(3), {"a": [1]}
+    given_array = np.fromiter([numbers, record, "text", None], object, 4)
+    owned, _ = take_ownership([given_array])
+    seen, again = as_readonly(given_array), as_readonly(given_array)
+    assert (numbers.flags.writeable, seen.flags.writeable, seen[0].flags.writeable) == (True, False, False)
+    seen[1]["a"].append(2)
+    numbers[0] = 9
+    record["a"].append(3)
+    assert (owned[0].tolist(), owned[1], owned[2:].tolist()) == ([0, 1, 2], {"a": [1]}, ["text", None])
+    assert again[1] == {"a": [1]}
+
+
+def test_the_size_of_a_result_counts_the_texts() -> None:
+    _, size_bytes = take_ownership([np.array(["x" * 1000, "y"], object)])
+    assert 1000 < size_bytes < 1100

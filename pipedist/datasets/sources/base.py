@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pipedist.core import ragged
 from pipedist.core.misuse_hints import conversion_hint, is_masked
 from pipedist.core.types import Tree
 from pipedist.errors import PipedistError
@@ -137,13 +138,10 @@ def rows_of(ids: Ids, length: int) -> Ids:
 
 
 def sealed(array: npt.NDArray[_AnyArray]) -> npt.NDArray[_AnyArray]:
-    """Return `array` C-contiguous, aligned, native and read-only, with a copy only if necessary."""
+    """Return `array` C-contiguous, aligned, native, not wasteful, read-only, with a copy only if necessary."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
-    array = np.require(array, requirements=["C", "A"])
-    view = array.view(np.ndarray)
-    view.flags.writeable = False
-    return view
+    return ragged.frozen(ragged.narrowed(np.require(array, requirements=["C", "A"]).view(np.ndarray)))
 
 
 def plain_array(leaf: Any, what: str, key: str) -> npt.NDArray[Any]:
@@ -161,7 +159,14 @@ def plain_array(leaf: Any, what: str, key: str) -> npt.NDArray[Any]:
             key=key,
             expected=f"plain arrays: {hint}",
         ) from error
-    check_dtype(array.dtype, what, key)
+    if array.dtype.kind not in "OT":
+        check_dtype(array.dtype, what, key)
+        return array
+    array = array.astype(object)
+    try:
+        ragged.split(array)
+    except ragged.UnlikeCells as error:
+        raise SourceError(f"{what}: arrays of {error}", key=key) from None
     return array
 
 
@@ -169,7 +174,7 @@ def check_dtype(dtype: np.dtype[Any], what: str, key: str) -> None:
     """Raise SourceError unless elements of a type can be sent to a worker without pickling."""
     if dtype.kind in "biufcUSMm" or dtype.name == "bfloat16":
         return
-    hint = "strings: use .astype(str)" if dtype.kind == "O" else "one array per field"
+    hint = "no objects" if dtype.kind == "O" else "one array per field"
     raise SourceError(
         f"{what}: arrays of dtype {dtype} can't be read",
         key=key,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pipedist.core import ragged
 from pipedist.datasets.sources.base import SourceError, nearest, sealed
 
 Column = npt.NDArray[Any]
@@ -74,7 +75,7 @@ def joined(parts: Sequence[dict[str, Column]], order: npt.NDArray[np.int64] | No
     """Return a shard of the rows of all parts; `order`: the row at each of its positions; None: unchanged."""
     shard = {}
     for name, first in parts[0].items():
-        column = first if len(parts) == 1 else np.concatenate([part[name] for part in parts])
+        column = first if len(parts) == 1 else ragged.concatenate([part[name] for part in parts])
         shard[name] = sealed(column if order is None else column[order])
     return shard
 
@@ -99,7 +100,7 @@ def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
 
 
 def column_of_cells(cells: Cells, kind: str) -> Column:
-    """Return cells of UTF-8 text as an array of their type, or raise CellError; "str" is as wide as the longest."""
+    """Return cells of UTF-8 text as an array of their type, or raise CellError; "str" as `ragged.of_texts`."""
     if kind == "str":
         return _strings(cells)
     dtype = np.dtype(kind)
@@ -132,22 +133,13 @@ def _strings(cells: Cells) -> Column:
             packed = matrix.view(f"S{matrix.shape[1]}").reshape(-1)
             matrix[_missing(packed)] = 0
             return matrix.astype(np.uint32).view(f"<U{matrix.shape[1]}").reshape(-1)
-    texts = cells.texts()
     decoded = []
-    for row, text in enumerate(texts):
+    for row, text in enumerate(cells.texts()):
         try:
             decoded.append("" if text in MISSING else text.decode())
         except UnicodeDecodeError as error:
             raise CellError(row, f"{_short(repr(text))} is not UTF-8 text") from error
-    return array_of_texts(decoded)
-
-
-def array_of_texts(texts: Sequence[str]) -> Column:
-    """Return texts as an array; raise CellError for a zero byte at an end, which NumPy's text can't hold."""
-    for row, text in enumerate(texts):
-        if text.endswith("\0"):
-            raise CellError(row, f"{_short(repr(text))} ends with a zero byte, which NumPy's text can't hold")
-    return np.array(texts, dtype=np.str_)
+    return ragged.of_texts(decoded)
 
 
 def _fit_matrix(cells: Cells, width: int) -> bool:

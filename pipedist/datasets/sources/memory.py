@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipedist.core import trees
+from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.datasets.element import kept
 from pipedist.datasets.sources.base import (
@@ -173,7 +173,8 @@ class IterableSource(Source):
         elements = enumerate(self._elements())
         while block := [self._arrays(element, index) for index, element in itertools.islice(elements, batch)]:
             assert self._element is not None
-            stacked = [sealed(np.stack(leaf)) for leaf in zip(*block, strict=True)]
+            columns = zip(*block, strict=True)
+            stacked = [sealed(ragged.stack(column)) for column in columns]
             yield trees.unflatten(self._element.treedef, stacked)
 
     def _elements(self) -> Iterator[Tree]:
@@ -211,8 +212,7 @@ class IterableSource(Source):
             arrays, self._element.paths, self._element.leaves, strict=True
         ):
             # the width of text is not part of the structure
-            same = array.dtype == dtype or array.dtype.kind == dtype.kind == "U"
-            if array.shape != shape or not same:
+            if array.shape != shape or not ragged.fit(array.dtype, dtype):
                 raise self._mismatch(
                     index, _dtype_text(array.dtype, array.shape), _dtype_text(dtype, shape), path
                 )
@@ -227,6 +227,8 @@ class IterableSource(Source):
 
     def _leaf(self, leaf: Any, path: str, index: int) -> npt.NDArray[Any]:
         what = f"{self._label}, element {index}" + (f", {path}" if path else "")
+        if type(leaf) is bytes or (type(leaf) is str and leaf[-1:] == "\0"):  # zeros at the end are kept
+            return np.array(leaf, object)
         plain = _PLAIN.get(type(leaf))
         if plain is not None:
             try:
@@ -237,7 +239,7 @@ class IterableSource(Source):
             raise SourceError(
                 f"{what}: a {type(leaf).__name__} can't be stacked",
                 key="call",
-                expected="arrays, numbers or text; numpy.frombuffer converts bytes",
+                expected="arrays, numbers, text or bytes",
             )
         return plain_array(leaf, what, "call")
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+from pipedist.core import ragged
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
     Config,
@@ -103,7 +104,7 @@ class NumpyReader(Reader):
 
     def _slice(self, name: str, segments: list[tuple[int, int, int]]) -> Array:
         parts = [self._map(name, file)[lo:hi] for file, lo, hi in segments]
-        return sealed(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        return sealed(parts[0] if len(parts) == 1 else ragged.concatenate(parts))
 
     def _take(self, name: str, files: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> Array:
         present = np.unique(files).tolist()

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pipedist.core import ragged
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
     Config,
@@ -27,7 +28,7 @@ from pipedist.datasets.sources.base import (
     rows_of,
     sealed,
 )
-from pipedist.datasets.sources.columns import CellError, Column, array_of_texts, joined, no_such_column
+from pipedist.datasets.sources.columns import CellError, Column, joined, no_such_column
 from pipedist.datasets.sources.file_kinds import unreadable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand, is_remote
 
@@ -38,6 +39,7 @@ def _pyarrow() -> Any:
     # an extra, whose import takes 0.3 s
     try:
         import pyarrow
+        import pyarrow.compute
         import pyarrow.parquet
     except ImportError as error:
         raise SourceError("parquet needs pyarrow: pip install 'pipedist[parquet]'") from error
@@ -237,12 +239,46 @@ def readable(arrow: Any, own: Any, kind: str) -> bool:
     integer, floating = types.is_integer(own), types.is_floating(own)
     if kind == OWN_TYPE:
         time = types.is_timestamp(own) or types.is_date(own) or types.is_duration(own)
-        return bool(text or integer or floating or types.is_boolean(own) or time)
+        return bool(
+            text
+            or time
+            or _is_plain(types, own)
+            or (_is_list(types, own) and _is_item(arrow, own.value_type))
+            or _is_nested(types, own)
+        )
     if kind == "str":
         return bool(text or types.is_null(own))
     if kind == "bool":
         return bool(types.is_boolean(own))
     return bool(integer or ((floating or types.is_null(own)) and kind.startswith("float")))
+
+
+def _is_plain(types: Any, own: Any) -> bool:
+    number = types.is_integer(own) or types.is_floating(own) or types.is_boolean(own)
+    return bool(number or _is_text(types, own) or _is_binary(types, own))
+
+
+def _is_binary(types: Any, own: Any) -> bool:
+    fixed = types.is_fixed_size_binary(own) or str(own) == "binary_view"
+    return bool(types.is_binary(own) or types.is_large_binary(own) or fixed)
+
+
+def _is_list(types: Any, own: Any) -> bool:
+    return bool(types.is_list(own) or types.is_large_list(own) or types.is_fixed_size_list(own))
+
+
+def _is_item(arrow: Any, own: Any) -> bool:
+    """Return whether lists of a type are arrays."""
+    return not arrow.types.is_struct(own) and readable(arrow, own, OWN_TYPE)
+
+
+def _is_nested(types: Any, own: Any) -> bool:
+    """Return whether values of a type are dicts and lists of plain values."""
+    if types.is_struct(own):
+        return all(_is_nested(types, field.type) or _is_plain(types, field.type) for field in own)
+    if _is_list(types, own):
+        return _is_nested(types, own.value_type) or _is_plain(types, own.value_type)
+    return False
 
 
 def _is_text(types: Any, own: Any) -> bool:
@@ -251,7 +287,10 @@ def _is_text(types: Any, own: Any) -> bool:
 
 
 def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
-    """Return a `readable` ChunkedArray as an array, or raise CellError; null is NaN, "" in text, NaT in dates."""
+    """Return a `readable` ChunkedArray as an array, or raise CellError.
+
+    A null is NaN in floats, "" in text, b"" in binary, NaT in dates, an empty list in lists, None in structs.
+    """
     types = arrow.types
     if types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
@@ -259,7 +298,15 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
         column = column.cast(arrow.string() if kind == "str" else arrow.float64())
     own = column.type
     if _is_text(types, own):
-        return array_of_texts(["" if text is None else text for text in _texts(column)])
+        return ragged.of_texts(["" if text is None else text for text in _texts(column)])
+    if _is_binary(types, own):
+        return ragged.objects([b"" if data is None else data for data in column.to_pylist()])
+    if _is_list(types, own):
+        if not _is_item(arrow, own.value_type):
+            return ragged.objects(column.to_pylist())
+        return _lists(arrow, column)
+    if types.is_struct(own):
+        return ragged.objects(column.to_pylist())
     counted = types.is_boolean(own) or (types.is_integer(own) and not kind.startswith("float"))
     if counted and column.null_count:
         row = int(np.flatnonzero(column.is_null().to_numpy())[0])
@@ -267,6 +314,25 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
         raise CellError(row, f"a value of type {named} is missing; float columns read one as NaN")
     values: Column = column.to_numpy()
     return values if kind == OWN_TYPE else _fitted(values, np.dtype(kind))
+
+
+def _lists(arrow: Any, column: Any) -> Column:
+    """Return lists: of a fixed size as array[n, size], others as an object array of arrays."""
+    size = column.type.list_size if arrow.types.is_fixed_size_list(column.type) else None
+    lengths = arrow.compute.list_value_length(column).fill_null(size or 0).to_numpy().astype(np.int64)
+    if size is not None and column.null_count:  # `flatten` drops the values of a null
+        null = arrow.scalar([None] * size, column.type)
+        column = column.fill_null(null)
+    items = arrow.compute.list_flatten(column)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    try:
+        values = numpy_column(arrow, items, OWN_TYPE)
+    except CellError as error:
+        raise CellError(int(np.searchsorted(ends, error.row, side="right")), error.message) from None
+    if size is not None:
+        return values.reshape(len(column), size, *values.shape[1:])
+    starts = ends - lengths
+    return ragged.objects([values[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
 
 
 def _texts(column: Any) -> list[str | None]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, SupportsIndex
 
 import numpy as np
@@ -15,6 +17,7 @@ from pipedist.core import trees
 from pipedist.core.misuse_hints import TfNames
 from pipedist.core.types import Tree
 from pipedist.values import Mirrored, PerReplica
+from pipedist.worker.context import get_replica_context
 from pipedist.worker.variables.rules import (
     Array,
     AssignMethod,
@@ -102,6 +105,9 @@ class Assignable(ArrayOperators, ABC):
     @abstractmethod
     def _change(self, method: AssignMethod, operand: object) -> Any: ...
 
+    def _check(self, method: AssignMethod, operand: object) -> None:
+        """Raise the errors of `_change`, as far as they depend on dtype and shape."""
+
 
 class AnyVariable(Assignable, TfNames):
     """A variable with its declared properties, in the driver or a worker."""
@@ -114,9 +120,12 @@ class AnyVariable(Assignable, TfNames):
     @abstractmethod
     def _traits(self) -> Traits: ...
 
+    def _check(self, method: AssignMethod, operand: object) -> None:
+        operand_of(self._traits, operand, method)
+
     @property
     def name(self) -> str:
-        """Name, for people."""
+        """Name: in errors, and in the file of `Strategy.save`."""
         return self._traits.name
 
     @property
@@ -195,6 +204,76 @@ def update_copies(
     own_args, own_kwargs = values.select(given, 0)
     result = plain(fn(side, *own_args, **own_kwargs))
     return [side.value()], trees.tree_map(lambda leaf: Mirrored([leaf] * traits.replicas), result)
+
+
+@dataclass(frozen=True, eq=False)
+class VariableTree:
+    """A tree of variables that is read and assigned as one value.
+
+        w = pipedist.Variable({"kernel": np.zeros((3, 2)), "bias": np.zeros(2)}, aggregation="sum")
+        w.assign_sub({"kernel": dk, "bias": db})
+
+    `pipedist.Variable` makes it of a dict, with one variable for each array. A function uses it like a variable.
+
+    Args:
+        variables: the variables in their dicts, lists and tuples; `tree[key]` is a part of them.
+    """
+
+    variables: Tree
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.variables[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.variables)
+
+    def value(self) -> Tree:
+        """Return the current values, read-only arrays, in the same structure."""
+        return trees.tree_map(lambda variable: variable.value(), self.variables)
+
+    def numpy(self) -> Tree:
+        """Return writable copies of the current values."""
+        return trees.tree_map(lambda variable: variable.numpy(), self.variables)
+
+    def assign(self, value: Tree) -> Any:
+        """Set all values, each as by the `assign` of its variable; none if one of them does not fit.
+
+        Args:
+            value: a tree of the same structure.
+
+        Returns:
+            As the variables' `assign`: None, or a tree of the new values; in an async function, an awaitable of it.
+
+        Raises:
+            ValueError: structure, dtype or shape differ.
+            OverflowError: an integer result does not fit its dtype.
+        """
+        return self._change("assign", value)
+
+    def assign_add(self, delta: Tree) -> Any:
+        """Add to all values; see `assign`."""
+        return self._change("assign_add", delta)
+
+    def assign_sub(self, delta: Tree) -> Any:
+        """Subtract from all values; see `assign`."""
+        return self._change("assign_sub", delta)
+
+    def _change(self, method: AssignMethod, operand: Tree) -> Any:
+        given = operand.value() if isinstance(operand, VariableTree) else operand
+        (variables, operands), treedef = trees.same_structure(
+            [self.variables, given], ["the variables", f"the operand of {method}"]
+        )
+        if get_replica_context() is None:  # a replica function that raises assigns nothing anyway
+            for variable, own in zip(variables, operands, strict=True):
+                variable._check(method, own)
+        results = [variable._change(method, own) for variable, own in zip(variables, operands, strict=True)]
+        if any(map(inspect.isawaitable, results)):
+            return _awaited(treedef, results)
+        return None if results[0] is None else trees.unflatten(treedef, results)
+
+
+async def _awaited(treedef: trees.Treedef, results: Sequence[Awaitable[Array]]) -> Tree:
+    return trees.unflatten(treedef, [await result for result in results])
 
 
 def component(traits: Traits, copies: Sequence[Array], *, mirrored: bool) -> Tree:

@@ -211,6 +211,13 @@ def test_map_stacks_lists_and_refuses_objects() -> None:
         list(Dataset.range(2).map(lambda t: {"f": lambda: t}))
 
 
+def test_texts_and_bytes_keep_zeros_at_their_ends() -> None:
+    pairs = Dataset.range(4).map(lambda t: {"s": "x" + "\0" * int(t), "b": b"\0" * int(t)})
+    (batch,) = pairs.batch(4).map(lambda rows: rows)
+    assert batch["s"].tolist() == ["x", "x\0", "x\0\0", "x\0\0\0"]
+    assert batch["b"].tolist() == [b"", b"\0", b"\0\0", b"\0\0\0"]
+
+
 class TestElementSpec:
     def test_map_of_a_batch_leaves_the_batch_size_open(self) -> None:
         assert Dataset.range(6).batch(3).map(lambda x: 2.0 * x).element_spec == ArraySpec(float, [None])

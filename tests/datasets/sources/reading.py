@@ -50,6 +50,7 @@ def assert_same(one: Tree, other: Tree) -> None:
         if isinstance(a, np.ndarray):
             assert a.dtype == b.dtype
             assert a.shape == b.shape
-            assert a.tobytes() == b.tobytes()
+            assert a.dtype == object or a.tobytes() == b.tobytes()
+            assert list(map(bytes, encode(a))) == list(map(bytes, encode(b)))
         else:
             assert a == b

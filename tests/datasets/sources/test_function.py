@@ -100,9 +100,10 @@ def test_sequential_sources_refuse_random_access() -> None:
         ({"a": np.zeros(2, np.float32)}, r"element 4, a is float32\[2\], but element 0 is float64\[2\]"),
         ({"b": np.zeros(2)}, r"element 4 is \{'b': \*\}, but element 0 is \{'a': \*\}"),
         ({"a": "x"}, r"element 4, a is str\[\], but element 0 is float64\[2\]"),
-        ({"a": b"x"}, "element 4, a: a bytes can't be stacked"),
+        ({"a": b"x"}, r"element 4, a is object\[\], but element 0 is float64\[2\]"),
+        ({"a": {1}}, "element 4, a: a set can't be stacked"),
         ({"a": 2**70}, "element 4, a: 1180591620717411303424 does not fit int64"),
-        ({"a": np.array(["x", None])}, "element 4, a: arrays of dtype object"),
+        ({"a": np.array([1, None])}, "element 4, a: arrays of dtype object"),
         ({"a": np.ma.masked_array([1.0, 2.0], [False, True])}, "element 4, a: a masked array"),
     ],
 )
@@ -112,6 +113,14 @@ def test_an_element_that_differs_is_named_by_its_index(odd: Any, text: str, batc
     with pytest.raises(SourceError, match=text) as caught:
         list(source.blocks(batch))
     assert caught.value.key == "call"
+
+
+def test_texts_and_bytes_of_any_length_are_stacked() -> None:
+    rows = [{"s": "y" * 100_000, "b": b"\0"}, *[{"s": "x", "b": b""}] * 99, {"s": "ends\0", "b": b"a"}]
+    (block,) = _open(lambda: iter(rows)).blocks(200)
+    assert block["s"].tolist() == [row["s"] for row in rows]
+    assert block["b"].tolist() == [row["b"] for row in rows]
+    assert sum(len(bytes(frame)) for frame in encode(block)) < 110_000
 
 
 def test_the_error_of_user_code_is_the_cause() -> None:

@@ -94,7 +94,7 @@ def test_arrays_in_any_layout_become_plain() -> None:
         ([1, 2], "arrays/0"),
         (np.float64(3), "no leading dimension"),
         ({"a": np.zeros(3), "b": np.zeros(4)}, "arrays/a has 3 rows, arrays/b has 4"),
-        ({"a": np.array([None, "x"])}, "dtype object"),
+        ({"a": np.array([None, 1])}, "dtype object whose cells are int"),
         (np.zeros(2, [("a", "i4")]), "can't be read"),
         ({"a": np.ma.masked_array([1, 2], [False, True])}, "arrays/a: a masked array can't be read"),
     ],
@@ -103,3 +103,13 @@ def test_values_other_than_trees_of_arrays_are_rejected(tree: Any, text: str) ->
     with pytest.raises(SourceError, match=text) as caught:
         open_source("arrays", {"arrays": tree}, folder=HERE)
     assert caught.value.key == "arrays"
+
+
+def test_object_arrays_of_text_are_a_source_like_any_other() -> None:
+    texts = ["y" * 100_000, *["x"] * 99, "ends\0", None]
+    source = open_source("arrays", {"arrays": {"s": np.array(texts, object)}}, folder=HERE)
+    assert source.read(range(102))["s"].tolist() == texts
+    source.close()
+    wide = open_source("arrays", {"arrays": {"s": np.array(texts[:100])}}, folder=HERE)
+    assert wide.read(range(100))["s"].dtype == object
+    wide.close()
