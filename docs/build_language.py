@@ -150,6 +150,7 @@ get the committed values of that run while these are made, on other workers if t
 progress at the same time. A step is available when all of its elements are; at most a few MiB of values wait
 between the two, beside the limits of each. `pipedist plan` shows which runs share a call, and which are streamed. A
 dataset whose stages have `collectives`, or feed or read a state, has one call for each chain, whatever the resources.
+If the values of a run can't leave their process, give the runs that read it the same `resources`.
 
 With `batch: B`, step s of an epoch is the elements [s*B, (s+1)*B) of the epoch in the dataset's order, and is divided
 among the replicas as a step of a dataset is. An epoch's last step may be shorter. Elements that `drop_remainder`

@@ -18,7 +18,7 @@ from pipedist.coordinator import pass_handle
 from pipedist.core import gpus as accelerators
 from pipedist.core.gpus import VisibleGpus
 from pipedist.datasets.division import permutation
-from pipedist.errors import CallError, FoldError
+from pipedist.errors import CallError, FoldError, RunDrained
 from pipedist.runs import execution, pass_execution, pass_journal
 from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import open_replay
@@ -267,6 +267,26 @@ def test_a_run_that_fails_in_the_second_stage_is_resumed(alone: Any, tmp_path: P
     same(dict(np.load(tmp_path / "out" / "rows.npz")), alone["rows"])
     assert calls(tmp_path, "decode") == before, "all of its values are durable"
     assert result.ledger == alone.ledger
+
+
+@pytest.mark.asyncio
+async def test_a_drained_run_is_resumed(tmp_path: Path) -> None:
+    document = {**spec_of(), "dataset": {"range": 4_000, "batch": 4}, "outputs": {"where": "where.npz"}}
+    document["stages"] = {name: document["stages"][name] for name in ("decoded", "inferred", "where")}
+    document["stages"]["inferred"]["run"] = functions.infer_id
+
+    async def drained() -> None:
+        async with pipedist.open(document, workers=2, output=tmp_path) as run:
+            async for step in run.steps("inferred"):  # 400 steps, which are not all ahead of their reader
+                if step.index == 1:
+                    run.drain()
+
+    with anyio.fail_after(60), pytest.raises(RunDrained):
+        await drained()
+    async with pipedist.open(document, workers=2, output=tmp_path, resume=True) as run:
+        result = await run.results()
+    assert np.load(tmp_path / "where.npz")["id"].tolist() == list(range(4_000))
+    assert (result.ledger.committed, result.ledger.lost) == (4_000, 0)
 
 
 @pytest.mark.asyncio
