@@ -285,7 +285,21 @@ def _plain_array(part: Any) -> np.ndarray[Any, Any]:
     return np.asarray(part)
 
 
+def is_blank(value: Tree) -> bool:
+    """Return whether all leaves are `np.array([])`, the result of a function that found no row in a shard.
+
+    It has neither the dtype nor the shape of rows, so it fits all others, and adds nothing to them.
+    """
+    leaves = [value] if type(value) is np.ndarray else trees.flatten(value)[0]
+    return bool(leaves) and all(
+        type(leaf) is np.ndarray and leaf.shape == (0,) and leaf.dtype == np.float64 for leaf in leaves
+    )
+
+
 def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axis: int, names: Sequence[str]) -> Any:
+    found = [(part, name) for part, name in zip(parts, names, strict=True) if not is_blank(part)]
+    if 0 < len(found) < len(parts):
+        parts, names = zip(*found, strict=True)
     first = parts[0]
     for name, part in zip(names, parts, strict=True):
         if part.ndim == 0:

@@ -11,8 +11,8 @@ import numpy as np
 
 from benchmarks import collectives_systems as systems
 from benchmarks.collectives_loop import Size, measure
-from pipedist.collectives import requests
 from pipedist.collectives.gang import LocalGang
+from pipedist.collectives.requests import ALL_REDUCE, BARRIER, CallSite, CollectiveRequest
 from pipedist.collectives.segment import SegmentOwner, attach
 from pipedist.collectives.shared import SharedChannel
 
@@ -28,15 +28,15 @@ def member(replicas: int, sizes: tuple[Size, ...], number: int, where: str) -> d
     def make(elements: int, value: float) -> Any:
         return np.full(elements, value, np.float32)
 
-    def call_site() -> requests.CallSite:
+    def call_site() -> CallSite:
         frame = sys._getframe(1)
-        return requests.CallSite(frame.f_code, frame.f_lasti)
+        return CallSite(frame.f_code, frame.f_lasti)
 
     def reduce(vector: Any) -> Any:
-        return gang.call(number, requests.all_reduce("sum", vector, None, call_site()))
+        return gang.call(number, CollectiveRequest(ALL_REDUCE, call_site(), vector))
 
     def barrier() -> None:
-        gang.call(number, requests.barrier(None, call_site()))
+        gang.call(number, CollectiveRequest(BARRIER, call_site()))
 
     (found,) = gang.run([lambda: measure(sizes, replicas, make, reduce, barrier)])
     if isinstance(found, BaseException):

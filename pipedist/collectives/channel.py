@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 WORD_BYTES: Final = 16
 NO_WORD: Final = bytes(WORD_BYTES)  # the word of a member whose replicas do not all call one collective
 
-RETURNED: Final = "returned"
-"""Status in a `Relay` message if all replicas of a member returned; any other text is a failure."""
+RETURNED: Final = "returned"  # status in `Relay` if all replicas returned; any other text is a failure
 
 
 class GangAborted(BaseException):
@@ -51,14 +50,12 @@ class StallPolicy(Struct, frozen=True):
     """How long a member waits for others, and what happens then."""
 
     timeout_s: float  # without progress of any missing member
-    on_stalled: Callable[[tuple[int, ...]], None]
-    """Called with the missing members, in order; raises, or returns to continue waiting."""
+    on_stalled: Callable[[tuple[int, ...]], None]  # gets the missing members, in order; raises, or returns
 
 
 class Exchanged(Struct, frozen=True):
     words: Sequence[bytes | MemberEnded]
-    frames: Sequence[Sequence[Frame]] | None
-    """Those of each member (none if it ended), not modified afterwards; None unless `agree(words)`."""
+    frames: Sequence[Sequence[Frame]] | None  # by member (none if it ended); None unless `agree(words)`
 
 
 def agree(words: Sequence[bytes | MemberEnded]) -> bool:

@@ -33,11 +33,8 @@ _NUMPY_MAJOR: Final = int(np.__version__.partition(".")[0])
 
 Vector = NDArray[Any]  # one dimension, contiguous, native byte order
 
-BLOCK_BYTES: Final = 256 << 10
-"""Block size of `fold_blocks`: operands and result fit into a core's cache."""
-
-_DOT_MAX: Final = 8192
-"""Elements up to which a dot product is the fastest NaN check, and BLAS starts no threads."""
+BLOCK_BYTES: Final = 256 << 10  # block size of `fold_blocks`: operands and result fit into a core's cache
+_DOT_MAX: Final = 8192  # elements up to which a dot product is the fastest NaN check, on one thread
 
 _UFUNC: Final[dict[ReduceOp, np.ufunc]] = {
     ReduceOp.SUM: np.add,
@@ -134,8 +131,7 @@ class _PartialsKernel:
         return partials.join_leaf(self._op, a, b)
 
 
-Kernel: TypeAlias = _FloatKernel | _PartialsKernel
-"""Folds vectors of one dtype with one operator."""
+Kernel: TypeAlias = _FloatKernel | _PartialsKernel  # folds vectors of one dtype with one operator
 
 
 @lru_cache(maxsize=256)
@@ -157,8 +153,7 @@ def fold_blocks(kernel: Kernel, parts: Sequence[Vector], out: Vector) -> None:
         kernel.fold([part[block] for part in parts], out[block])
 
 
-RECYCLED_BYTES_MIN: Final = 1 << 20
-"""Smaller arrays are allocated: the allocator reuses their memory anyway."""
+RECYCLED_BYTES_MIN: Final = 1 << 20  # smaller arrays are allocated: the allocator reuses their memory anyway
 _KEPT_BYTES_MAX: Final = 256 << 20
 _KEPT_MAX: Final = 16
 

@@ -57,8 +57,7 @@ class ReplicaState(enum.Enum):
 class LocalReplica:
     number: int
     state: ReplicaState = ReplicaState.NEW
-    turn: threading.Lock = field(default_factory=threading.Lock)
-    """Released to give this replica the turn."""
+    turn: threading.Lock = field(default_factory=threading.Lock)  # released to give this replica the turn
     call: CheckedCall | None = None  # its pending collective; only while WAITING
     result: Tree = None
     error: BaseException | None = None  # error of its last collective, as `result`, until `take`
@@ -100,25 +99,20 @@ _TURN_WAIT_S_MAX: Final = 3600.0  # a single wait for the turn if no collective 
 class LocalGang:
     """The replicas of one attempt of a gang that live in this process.
 
-    Args:
-        local: the replicas of this process: a contiguous range, at least one.
-        channel: to the other members; None if `local` is all replicas. The caller closes it.
-        on_stalled: called with (missing members, text) when a collective's timeout passes, once per
-            waiting replica; then the collective waits as long again. May be called in any thread of
-            the gang, also while a replica of this process runs (then that replica is missing). None:
-            a timeout is an error immediately.
-        threads: pool for the replicas except the first; None: a pool for this gang only.
+    `on_stalled` gets (missing members, text) when a collective's timeout passes, once per waiting replica; then the
+    collective waits as long again. It may be called in any thread of the gang, also while a replica of this process
+    runs (then that replica is missing). None: a timeout is an error immediately.
     """
 
     def __init__(
         self,
         *,
         replicas: int,
-        local: range,
-        channel: Channel | None = None,
+        local: range,  # the replicas of this process: a contiguous range, at least one
+        channel: Channel | None = None,  # to other members; None: no others. The caller closes it
         options: CommunicationOptions = _DEFAULTS,
         on_stalled: Callable[[tuple[int, ...], str], None] | None = None,
-        threads: ReplicaThreadPool | None = None,
+        threads: ReplicaThreadPool | None = None,  # for the replicas except the first; None: its own
     ) -> None:
         if not local or (channel is None) != (len(local) == replicas):
             raise ValueError(f"replicas {local} of {replicas}, with{'' if channel else 'out'} a channel")
@@ -131,14 +125,12 @@ class LocalGang:
         self._member = Member(replicas, local, channel)
         self._states = [LocalReplica(number) for number in local]
         self._mutex = threading.Lock()  # guards the replica states and the turn; held briefly
-        self._is_executing = False
-        """True while a collective is executed: it waits for other members, not for local replicas."""
+        self._is_executing = False  # a collective, which waits for other members
         self._collectives = 0
         self._aborted = ""  # why the attempt is aborted; "" while it is not
         self._all_ended = threading.Event()
         self._bodies: Sequence[Callable[[], None]] = ()
-        self._alone = StallPolicy(options.waits_s, self._stalls_of(self._states))
-        """Default policy when this process has one replica."""
+        self._alone = StallPolicy(options.waits_s, self._stalls_of(self._states))  # with one local replica
 
     # run
 
@@ -223,17 +215,11 @@ class LocalGang:
     # collectives
 
     def call(self, replica: int, request: CollectiveRequest) -> Tree:
-        """Call a collective, from the replica's own code, and wait for its result.
+        """Call a collective, from the replica's own code; return its result, which the replica may modify.
 
-        Returns:
-            The result, which the replica may modify.
-
-        Raises:
-            ValueError, TypeError, OverflowError: the request is invalid, or an integer result does not fit.
-            CollectiveMismatchError: the replicas call different collectives.
-            CollectiveTimeoutError: replicas did not call it in time.
-            GangAborted: another replica failed, or the attempt is cancelled.
-            Exception: a merged function raised it.
+        Raise ValueError, TypeError or OverflowError for an invalid request or an integer result that does not fit,
+        CollectiveMismatchError, CollectiveTimeoutError, the exception of a merged function, or GangAborted if another
+        replica failed, or the attempt is cancelled.
         """
         me = self._states[replica - self._local.start]
         if me.merge is not None:

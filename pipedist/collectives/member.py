@@ -75,14 +75,9 @@ class Member:
     def execute(
         self, number: int, calls: Sequence[CheckedCall | None], policy: StallPolicy
     ) -> list[Tree] | PendingMerge:
-        """Execute a collective.
+        """Execute the collective `number` of the step, from 1; a call is None if that replica returned.
 
-        Args:
-            number: number of the collective in the step, from 1.
-            calls: for each local replica its call, or None if it returned; at least one is a call.
-
-        Returns:
-            The result of each local replica, not shared; or the function that replica 0 must call first.
+        Return the result of each local replica, not shared; or the function that replica 0 must call first.
         """
         word = _common_word(calls)
         called = [call for call in calls if call is not None]

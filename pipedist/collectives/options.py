@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-TIMEOUT_S: Final = 600.0
-"""Default time that a collective waits for missing replicas, seconds."""
+TIMEOUT_S: Final = 600.0  # default time that a collective waits for missing replicas, seconds
 
 
 class Implementation(enum.StrEnum):
@@ -26,11 +25,7 @@ class Implementation(enum.StrEnum):
 
     @classmethod
     def of(cls, name: Implementation | str) -> Implementation:
-        """Return the implementation of a name (case-insensitive).
-
-        Raises:
-            ValueError: the name is unknown.
-        """
+        """Return the implementation of a name (case-insensitive), or raise ValueError."""
         if isinstance(name, cls):
             return name
         try:

@@ -50,54 +50,12 @@ class CollectiveRequest:
     op: ReduceOp | str = ReduceOp.SUM
     axis: int = 0
     source: int = 0  # for broadcast: the replica whose tree all replicas receive
-    function: Callable[..., Tree] | None = None  # for merge_call
+    # For merge_call: replica 0 calls it on all replicas' arguments, in its thread and context.
+    function: Callable[..., Tree] | None = None
     # For merge_call the function's name; else the operation it belongs to ("assign_add of variable 'w'"), or
     # "". Equal in all replicas.
     label: str = ""
     options: CommunicationOptions | None = None  # None: those of the gang
-
-
-def all_reduce(
-    op: ReduceOp | str, tree: Tree, options: CommunicationOptions | None, where: CallSite
-) -> CollectiveRequest:
-    """Request the element-wise fold of all replicas' trees, in every replica."""
-    return CollectiveRequest(ALL_REDUCE, where, tree, op, options=options)
-
-
-def all_gather(
-    tree: Tree, axis: int, options: CommunicationOptions | None, where: CallSite
-) -> CollectiveRequest:
-    """Request all replicas' arrays, concatenated along `axis`, in every replica."""
-    return CollectiveRequest(ALL_GATHER, where, tree, axis=axis, options=options)
-
-
-def broadcast(
-    tree: Tree, source: int, options: CommunicationOptions | None, where: CallSite
-) -> CollectiveRequest:
-    """Request the tree of replica `source`, in every replica."""
-    return CollectiveRequest(BROADCAST, where, tree, source=source, options=options)
-
-
-def barrier(options: CommunicationOptions | None, where: CallSite) -> CollectiveRequest:
-    """Request that replicas wait until all of them have called it."""
-    return CollectiveRequest(BARRIER, where, options=options)
-
-
-def merge_call(
-    function: Callable[..., Tree],
-    args: tuple[Tree, ...],
-    kwargs: dict[str, Tree],
-    options: CommunicationOptions | None,
-    where: CallSite,
-) -> CollectiveRequest:
-    """Request one call of `function` on all replicas' arguments; each receives its part of the result.
-
-    Replica 0's `function` runs, in the thread and context of replica 0.
-    """
-    label = str(getattr(function, "__qualname__", None) or type(function).__qualname__)
-    return CollectiveRequest(
-        MERGE_CALL, where, (args, kwargs), function=function, label=label, options=options
-    )
 
 
 class UnawaitedCollectives:

@@ -33,24 +33,18 @@ from numpy.typing import NDArray
 from pipedist.collectives import futex
 from pipedist.core.memory_order import fence
 from pipedist.errors import PipedistError
+from pipedist.transport.shared_memory.pool import F_GET_SEALS, SIZE_SEALS, create_memory
 
 _MAGIC: Final = b"pdgang\0\1"
 _HEADER: Final = struct.Struct("<8s16sQQQ")
 _HEADER_BYTES: Final = 4096
-ABORT_AT: Final = _HEADER_BYTES // 2
-"""Offset of the abort word, alone in its cache line because all members read it."""
-
+ABORT_AT: Final = _HEADER_BYTES // 2  # offset of the abort word, alone in its cache line
 BLOCK_BYTES: Final = 512
 PACK_BYTES: Final = 1 << 20  # size of a pack in a segment for few replicas
 _PACK_BYTES_MIN: Final = 64 << 10
 _SEGMENT_BYTES: Final = 16 << 20  # maximum size of a segment, unless packs are at their minimum
 _REPLICAS_MAX: Final = 1024
 _SEGMENTS_MAX: Final = 4
-
-# <linux/fcntl.h>: the module `fcntl` lacks these.
-_F_ADD_SEALS: Final = 1033
-_F_GET_SEALS: Final = 1034
-_SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, SHRINK, GROW
 
 
 class SegmentUnavailable(PipedistError):
@@ -80,16 +74,8 @@ class SegmentOwner:
         self.size_bytes = _inputs_at(replicas) + 2 * (replicas + 1) * pack_bytes
         self._token = secrets.token_bytes(16)
         try:
-            self._descriptor = os.memfd_create("pipedist-gang", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._memory, self._descriptor = create_memory("pipedist-gang", self.size_bytes, SIZE_SEALS)
         except (AttributeError, OSError) as error:
-            raise SegmentUnavailable(f"no shared memory for a gang: {error}") from None
-        try:
-            # Allocate all pages now: if memory runs out later, a member would be killed at its first write.
-            os.posix_fallocate(self._descriptor, 0, self.size_bytes)
-            self._memory = mmap.mmap(self._descriptor, self.size_bytes)
-            fcntl.fcntl(self._descriptor, _F_ADD_SEALS, _SEALS)
-        except OSError as error:
-            os.close(self._descriptor)
             raise SegmentUnavailable(f"no {self.size_bytes} bytes of shared memory: {error}") from None
         _HEADER.pack_into(self._memory, 0, _MAGIC, self._token, self.size_bytes, replicas, pack_bytes)
         self._abort_word = memoryview(self._memory)[ABORT_AT : ABORT_AT + 8].cast("Q")
@@ -126,8 +112,7 @@ class GangSegment:
         self.words = memoryview(memory)[:inputs_at].cast("Q")  # header and blocks
         self.address = _address(memory)
         self._packs: NDArray[np.uint8] = np.frombuffer(memory, np.uint8, offset=inputs_at)
-        self.views: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
-        """Caches of members, by parity and layout."""
+        self.views: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})  # of members, by parity and layout
 
     def input(self, parity: int, replica: int) -> NDArray[np.uint8]:
         """Return a replica's pack, followed by those of the next replicas."""
@@ -175,9 +160,9 @@ def attach(where: str) -> GangSegment:
 
 def _map(descriptor: int, path: str, size_bytes: int, token: bytes) -> mmap.mmap:
     try:
-        seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
+        seals = fcntl.fcntl(descriptor, F_GET_SEALS)
         found_bytes = os.fstat(descriptor).st_size
-        if seals & _SEALS != _SEALS or found_bytes != size_bytes or size_bytes < 2 * _HEADER_BYTES:
+        if seals & SIZE_SEALS != SIZE_SEALS or found_bytes != size_bytes or size_bytes < 2 * _HEADER_BYTES:
             raise SegmentUnavailable(f"{path} is not the memory of this gang: the group has ended")
         memory = mmap.mmap(descriptor, size_bytes)
     except OSError as error:

@@ -52,13 +52,11 @@ class CheckedCall:
     request: CollectiveRequest
     signature: Signature
     options: CommunicationOptions  # the effective ones
-    leaves: Sequence[np.ndarray[Any, Any]] = ()
-    """For all_reduce and all_gather, contiguous arrays of native byte order."""
+    leaves: Sequence[np.ndarray[Any, Any]] = ()  # of all_reduce and all_gather: contiguous, native order
 
 
 _known: dict[Hashable, Signature] = {}
-_OPS: Final[dict[str, ReduceOp]] = {op.value: op for op in ReduceOp}
-"""The usual spellings: faster than the lookup of the enum."""
+_OPS: Final[dict[str, ReduceOp]] = {op.value: op for op in ReduceOp}  # faster than the enum's lookup
 
 
 def check(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:

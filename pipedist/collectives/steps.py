@@ -50,12 +50,9 @@ from pipedist.collectives.channel import GangAborted, StallPolicy
 from pipedist.collectives.segment import ABORT_AT, BLOCK_BYTES, GangSegment
 from pipedist.core.memory_order import IS_TSO, fence
 
-SLICE_S: Final = 0.02
-"""Longest sleep, seconds: bounds how late an abort or the end of a member is noticed."""
-
+SLICE_S: Final = 0.02  # longest sleep, seconds: bounds how late an abort or the end of a member is noticed
 _ARRIVAL, _BEFORE, _FLAG, _SLEEPS, _NOTES, _NOTE_WORDS, _ENDED = 0, 1, 2, 8, 16, 8, 32
-ATTEMPTS_REMEMBERED: Final = 16
-"""Attempts whose ENDED words a segment keeps; more than gangs queued at a member (`gangs_queued_max`)."""
+ATTEMPTS_REMEMBERED: Final = 16  # whose ENDED words are kept; more than `gangs_queued_max`
 _FIRST_BLOCK: Final = 4096 // 8
 _BLOCK: Final = BLOCK_BYTES // 8
 _RETURNED, _FAILED = 1, 2

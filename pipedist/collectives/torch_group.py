@@ -28,15 +28,12 @@ from pipedist.errors import UsageError
 from pipedist.reduction.partials import ReduceOp
 
 IMPLEMENTATIONS: Final = (Implementation.GLOO, Implementation.NCCL)
-TORCH_COLLECTIVES: Final = (ALL_REDUCE, ALL_GATHER, BROADCAST)
-"""The collectives that torch executes; the others have no tensors."""
-
+TORCH_COLLECTIVES: Final = (ALL_REDUCE, ALL_GATHER, BROADCAST)  # the others have no tensors
 _GROUPS_MAX: Final = 4
 _TIMEOUT_S_MAX: Final = 7 * 86400.0
 
 Tensor = Any
-Share = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""Send a dict of plain values to all members; return those of all members."""
+Share = Callable[[dict[str, Any]], list[dict[str, Any]]]  # sends plain values to all members; returns all
 
 
 def tensors_of(

@@ -53,40 +53,26 @@ from pipedist.transport.router import Router
 if TYPE_CHECKING:
     from pipedist.coordinator.diagnostics import Stall
 
-LEAVING_S = 2.0
-"""How long dialled-in workers may take to say Goodbye when the cluster is closed."""
+LEAVING_S = 2.0  # how long dialled-in workers may take to say Goodbye when the cluster is closed
 
 
 class Coordinator:
-    """Drives the scheduler over one router and one launcher.
-
-    Args:
-        router_factory: returns the router, given its callbacks.
-        launcher_factory: returns the launcher, given the router's endpoint; None: all workers dial in.
-        workers: names of the workers that the launcher starts.
-        dial_in: whether workers that were not started here may join.
-        boot: this host's boot id: workers with the same one can read our files.
-        shared_memory: whether workers that were started here may share memory with each other.
-        rejoin_s: how long dialled-in workers wait for another scheduler when this one is gone, seconds.
-        force: accept workers whose versions or processors could change bits.
-        threads: BLAS and OpenMP threads that all workers must have, whatever `force` is; None: any.
-        notify: called with a line for the user about each accepted worker that differs.
-    """
+    """Drives the scheduler over one router and one launcher."""
 
     def __init__(
         self,
         *,
-        router_factory: Callable[..., Router],
-        launcher_factory: Callable[[str], Launcher] | None,
-        workers: Sequence[str],
+        router_factory: Callable[..., Router],  # returns the router, given its callbacks
+        launcher_factory: Callable[[str], Launcher] | None,  # from the router's endpoint; None: all dial in
+        workers: Sequence[str],  # names of the workers that the launcher starts
         limits: SchedulerLimits | None = None,
-        dial_in: bool = False,
-        boot: str,
-        shared_memory: bool = False,
-        rejoin_s: float = 0.0,
-        force: bool = False,
-        threads: int | None = None,
-        notify: Callable[[str], None] = lambda _text: None,
+        dial_in: bool = False,  # whether workers that were not started here may join
+        boot: str,  # this host's boot id: workers with the same one can read our files
+        shared_memory: bool = False,  # whether workers that were started here may share memory
+        rejoin_s: float = 0.0,  # how long dialled-in workers wait for the next scheduler, seconds
+        force: bool = False,  # accept workers whose versions or processors could change bits
+        threads: int | None = None,  # BLAS and OpenMP threads that all workers must have; None: any
+        notify: Callable[[str], None] = lambda _text: None,  # line about an accepted worker that differs
     ) -> None:
         limits = limits or SchedulerLimits()
         notices = Notices()
@@ -123,16 +109,14 @@ class Coordinator:
         )
         self._events: deque[tuple[ev.Event, Chunk | None]] = deque()
         self._pumping = False
-        self._is_defective = False
-        """The scheduler raised: its state may be inconsistent, so it handles no further event."""
+        self._is_defective = False  # the scheduler raised: it handles no further event
         self._closed = False
-        self._may_resume = dial_in and rejoin_s > 0
-        """Workers may outlive this process, and rejoin the one that resumes the run."""
+        self._may_resume = dial_in and rejoin_s > 0  # workers may outlive this process, and rejoin the next
         self._log_sinks = LogSinks()
         self._executor = CommandExecutor(
             self.post,
             self._fail_all,
-            self._rejections.count_stale,
+            self._rejections,
             pool=self._pool,
             states=self.states,
             gangs=self._gangs,
@@ -236,31 +220,19 @@ class Coordinator:
         self,
         program: Program,
         *,
-        name: str,
+        name: str,  # for errors of calls whose stage is unknown
         settings: PassSettings,
-        retries: Mapping[str, int] | None = None,
-        quarantine: Collection[str] = (),
-        feed: Feed | None = None,
+        retries: Mapping[str, int] | None = None,  # by stage, for a call that raised; 0 for other stages
+        quarantine: Collection[str] = (),  # stages whose culprits are quarantined after the last retry
+        feed: Feed | None = None,  # run by `PassHandle.run_feed`; None: `PassHandle.call_step`
         on_arrival: Arrival | None = None,
-        on_quarantine: OnQuarantine | None = None,
+        on_quarantine: OnQuarantine | None = None,  # called before their step is visible
         stamp: str = "",
     ) -> PassHandle:
-        """Open a pass.
+        """Open a pass; raise WorkersLost, RunCancelled if the cluster is not open, or UnsendableError.
 
-        Args:
-            name: for errors of calls whose stage is unknown.
-            retries: by stage, how often a call that raised there is retried; 0 for other stages.
-            quarantine: stages whose culprits are quarantined when a call has failed there for good.
-            feed: the source of its steps, run by `PassHandle.run_feed`; None: `PassHandle.call_step`.
-            on_quarantine: called with quarantined elements, before their step is visible.
-            stamp: identifies the run, the pass and its code: workers cache results until `PassHandle.settle`, and
-                calls whose results a worker has cached under the same stamp and program are not executed again; "":
-                results are not cached.
-
-        Raises:
-            WorkersLost: the cluster has failed.
-            RunCancelled: the cluster is not open.
-            UnsendableError: the program can't be serialized; the text names the place.
+        `stamp` identifies the run, the pass and its code: workers cache results until `PassHandle.settle`, and calls
+        whose results a worker has cached under the same stamp and program are not executed again; "": no caching.
         """
         if self._failed is not None:
             raise self._failed
@@ -341,12 +313,10 @@ class Coordinator:
             return
         try:
             peer = self._pool.of_identity(identity)
-            if isinstance(message, msg.Hello):
-                self._inbound.handle_hello(identity, message)
-            elif peer is not None:
-                self._inbound.handle(peer, message, frames)
-            else:
+            if peer is None or isinstance(message, msg.Hello):
                 self._inbound.handle_unregistered(identity, message)
+            else:
+                self._inbound.handle(peer, message, frames)
         except RemoteProtocolError as error:
             self._router.drop(identity, f"peer {identity.hex()}: {error}")
             self._on_lost(identity, f"it broke the protocol: {error}")

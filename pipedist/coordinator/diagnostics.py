@@ -15,29 +15,18 @@ from pipedist.worker.progress import Running
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Calls that wait.
-
-    Args:
-        stages: names of the stages that the calls execute, "a, b".
-        stage: the one whose function runs; "" if unknown.
-        step, replica: those of the first call.
-        calls: how many calls wait; 0: the pass as a whole waits, before that step.
-        attempt: how often they were tried before.
-        worker: the worker that they are assigned to; "" if none.
-        for_s: how long they have waited, seconds; None if unknown.
-        reason: a value of `pipedist.scheduler.diagnostics.Reason`, or a more specific one of `pipedist.runs`.
-    """
+    """Calls that wait."""
 
     pass_id: int
-    stages: str
-    stage: str
-    step: int
+    stages: str  # names of the stages that the calls execute, "a, b"
+    stage: str  # the one whose function runs; "" if unknown
+    step: int  # that of the first call, as is `replica`
     replica: int
-    calls: int
-    attempt: int
-    worker: str
-    for_s: float | None
-    reason: str
+    calls: int  # how many calls wait; 0: the pass as a whole waits, before that step
+    attempt: int  # how often they were tried before
+    worker: str  # the worker that they are assigned to; "" if none
+    for_s: float | None  # how long they have waited, seconds; None if unknown
+    reason: str  # of `pipedist.scheduler.diagnostics.Reason`, or a more specific one of `pipedist.runs`
     text: str
 
     def refined(self, reason: str, text: str) -> Waiting:
@@ -52,12 +41,10 @@ class Stall:
     waits: tuple[Waiting, ...]
 
 
-Seen = Callable[[str], tuple[int, ...] | None]
-"""Takes a worker; returns the lease, call and stage (from 1) that it executes; None if unknown."""
+Seen = Callable[[str], tuple[int, ...] | None]  # the lease, call and stage (from 1) that a worker executes
 
 
 def name_all(explanation: Explanation, handles: Mapping[int, PassHandle], seen: Seen) -> Stall:
-    """Return an explanation with the names of passes and stages."""
     waits = [_named(x, handles[x.pass_id], seen) for x in explanation.waits if x.pass_id in handles]
     return Stall(explanation, tuple(waits))
 
@@ -78,11 +65,7 @@ def _named(wait: Wait, handle: PassHandle, seen: Seen) -> Waiting:
 
 
 def _stage(wait: Wait, handle: PassHandle, seen: tuple[int, ...] | None) -> tuple[str, str]:
-    """Return the stage that a call executes, and its place, for people.
-
-    Args:
-        seen: the lease, call and stage that its worker has noted.
-    """
+    """Return the stage that a call executes, and its place, for people; `seen`: as its worker has noted."""
     stages = handle.policy.stages
     if len(stages) == 1:
         return stages[0], ""

@@ -17,19 +17,13 @@ from pipedist.worker.progress import Running
 
 
 class DeathOutcome(Struct, frozen=True):
-    """The consequence of a worker's death for a call; see `events.WorkerLost`.
+    """The consequence of a worker's death for a call; see `events.WorkerLost`."""
 
-    Args:
-        stage: the stage that ran; "" if unknown.
-        timed_out: the reason for users, if the stage's function exceeded its timeout; "": it did not.
-        place: the stage, step and replica of the call, for users.
-    """
-
-    stage: str
+    stage: str  # the stage that ran; "" if unknown
     retries: int
     quarantine: bool
-    timed_out: str = ""
-    place: str = ""
+    timed_out: str = ""  # the reason for users, if the stage's function exceeded its timeout; "": it did not
+    place: str = ""  # the stage, step and replica of the call, for users
 
 
 class FailurePolicy:
@@ -45,17 +39,14 @@ class FailurePolicy:
         return tuple(stage.name for stage in self._stages)
 
     def stage_of(self, running: Running) -> str:
-        """Return the name of the stage that runs; "" if unknown."""
         stage = self._stage(running)
         return "" if stage is None else stage.name
 
     @property
     def is_timed(self) -> bool:
-        """Whether a stage has a timeout."""
         return any(stage.timeout_s is not None for stage in self._stages)
 
     def apply(self, event: ev.CallFailed, failed: msg.Failed) -> ev.CallFailed:
-        """Return a failure's event with the stage's retries and quarantine."""
         cls = NonDeterministicError  # two executions of the call differ: its elements are not the cause
         is_non_deterministic = (failed.module, failed.name) == (cls.__module__, cls.__name__)
         return replace(
@@ -78,11 +69,7 @@ class FailurePolicy:
         )
 
     def on_death(self, running: Running, failed: msg.Failed | None) -> DeathOutcome:
-        """Return the consequence of a worker's death for the call that it ran.
-
-        Args:
-            failed: the result of `timed_out`, if the call took too long.
-        """
+        """Return the consequence of a worker's death for the call that it ran; `failed`: from `timed_out`."""
         stage = self._stage(running)
         if stage is None:
             return DeathOutcome("", 0, False)
@@ -98,11 +85,9 @@ class FailurePolicy:
 
 
 def call_error(failure: Failure, raised: Mapping[int, msg.Failed], *, name: str, replicas: int) -> CallError:
-    """Return the error of a call that failed for good.
+    """Return the error of a call that failed for good; `raised`: the latest exception of each call.
 
-    Args:
-        raised: the latest exception of each call that raised.
-        name: the pass's name, used if the stage is unknown because the worker died.
+    `name` is the pass's name, used if the stage is unknown because the worker died.
     """
     step, replica = divmod(failure.call, replicas)
     cause: BaseException

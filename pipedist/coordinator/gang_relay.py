@@ -26,25 +26,17 @@ from pipedist.scheduler import commands as cmd
 if TYPE_CHECKING:
     from pipedist.collectives.segment import SegmentOwner
 
-SEGMENTS_MAX = 8
-"""Segments that are kept, beside those that gangs are using."""
+SEGMENTS_MAX = 8  # segments that are kept, beside those that gangs are using
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """The shared memory of a group of workers, used by one gang at a time.
+    """The shared memory of a group of workers, used by one gang at a time."""
 
-    Args:
-        peers: the group, in order of member.
-        owner: None if no segment could be created.
-    """
-
-    peers: tuple[Peer, ...]
-    owner: SegmentOwner | None
-    serials: set[int] = field(default_factory=set)
-    """Gangs that use it."""
-    aborted: int = 0
-    """The highest serial whose abort is pending; 0: none."""
+    peers: tuple[Peer, ...]  # the group, in order of member
+    owner: SegmentOwner | None  # None if no segment could be created
+    serials: set[int] = field(default_factory=set)  # gangs that use it
+    aborted: int = 0  # the highest serial whose abort is pending; 0: none
 
     def end(self, serial: int, *, aborted: bool) -> None:
         """Record that a gang has ended.
@@ -96,29 +88,19 @@ class SegmentPool:
 
 @dataclass(slots=True, eq=False)
 class _Gang:
-    """One attempt of a gang."""
-
     serial: int
     pass_id: int
-    parts: tuple[cmd.GangAssignment, ...]
-    """By member."""
+    parts: tuple[cmd.GangAssignment, ...]  # by member
     peers: list[Peer]
     segment: Segment | None
     stash: list[Chunk] = field(default_factory=list)
-    brought: dict[int, int] = field(default_factory=dict)
-    """By member, the number of its latest exchange through this process."""
-    failed: dict[int, str] = field(default_factory=dict)
-    """By member, the exception of one of its calls."""
-    notified: set[tuple[int, int]] = field(default_factory=set)
-    """(member, other member of whose end it was notified)."""
+    brought: dict[int, int] = field(default_factory=dict)  # number of the latest exchange, by member
+    failed: dict[int, str] = field(default_factory=dict)  # by member, the exception of one of its calls
+    notified: set[tuple[int, int]] = field(default_factory=set)  # (member, other that has ended)
 
 
 class GangRelay:
-    """The gangs that were sent and have not ended.
-
-    Args:
-        is_held: whether a worker holds a lease.
-    """
+    """The gangs that were sent and have not ended; `is_held`: whether a worker holds a lease."""
 
     def __init__(self, pool: WorkerPool, segments: SegmentPool, is_held: Callable[[str, int], bool]) -> None:
         self._pool = pool
@@ -166,9 +148,7 @@ class GangRelay:
     def exchange(self, peer: Peer, message: msg.Exchange, frames: Sequence[Frame]) -> bool:
         """Forward a member's part of an exchange; return whether it has a lease.
 
-        Raises:
-            RemoteProtocolError: it is not the member's next exchange, or others have not contributed to the previous
-                one.
+        Raise RemoteProtocolError if it is not its next exchange, or others have not contributed to the previous one.
         """
         found = self._by_lease.get(message.lease)
         if found is None or not self._is_held(peer.worker, message.lease):
@@ -202,7 +182,6 @@ class GangRelay:
             self._notify_of_ended(found[0])
 
     def _others(self, gang: _Gang, member: int) -> list[int]:
-        """Return the other members that have not ended."""
         return [
             m for m, part in enumerate(gang.parts) if m != member and self._is_held(part.worker, part.lease)
         ]

@@ -26,17 +26,10 @@ from pipedist.protocol import messages as msg
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 
-LOGGER = "pipedist.cluster"
-"""The logger of rejections; without a handler its lines go to stderr."""
-
-_REASONS_MAX = 8
-"""Distinct reasons that are logged; after that, the total is logged each time it doubles."""
-
-_DIGITS_MAX = 9
-"""Maximum digits of the number of a gang's member."""
-
-LogSink = Callable[[str, msg.LogLine], None]
-"""Called with each line that a replica function printed: (worker, line)."""
+LOGGER = "pipedist.cluster"  # the logger of rejections; without a handler its lines go to stderr
+_REASONS_MAX = 8  # distinct reasons that are logged; after that, the total is logged each time it doubles
+_DIGITS_MAX = 9  # maximum digits of the number of a gang's member
+LogSink = Callable[[str, msg.LogLine], None]  # gets each line that a replica function prints: (worker, line)
 
 
 class Post(Protocol):
@@ -66,13 +59,7 @@ class Inbound:
         self._rejections = rejections
         self._passes = passes
 
-    def handle_hello(self, identity: bytes, hello: msg.Hello) -> None:
-        """Let a worker join, or reject it."""
-        self._pool.check_name(hello)
-        self._pool.on_hello(identity, hello, on_admit=lambda: self._passes.add_cached(hello))
-
     def handle(self, peer: Peer, message: msg.Message, frames: list[memoryview]) -> None:
-        """Handle a message of a worker that has joined."""
         match message:
             case msg.Results():
                 self._on_results(peer, message, frames)
@@ -80,7 +67,7 @@ class Inbound:
                 self._on_failed(peer, message)
             case msg.Exchange():
                 if not self._gangs.exchange(peer, message, frames):
-                    self._rejections.count_stale()
+                    self._rejections.stale += 1
             case msg.Stalled():
                 self._on_stalled(peer, message)
             case msg.Cancelled(lease):
@@ -98,8 +85,11 @@ class Inbound:
                 raise RemoteProtocolError(f"a worker may not send {type(message).__name__}")
 
     def handle_unregistered(self, identity: bytes, message: msg.Message) -> None:
-        """Handle a message of no member: only a supervisor may send one."""
+        """Handle a Hello, or a message of no member: only a supervisor may send one."""
         match message:
+            case msg.Hello():
+                self._pool.check_name(message)
+                self._pool.on_hello(identity, message, on_admit=lambda: self._passes.add_cached(message))
             case msg.Heartbeat(worker, incarnation) if worker not in self._pool.names:
                 self._pool.check_name(message)
                 self._pool.on_heartbeat(identity, worker, incarnation)
@@ -142,21 +132,15 @@ class Rejections:
 
     def __init__(self, *, verbose: bool) -> None:
         self.count = 0
-        self.stale = 0
-        """Messages for leases that have ended: expected, so not logged."""
+        self.stale = 0  # messages for leases that have ended: expected, so not logged
         self._verbose = verbose
         self._logged: set[str] = set()
 
-    def count_stale(self) -> None:
-        self.stale += 1
-
     def add(self, reason: str, repeated: str = "") -> None:
-        """Count a rejection, and log it.
+        """Count a rejection, and log it; `reason` may contain text of a peer.
 
-        Args:
-            reason: the peer, and why it was rejected; may contain text of a peer.
-            repeated: the part of it that stays the same on a repetition, as for a worker that is restarted again
-                and again, each time with another name; "": all of it.
+        `repeated` is the part of it that stays the same on a repetition, as for a worker that is restarted again and
+        again, each time with another name; "": all of it.
         """
         repeated = repeated or reason
         self.count += 1
@@ -176,8 +160,7 @@ class LogSinks:
     """Routes the output of replica functions to sinks, else to `sys.stderr`."""
 
     def __init__(self) -> None:
-        self._sinks: dict[int, LogSink] = {}
-        """By number: one function may be added twice."""
+        self._sinks: dict[int, LogSink] = {}  # by number: one function may be added twice
         self._added = 0
 
     def __len__(self) -> int:

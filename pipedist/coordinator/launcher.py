@@ -10,24 +10,16 @@ from msgspec import Struct
 
 
 class WorkerExit(Struct, frozen=True):
-    """The end of a worker process.
-
-    Args:
-        pid: its process id; 0: it was not started.
-        text: how it ended, for people: "signal 9 (SIGKILL)", "exit code 3".
-        running: (lease, call, stage) that it was executing (`pipedist.worker.progress.Running`); None: none, or
-            unknown.
-        timed_out: it was killed because that call exceeded its timeout.
-    """
+    """The end of a worker process."""
 
     worker: str
     incarnation: int
-    pid: int
+    pid: int  # its process id; 0: it was not started
     code: int | None
     signal: int | None
-    text: str
-    running: tuple[int, ...] | None = None
-    timed_out: bool = False
+    text: str  # how it ended, for people: "signal 9 (SIGKILL)", "exit code 3"
+    running: tuple[int, ...] | None = None  # (lease, call, stage); None: none, or unknown
+    timed_out: bool = False  # it was killed because that call exceeded its timeout
 
 
 class Launcher(Protocol):
@@ -36,8 +28,7 @@ class Launcher(Protocol):
     Entering does not wait until workers can be started.
     """
 
-    on_exit: Callable[[WorkerExit], None]
-    """Called on the event loop for each worker that has ended, for any reason."""
+    on_exit: Callable[[WorkerExit], None]  # called on the event loop for each worker that has ended
 
     @property
     def pids(self) -> Mapping[str, int]:

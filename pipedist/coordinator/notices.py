@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-LINES_MAX = 20
-"""Lines at once; after these, one line every LINE_S seconds, which counts those between."""
-
+LINES_MAX = 20  # lines at once; after these, one line every LINE_S seconds, which counts those between
 LINE_S = 5.0
 
 _CHARACTERS_MAX = 500

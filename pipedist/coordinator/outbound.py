@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipedist.coordinator.gang_relay import GangRelay
+from pipedist.coordinator.inbound import Rejections
 from pipedist.coordinator.notices import Notices
 from pipedist.coordinator.pass_handle import PassHandle, ReadJob
 from pipedist.coordinator.passes import OpenPasses
@@ -32,18 +33,13 @@ from pipedist.scheduler import events as ev
 
 
 class CommandExecutor:
-    """Executes the scheduler's commands.
-
-    Args:
-        fail: ends every pass with an error.
-        count_stale: called for results that arrive after their lease has ended.
-    """
+    """Executes the scheduler's commands."""
 
     def __init__(
         self,
         post: Callable[[Event], None],
-        fail: Callable[[PipedistError], None],
-        count_stale: Callable[[], None],
+        fail: Callable[[PipedistError], None],  # ends every pass with an error
+        rejections: Rejections,
         *,
         pool: WorkerPool,
         states: StateVersions,
@@ -53,7 +49,7 @@ class CommandExecutor:
     ) -> None:
         self._post = post
         self._fail = fail
-        self._count_stale = count_stale
+        self._rejections = rejections
         self._notices = notices
         self._pool = pool
         self._states = states
@@ -114,8 +110,8 @@ class CommandExecutor:
                 self._pool.evict(worker, incarnation, reason)
             case cmd.ClusterFailed(reason):
                 self._fail(WorkersLost(reason))
-            case cmd.DropResults():
-                self._count_stale()
+            case cmd.DropResults():  # they arrived after their lease had ended
+                self._rejections.stale += 1
             case _:
                 raise LocalProtocolError(f"the coordinator knows no command {command!r}")
 
@@ -225,15 +221,10 @@ class CommandExecutor:
 
 @dataclass(slots=True, eq=False)
 class Outgoing:
-    """Leases of one command that are not sent yet: one, or those of a gang.
+    """Leases of one command that are not sent yet: one, or those of a gang."""
 
-    Args:
-        places: (connection, lease) of each worker that is a member.
-        send: sends them, given their payloads.
-    """
-
-    places: list[tuple[bytes, int]]
-    send: Callable[[list[list[Frame]]], None]
+    places: list[tuple[bytes, int]]  # (connection, lease) of each worker that is a member
+    send: Callable[[list[list[Frame]]], None]  # sends them, given their payloads
     payloads: list[list[Frame]] | None = None
     is_dropped: bool = False
 
@@ -247,8 +238,7 @@ class LeaseOrder:
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
-        self._queues: dict[bytes, deque[Outgoing]] = {}
-        """By connection; the scheduler limits the leases of a worker."""
+        self._queues: dict[bytes, deque[Outgoing]] = {}  # by connection; limited by the scheduler's leases
 
     @property
     def is_empty(self) -> bool:
@@ -310,8 +300,7 @@ class ProgramDistributor:
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
-        self._snapshots: dict[str, tuple[CodeSnapshot | None, str, Sequence[Frame]]] = {}
-        """By folder: its snapshot (None: not sent), a text for users, and the payload."""
+        self._snapshots: dict[str, tuple[CodeSnapshot | None, str, Sequence[Frame]]] = {}  # by folder
 
     def bind(self, worker: str, handle: PassHandle) -> None:
         """Send a worker the program of a pass, and the code before it."""
@@ -356,8 +345,7 @@ class StateVersions:
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._last_space = 0
-        self._spaces: dict[int, dict[int, list[Frame]]] = {}
-        """The encoded versions of each space, the oldest first."""
+        self._spaces: dict[int, dict[int, list[Frame]]] = {}  # encoded versions of each space, oldest first
 
     def open_space(self) -> int:
         self._last_space += 1
@@ -365,15 +353,10 @@ class StateVersions:
         return self._last_space
 
     def put(self, space: int, version: int, tree: Tree) -> None:
-        """Add a version; only the latest VERSIONS_KEPT are kept.
+        """Add a version, higher than any before; only the latest VERSIONS_KEPT are kept.
 
-        Args:
-            version: higher than any before.
-            tree: its arrays must not change any more.
-
-        Raises:
-            UnsendableError: the tree can't be serialized; the text names the place.
-            LocalProtocolError: the space is not open, or has a version that is not lower.
+        The tree's arrays must not change any more. Raise UnsendableError, or LocalProtocolError if the space is not
+        open or has such a version.
         """
         versions = self._spaces.get(space)
         if versions is None or any(version <= previous for previous in versions):

@@ -32,75 +32,45 @@ from pipedist.scheduler import events as ev
 from pipedist.scheduler.commands import CallsQuarantined, Failure, QuarantineFull
 from pipedist.worker.progress import Running
 
-BATCH_STEPS_MAX = 256
-"""Maximum steps that a reader gets at once; more steps are requested batch by batch."""
-
-BATCH_BYTES_MAX = 4 * 2**20
-"""Maximum bytes of results that a reader gets at once, unless a single step has more."""
-
-RetryReason = Literal["error", "timeout", "death", "slow"]
-"""Why a call was executed again: it raised, it timed out, its worker died, or it took far longer than others."""
-
-States = Mapping[str, Sequence[int]]
-"""By name, [space, version] of each state that a call reads."""
-
+BATCH_STEPS_MAX = 256  # maximum steps that a reader gets at once; more steps are requested batch by batch
+BATCH_BYTES_MAX = 4 * 2**20  # maximum bytes of results that a reader gets at once, unless one step has more
+RetryReason = Literal["error", "timeout", "death", "slow"]  # slow: far longer than other calls
+States = Mapping[str, Sequence[int]]  # by name, [space, version] of each state that a call reads
 Arrival = Callable[[Chunk], None]
 
-OnQuarantine = Callable[[CallsQuarantined], int]
-"""Records quarantined elements, and returns their number."""
-
-OnStepDone = Callable[[list[Slots], BaseException | None], None]
-"""Called with the results of a step's calls, in replica order, or with the error that ended it."""
+OnQuarantine = Callable[[CallsQuarantined], int]  # records quarantined elements, and returns their number
+OnStepDone = Callable[[list[Slots], BaseException | None], None]  # results by replica, or what ended the step
 
 
 class Batch(Struct, frozen=True):
-    """Consecutive steps that have become visible.
+    """Consecutive steps that have become visible."""
 
-    Args:
-        first: number of the first one.
-        steps: the results of each step's calls, in replica order. Empty shards make no call, and are always
-            those of the last replicas, so entry r is that of replica r. The entry of a call whose elements are
-            all quarantined is empty.
-    """
-
-    first: int
-    steps: list[list[Slots]]
+    first: int  # number of the first one
+    steps: list[list[Slots]]  # by call, in replica order; empty shards make no call, and are the last
     bytes: int
 
 
 @dataclass(slots=True, eq=False)
 class ReadJob:
-    """A read of the data of leases.
+    """A read of the data of leases."""
 
-    Args:
-        read: reads the data, in a thread.
-        is_needed: whether the leases still wait for it.
-        on_read: called on the event loop with the data, or with the error of `read`.
-    """
-
-    read: Callable[[], list[Shards]]
-    is_needed: Callable[[], bool]
-    on_read: Callable[[list[Shards] | Exception], None]
+    read: Callable[[], list[Shards]]  # reads the data, in a thread
+    is_needed: Callable[[], bool]  # whether the leases still wait for it
+    on_read: Callable[[list[Shards] | Exception], None]  # on the event loop: the data, or `read`'s error
 
 
 @dataclass(slots=True)
 class PassCounts:
     calls_done: int = 0
-    calls_past: int = 0
-    """Calls that need no execution: earlier processes committed them, or all of their elements are quarantined."""
+    calls_past: int = 0  # need no execution: committed by earlier processes, or fully quarantined
     elements_offered: int = 0
     elements_visible: int = 0
     steps_visible: int = 0
-    retries: Counter[tuple[str, RetryReason]] = field(default_factory=Counter)
-    """Calls that were executed again, by stage and reason."""
+    retries: Counter[tuple[str, RetryReason]] = field(default_factory=Counter)  # by stage and reason
 
 
 class PassHandle:
-    """One pass as its reader sees it; see `Coordinator.open_pass`.
-
-    Raises:
-        UnsendableError: the program can't be serialized; the text names the place.
-    """
+    """One pass as its reader sees it; see `Coordinator.open_pass`. Raises UnsendableError for its program."""
 
     def __init__(
         self,
@@ -130,34 +100,26 @@ class PassHandle:
         """The key under which workers cache results of the pass until they are durable; "": they do not."""
         self.code = program.code
         self.counts = PassCounts()
-        self.raised: dict[int, msg.Failed] = {}
-        """The latest exception of each call that raised, until its step is visible."""
-        self._failed_attempts: dict[int, tuple[str, RetryReason, str]] = {}
-        """Stage, reason and text of the latest failed attempt of each call, until the next one."""
+        self.raised: dict[int, msg.Failed] = {}  # latest exception by call, until its step is visible
+        self._failed_attempts: dict[int, tuple[str, RetryReason, str]] = {}  # stage, reason and text, by call
         self._post = post
         self._feed = feed
         self._on_arrival = on_arrival
         self._on_quarantine = on_quarantine
         self._store = ResultStore()
-        self._restored: dict[int, Chunk] = {}
-        """Results of an earlier process, by call, until their step is offered."""
-        self._visible: deque[tuple[int, int]] = deque()
-        """Ranges of steps that the reader has not consumed."""
+        self._restored: dict[int, Chunk] = {}  # by call, until offered; from an earlier process
+        self._visible: deque[tuple[int, int]] = deque()  # ranges of steps that the reader has not consumed
         self._changed = anyio.Event()
-        self._demand = 0
-        """Steps that the scheduler has requested, and that were not offered yet."""
+        self._demand = 0  # steps that the scheduler has requested, and that were not offered yet
         self._demanded = anyio.Event()
-        self._reads: deque[ReadJob] = deque()
-        """At most as many as the leases that the scheduler has assigned."""
+        self._reads: deque[ReadJob] = deque()  # at most as many as the leases that the scheduler has assigned
         self._requested = anyio.Event()
         self._complete = False
         self._error: BaseException | None = None
         self._inputs: dict[int, tuple[list[Tree], States | None]] = {}
         self._waiting: dict[int, OnStepDone] = {}
-        self._left: dict[int, anyio.Event] = {}
-        """By unfinished step whose caller was cancelled: an event that is set when the step ends."""
-        self._executed: dict[int, Sequence[Peer]] = {}
-        """By step whose caller passed `produced`: the peers that executed it."""
+        self._left: dict[int, anyio.Event] = {}  # by step whose caller was cancelled: set at its end
+        self._executed: dict[int, Sequence[Peer]] = {}  # by step whose caller passed `produced`
         self._next_step = 0
 
     # -- for readers -------------------------------------------------------------------
@@ -166,12 +128,8 @@ class PassHandle:
         """Yield the steps in order, as they become visible.
 
         The scheduler requests more steps as the reader consumes these. Exceptions of the feed are raised as they are.
-
-        Raises:
-            CallError: a call failed for good; it is that of the lowest (step, replica).
-            WorkersLost: no worker can be kept alive.
-            RunDrained: the pass was held, and its running calls are finished.
-            RunCancelled: the pass was closed meanwhile.
+        Raises CallError for the lowest (step, replica) that failed for good, WorkersLost, RunDrained when the pass was
+        held and its running calls are finished, RunCancelled when it was closed.
         """
         if self._feed is None:
             raise LocalProtocolError("a pass without a feed can't be read in order")
@@ -203,26 +161,18 @@ class PassHandle:
 
     async def call_step(
         self,
-        values: Sequence[Tree],
-        states: States | None = None,
+        values: Sequence[Tree],  # R trees, one per replica
+        states: States | None = None,  # only gangs read states
         *,
         produced: Callable[[list[Slots]], Mapping[int, int]] | None = None,
         left: deque[anyio.Event] | None = None,
     ) -> list[Slots]:
         """Execute one step of given values, one call each, and return the results.
 
-        Args:
-            values: R trees, one per replica.
-            states: name -> [space, version] of each state that the calls read; only gangs read states.
-            produced: called with the results; returns space -> version of each state that the step's workers hold
-                from now on, so that it is not sent to them. Its exceptions are passed on.
-            left: if the caller is cancelled, it gets an event that is set when the step ends.
-
-        Raises:
-            CallError: that of the lowest replica that failed; `__cause__` is the user's exception, or
-                UnsendableError if a value can't be serialized.
-            WorkersLost: no worker can be kept alive.
-            RunCancelled: the pass was closed.
+        `produced` gets them, and returns space -> version of each state that the step's workers hold from now on, so
+        that it is not sent to them; its exceptions are passed on. If the caller is cancelled, `left` gets an event that
+        is set when the step ends. Raise WorkersLost, RunCancelled, or the CallError of the lowest replica that failed;
+        its `__cause__` is the user's exception, or UnsendableError.
         """
         result: asyncio.Future[tuple[list[Slots], BaseException | None]]
         result = asyncio.get_running_loop().create_future()
@@ -251,9 +201,8 @@ class PassHandle:
     def begin_step(self, values: Sequence[Tree], on_done: OnStepDone, states: States | None = None) -> int:
         """Offer one step of given values, and return its number; see `call_step`.
 
-        Args:
-            on_done: called once, on the event loop, with the value that `call_step` returns, or with the error that
-                it raises. It must not raise, and may be called before this returns.
+        `on_done` is called once, on the event loop, with the value that `call_step` returns, or the error that it
+        raises. It must not raise, and may be called before this returns.
         """
         if self._error is not None:
             raise self._error
@@ -339,31 +288,28 @@ class PassHandle:
                 self.counts.elements_offered += batch.elements
                 parts = self.settings.replicas if self.settings.gang else batch.parts
                 skipped = () if self.settings.gang else batch.skipped_replicas
-                for first, last in self._segments(batch.first, batch.last):
+                first = batch.first
+                while first < batch.last:
+                    # Single steps while there are restored results.
+                    last = first + 1 if self._restored else batch.last
                     size = batch.bytes * (last - first) // (batch.last - batch.first)
-                    done = self._restore_step(first, skipped)
-                    self._skip_replicas(first, last, skipped)
-                    holes = tuple(sorted((*skipped, *done)))
+                    holes = self._put_past(first, last, skipped)
                     self._post(ev.StepsAvailable(self.id, first, last, parts, size, holes))
+                    first = last
             await anyio.lowlevel.checkpoint()
         return True
 
-    def _segments(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of steps: one step at a time as long as there are restored results, then all others."""
-        while first < last:
-            end = first + 1 if self._restored else last
-            yield first, end
-            first = end
-
-    def _restore_step(self, step: int, skipped: Sequence[int]) -> list[int]:
-        """Store the restored results of a step, and return their replicas."""
+    def _put_past(self, first: int, last: int, skipped: Sequence[int]) -> tuple[int, ...]:
+        """Store restored results of the first step, and empty ones for skipped replicas; return all of these."""
         replicas = self.settings.replicas
-        done = [r for r in range(replicas) if step * replicas + r in self._restored and r not in skipped]
+        done = [r for r in range(replicas) if first * replicas + r in self._restored and r not in skipped]
+        self.counts.calls_past += len(done) + (last - first) * len(skipped)
         for replica in done:
-            chunk = self._restored.pop(step * replicas + replica)
-            self.counts.calls_past += 1
-            self._put(chunk)
-        return done
+            self._put(self._restored.pop(first * replicas + replica))
+        for step in range(first, last) if skipped else ():
+            for call in [step * replicas + replica for replica in skipped]:
+                self._store.put(Chunk(call, call + 1, [{}], 0))
+        return tuple(sorted((*skipped, *done)))
 
     @property
     def has_failed(self) -> bool:
@@ -383,9 +329,7 @@ class PassHandle:
     def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
         """Return the data of calls [lo, hi), or the function that reads it, for `read`.
 
-        Args:
-            local: the worker shares this host's files.
-            elements: positions of the elements that are sent, for a single call; none: all elements.
+        `local`: the worker shares this host's files; `elements`: positions of those sent of a single call; none: all.
         """
         if self._feed is not None:
             return self._feed.request(lo, hi, local=local, elements=elements)
@@ -430,16 +374,7 @@ class PassHandle:
             )
         )
 
-    def _skip_replicas(self, first: int, last: int, skipped: Sequence[int]) -> None:
-        """Store empty results for skipped replicas."""
-        self.counts.calls_past += (last - first) * len(skipped)
-        for step in range(first, last) if skipped else ():
-            for replica in skipped:
-                call = step * self.settings.replicas + replica
-                self._store.put(Chunk(call, call + 1, [{}], 0))
-
     def on_death(self, running: Running, *, timed_out: bool) -> DeathOutcome:
-        """Return the consequence of a worker's death for the call that it ran."""
         failed = self.policy.timed_out(running) if timed_out else None
         if self._feed is None and running.call // self.settings.replicas not in self._waiting:
             # Its caller is gone, and the call may have hung: a retry would cost time without use.
@@ -460,8 +395,7 @@ class PassHandle:
     def on_repeated(self, lo: int, hi: int, worker: str, attempt: int, *, slow: bool) -> Iterator[str]:
         """Count calls [lo, hi) that are assigned again, and yield lines for the user; a death has its own line.
 
-        Args:
-            slow: another worker executes them, too, and takes long.
+        If `slow`, another worker executes them, too.
         """
         if slow:
             self.counts.retries[self.name, "slow"] += hi - lo
@@ -502,7 +436,6 @@ class PassHandle:
             self._on_arrival(chunk)
 
     def ready(self, first: int, last: int) -> None:
-        """Make steps [first, last) visible."""
         self.counts.steps_visible += last - first
         if self._feed is None:
             for step in range(first, last):
@@ -536,7 +469,6 @@ class PassHandle:
             on_done(parts, error)
 
     def _drop_errors(self, first: int, last: int) -> None:
-        """Drop the exceptions of calls whose retries succeeded."""
         replicas = self.settings.replicas
         for call in [c for c in self.raised if first <= c // replicas < last]:
             del self.raised[call]

@@ -16,12 +16,7 @@ from pipedist.worker.progress import Running
 
 
 class OpenPasses:
-    """Opens, finds and closes passes.
-
-    Args:
-        pass_of: the number of the pass of a lease that a worker holds; None: it holds no such lease.
-        pool: its workers are watched for timeouts while a pass has any.
-    """
+    """Opens, finds and closes passes; `pass_of`: the pass of a lease that a worker holds, or None."""
 
     def __init__(
         self, post: Callable[[Event], None], pass_of: Callable[[str, int], int | None], pool: WorkerPool
@@ -39,7 +34,6 @@ class OpenPasses:
         return None if pass_id is None else self.handles.get(pass_id)
 
     def on_death(self, worker: str, running: Running, timed_out: bool) -> DeathOutcome | None:
-        """Return the consequence of a worker's death; see `worker_pool.OnDeath`."""
         handle = self.of_lease(worker, running.lease)
         return None if handle is None else handle.on_death(running, timed_out=timed_out)
 

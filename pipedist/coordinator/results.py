@@ -18,29 +18,20 @@ from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame, decode
 from pipedist.scheduler import events as ev
 
-Slots = dict[str, Tree]
-"""The result of one call: slot name -> tree."""
-
-CALL_BYTES = 512
-"""Estimated memory of one call's decoded result beyond its bytes: a dict, its leaves, their objects."""
-
+Slots = dict[str, Tree]  # the result of one call: slot name -> tree
+CALL_BYTES = 512  # estimated memory of a call's decoded result beyond its bytes: dict, leaves, objects
 _CACHED = re.compile(r"([0-9a-f]{32}):([0-9]{1,18})-([0-9]{1,18})", re.ASCII)
 
 _Ranges = tuple[tuple[int, int], ...]
 
 
 class Chunk(Struct, frozen=True):
-    """The results of calls [lo, hi), from one message.
-
-    Args:
-        calls: one entry per call; arrays are views of the received frames.
-        size: bytes that they hold, for the limit on unread results.
-    """
+    """The results of calls [lo, hi), from one message."""
 
     lo: int
     hi: int
-    calls: list[Slots]
-    size: int
+    calls: list[Slots]  # one entry per call; arrays are views of the received frames
+    size: int  # bytes that they hold, for the limit on unread results
 
 
 def open_chunk(
@@ -48,12 +39,8 @@ def open_chunk(
 ) -> Chunk:
     """Decode and check the results in a message, before they are accepted.
 
-    Args:
-        slots: slots that the pass's program has each call send back.
-        required: those of them that no call may lack.
-
-    Raises:
-        RemoteProtocolError: the payload is malformed, or not one entry per call with these slots.
+    Raise RemoteProtocolError if it is malformed, or not one entry per call with these slots; none may lack a `required`
+    one.
     """
     calls = decode(frames)
     if type(calls) is not list or len(calls) != hi - lo:
@@ -73,8 +60,7 @@ class ResultStore:
 
     def __init__(self) -> None:
         self._results: dict[int, Slots] = {}
-        self._sizes: dict[int, int] = {}
-        """Bytes of each chunk, under its last call, with which they are released."""
+        self._sizes: dict[int, int] = {}  # bytes of each chunk, under the last call that releases them
 
     @property
     def bytes_mean(self) -> float:
@@ -102,7 +88,6 @@ class ResultStore:
         return steps, sum(self._sizes.pop(call) for call in done)
 
     def all(self) -> dict[int, Slots]:
-        """Return the results, by call."""
         return dict(self._results)
 
     def clear(self) -> None:
@@ -126,14 +111,7 @@ class CachedResultIndex:
         self._workers: dict[str, tuple[int, Mapping[str, _Ranges]]] = {}
 
     def add(self, hello: msg.Hello, passes: Mapping[str, int]) -> list[ev.CallsCached]:
-        """Record a worker's cached results; return the events for open passes.
-
-        Args:
-            passes: numbers of the open passes, by key.
-
-        Raises:
-            RemoteProtocolError: the list of cached results is malformed.
-        """
+        """Record a worker's cached results; return the events for open passes, or raise RemoteProtocolError."""
         cached = _parse_cached(hello.cached)
         self._workers.pop(hello.worker, None)
         if not cached:
@@ -152,7 +130,6 @@ class CachedResultIndex:
                 yield ev.CallsCached(worker, incarnation, pass_id, cached[key])
 
     def forget(self, worker: str, incarnation: int) -> None:
-        """Forget the cached results of a worker that has left."""
         if worker in self._workers and self._workers[worker][0] == incarnation:
             del self._workers[worker]
 

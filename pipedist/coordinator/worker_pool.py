@@ -26,24 +26,12 @@ from pipedist.transport.router import Router
 from pipedist.worker.identity import is_proven
 from pipedist.worker.progress import Running
 
-_WATCH_S = 0.1
-"""How often to look for calls that exceed their stage's timeout, seconds."""
-
-_HEARTBEATS = 3.2
-"""Heartbeats of a supervisor within the heartbeat timeout: the third one may be a bit late."""
-
-SUPERVISORS_MAX = 8192
-"""Supervisors that are remembered; the one that was silent longest is forgotten first."""
-
-SHARED_VALUES_MAX = 1024
-"""Values that are kept for supervisors which dial in later; the oldest is dropped first."""
-
-SHARED_BYTES_MAX = 256 * MIB
-"""Bytes of these values; the latest value is kept in any case."""
-
-CODE_DIGESTS_MAX = 1024
-"""Copies of code folders that a worker can report."""
-
+_WATCH_S = 0.1  # how often to look for calls that exceed their stage's timeout, seconds
+_HEARTBEATS = 3.2  # heartbeats of a supervisor within the heartbeat timeout: the third one may be a bit late
+SUPERVISORS_MAX = 8192  # supervisors that are remembered; the one that was silent longest is forgotten first
+SHARED_VALUES_MAX = 1024  # kept for supervisors that dial in later; the oldest is dropped first
+SHARED_BYTES_MAX = 256 * MIB  # bytes of these values; the latest value is kept in any case
+CODE_DIGESTS_MAX = 1024  # copies of code folders that a worker can report
 T = TypeVar("T")
 
 OnDeath = Callable[[str, Running, bool], DeathOutcome | None]
@@ -54,8 +42,7 @@ class SharedValues(Generic[T]):
     """Values by number, ascending: the latest ones."""
 
     def __init__(self) -> None:
-        self.last = 0
-        """The highest number that was added."""
+        self.last = 0  # the highest number that was added
         self._values: OrderedDict[int, tuple[T, int]] = OrderedDict()
         self._size_bytes = 0
 
@@ -85,22 +72,12 @@ class SharedValues(Generic[T]):
 class _Supervisor:
     """The supervisor of a worker that dials in."""
 
-    identity: bytes = b""
-    """Its connection; b"" before its first heartbeat."""
-    evicted: int = -1
-    """The last evicted incarnation of its worker, if that has not sent Goodbye."""
+    identity: bytes = b""  # its connection; b"" before its first heartbeat
+    evicted: int = -1  # the last evicted incarnation of its worker, if that has not sent Goodbye
 
 
 class WorkerPool(WorkerRegistry):
-    """The members, and all workers' processes and connections.
-
-    Args:
-        heartbeat_timeout_s: how long a supervisor may be silent, seconds.
-        on_leave: called with (worker, incarnation) when a member is removed.
-        on_reject: called with the reason for each rejected worker or message, and with the part of it that stays
-            the same on a repetition.
-        Others: see `Coordinator`.
-    """
+    """The members, and all workers' processes and connections. For other parameters, see `Coordinator`."""
 
     def __init__(
         self,
@@ -111,11 +88,11 @@ class WorkerPool(WorkerRegistry):
         names: Sequence[str],
         dial_in: bool,
         boot: str,
-        heartbeat_timeout_s: float,
+        heartbeat_timeout_s: float,  # how long a supervisor may be silent, seconds
         rejoin_s: float = 0.0,
         on_death: OnDeath = lambda _worker, _running, _timed_out: None,
-        on_leave: Callable[[str, int], None] = lambda _worker, _incarnation: None,
-        on_reject: Callable[[str, str], None] = lambda _reason, _repeated: None,
+        on_leave: Callable[[str, int], None] = lambda _worker, _incarnation: None,  # worker, incarnation
+        on_reject: Callable[[str, str], None] = lambda _reason, _repeated: None,  # reason, repeated part
         force: bool = False,
         threads: int | None = None,
         notify: Callable[[str], None] = lambda _text: None,
@@ -123,8 +100,7 @@ class WorkerPool(WorkerRegistry):
     ) -> None:
         super().__init__()
         self.names = tuple(names)
-        self.launcher: Launcher | None = None
-        """Starts the workers; None if all dial in, and before it is open."""
+        self.launcher: Launcher | None = None  # None if all workers dial in, and before it is open
         self._post = post
         self._cluster_id = cluster_id
         self._router = router
@@ -139,23 +115,17 @@ class WorkerPool(WorkerRegistry):
         self._boot = boot
         self._heartbeat_s = heartbeat_timeout_s / _HEARTBEATS
         self._rejoin_s = rejoin_s
-        self._started: dict[str, int] = {}
-        """The incarnation of each worker whose process was started here and has not ended."""
-        self._due: dict[str, int] = {}
-        """Incarnations to start when the previous process has ended."""
-        self._supervisors: OrderedDict[str, _Supervisor] = OrderedDict()
-        """By worker, for those that dial in; the one that was silent longest is the first."""
-        self._shared: SharedValues[Sequence[Frame]] = SharedValues()
-        """Values that every supervisor gets, in order."""
-        self.on_supervisor: Callable[[str], None] = lambda _worker: None
-        """Called with the worker on a supervisor's first heartbeat over a connection."""
+        self._started: dict[str, int] = {}  # incarnation of each worker started here that is alive
+        self._due: dict[str, int] = {}  # incarnations to start when the previous process has ended
+        self._supervisors: OrderedDict[str, _Supervisor] = OrderedDict()  # by worker; longest silent first
+        self._shared: SharedValues[Sequence[Frame]] = SharedValues()  # for every supervisor, in order
+        self.on_supervisor: Callable[[str], None] = lambda _worker: None  # at the first heartbeat
         self._changed = anyio.Event()
         self._error: PipedistError | None = None
 
     # -- members -----------------------------------------------------------------------------
 
     def was_started_here(self, peer: Peer) -> bool:
-        """Return whether this cluster's launcher started a worker's process."""
         return peer.worker in self._started and peer.local
 
     def reads(self, worker: str, pass_id: int) -> bool:
@@ -164,7 +134,6 @@ class WorkerPool(WorkerRegistry):
         return peer is not None and (peer.local or pass_id in peer.sees)
 
     def forget_pass(self, pass_id: int) -> None:
-        """Forget which workers see the data of a closed pass."""
         for peer in self:
             peer.sees.discard(pass_id)
 
@@ -183,7 +152,6 @@ class WorkerPool(WorkerRegistry):
             await self._changed.wait()
 
     def fail(self, error: PipedistError) -> None:
-        """End every wait for workers with an error."""
         self._error = error
         self._wake()
 
@@ -209,11 +177,7 @@ class WorkerPool(WorkerRegistry):
         return {} if self.launcher is None else dict(self.launcher.pids)
 
     def kill(self, worker: str) -> None:
-        """Kill a worker's process with SIGKILL; the scheduler replaces it.
-
-        Raises:
-            UsageError: no worker of that name was started here.
-        """
+        """Kill a worker's process with SIGKILL; the scheduler replaces it. UsageError: it was not started here."""
         if self.launcher is None or worker not in self.names:
             names = self.names if self.launcher is not None else ()
             known = f"{names[0]} to {names[-1]}" if names else "none: its workers are started elsewhere"
@@ -312,9 +276,8 @@ class WorkerPool(WorkerRegistry):
     def reject(self, identity: bytes, before: int = 0) -> None:
         """Reject a message of no member; its next incarnation may join.
 
-        Args:
-            before: see `messages.Refuse`. When a network recovers, it delivers all heartbeats of the outage; each
-                one is rejected, and by then the next incarnation may have joined.
+        When a network recovers, it delivers all heartbeats of the outage; each one is rejected, and by then the
+        incarnation `before` (see `messages.Refuse`) may have joined.
         """
         self._router.send(identity, msg.Refuse("this incarnation is not a member", before))
         text = f"a message from connection {repr(identity)[1:]}, which is not a member"
@@ -386,11 +349,7 @@ class WorkerPool(WorkerRegistry):
         self._wake()
 
     def check_name(self, message: msg.Hello | msg.Heartbeat | msg.Goodbye) -> None:
-        """Check that a dialled-in peer's name is its own; all may share one key.
-
-        Raises:
-            RemoteProtocolError: the proof is wrong.
-        """
+        """Raise RemoteProtocolError if a dialled-in peer's name is not proven; all may share one key."""
         dials_in = self._dial_in and message.worker not in self.names
         if dials_in and not is_proven(message.worker, message.proof):
             raise RemoteProtocolError(f"it uses the name {message.worker!r} without proof")
@@ -398,11 +357,7 @@ class WorkerPool(WorkerRegistry):
     def on_hello(
         self, identity: bytes, hello: msg.Hello, *, on_admit: Callable[[], None] = lambda: None
     ) -> None:
-        """Let a worker join, or reject it with the reason.
-
-        Args:
-            on_admit: called before the worker joins; raises RemoteProtocolError if its Hello is malformed.
-        """
+        """Let a worker join, or reject it with the reason; `on_admit`: called before it joins, may refuse."""
         if (known := self.of_identity(identity)) is not None:
             raise RemoteProtocolError(f"{known.worker} sent Hello twice")
         managed = hello.worker in self.names

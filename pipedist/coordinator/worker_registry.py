@@ -9,30 +9,21 @@ from pipedist.core import platform_id
 from pipedist.core.platform_id import Platform
 from pipedist.protocol import messages as msg
 
-VERSIONS_KEPT = 2
-"""Versions of each state that are kept, here and in a worker: a retried step may read the previous one."""
+VERSIONS_KEPT = 2  # per state, here and in workers: a retried step may read the previous one
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An incarnation of a worker that has joined, and its connection.
-
-    Args:
-        local: it shares this host's files.
-        held: by space, the versions of the state that it holds.
-        sees: passes whose data files it sees too, as it has reported.
-        codes: digests of the code folders that it has copies of.
-        code_folders: code folders for which it was sent a Code message.
-    """
+    """An incarnation of a worker that has joined, and its connection."""
 
     identity: bytes
     worker: str
     incarnation: int
-    local: bool
-    held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)
-    sees: set[int] = field(default_factory=set, compare=False)
-    codes: set[str] = field(default_factory=set, compare=False)
-    code_folders: set[str] = field(default_factory=set, compare=False)
+    local: bool  # it shares this host's files
+    held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)  # versions by space
+    sees: set[int] = field(default_factory=set, compare=False)  # passes whose data files it sees, too
+    codes: set[str] = field(default_factory=set, compare=False)  # digests of its copies of code folders
+    code_folders: set[str] = field(default_factory=set, compare=False)  # those it was sent a Code for
 
     def hold(self, space: int, version: int) -> None:
         """Record a version of a state that it holds; it keeps the highest ones."""
@@ -78,20 +69,13 @@ class WorkerRegistry:
 def rejection_reason(
     hello: msg.Hello,
     *,
-    started: Mapping[str, int],
-    managed: bool,
+    started: Mapping[str, int],  # the incarnation of each worker that was started here and is alive
+    managed: bool,  # the name is one of the workers that are started here
     dial_in: bool,
-    current: Peer | None,
-    threads: int | None = None,
+    current: Peer | None,  # the peer of that name that has joined before
+    threads: int | None = None,  # that it must have, because they change bits; None: any
 ) -> str:
-    """Return why a worker may not join, whatever its platform; "" if it may.
-
-    Args:
-        started: the incarnation of each worker that was started here and is alive.
-        managed: the name is one of the workers that are started here.
-        current: the peer of that name that has joined before.
-        threads: BLAS and OpenMP threads that it must have, because they change bits; None: any.
-    """
+    """Return why a worker may not join, whatever its platform; "" if it may."""
     if managed and started.get(hello.worker) != hello.incarnation:
         return f"incarnation {hello.incarnation} of {hello.worker} was not started by this cluster"
     if not managed and not dial_in:
@@ -108,11 +92,7 @@ def rejection_reason(
 
 
 def differences(hello: msg.Hello, *, managed: bool) -> str:
-    """Return the differences of a platform that could change bits, or "".
-
-    Args:
-        managed: it was started here, on the same processor.
-    """
+    """Return the differences of a platform that could change bits, or ""; `managed`: it is on our processor."""
     theirs = Platform(hello.python, hello.numpy, hello.pipedist, hello.cpu, hello.traits)
     differing = platform_id.differences(theirs, Platform.here(), called="the run", same_processor=managed)
     return "it runs " + ", ".join(differing) if differing else ""

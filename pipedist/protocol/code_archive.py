@@ -43,8 +43,7 @@ DEPTH_MAX = 32  # maximum depth of nested folders
 _LISTED_MAX = 5  # maximum number of skipped files listed by name
 
 _TOOLS = frozenset({"__pycache__", "node_modules"})
-_NOT_CODE = frozenset({".pipedist", "pyvenv.cfg"})
-"""Entries that mark output folders and virtual environments."""
+_NOT_CODE = frozenset({".pipedist", "pyvenv.cfg"})  # these mark output folders and virtual environments
 _KEYS = b'"pipedist_keys"'
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
@@ -54,21 +53,13 @@ class CodeTooLarge(PipedistError):
 
 
 class CodeSnapshot(Struct, frozen=True):
-    """The files of a code folder.
+    """The files of a code folder."""
 
-    Args:
-        folder: the absolute source folder.
-        digest: digest of names and contents.
-        names: relative paths, with "/", sorted.
-        contents: content of each file.
-        text: size and skipped files, for messages.
-    """
-
-    folder: str
-    digest: str
-    names: tuple[str, ...]
-    contents: tuple[bytes, ...]
-    text: str
+    folder: str  # the absolute source folder
+    digest: str  # digest of names and contents
+    names: tuple[str, ...]  # relative paths, with "/", sorted
+    contents: tuple[bytes, ...]  # content of each file
+    text: str  # size and skipped files, for messages
 
     def to_tree(self) -> Tree:
         return [list(self.names), list(self.contents)]
@@ -100,7 +91,6 @@ def take(folder: str) -> CodeSnapshot:
 
 
 def digest_of(names: Sequence[str], contents: Sequence[bytes]) -> str:
-    """Return the digest of files: 32 hexadecimal digits."""
     import hashlib  # loads OpenSSL; every worker imports this module
 
     whole = hashlib.sha256()
@@ -118,16 +108,10 @@ def is_digest(text: str) -> bool:
 
 
 def unpack(tree: Tree, digest: str, folder: str) -> None:
-    """Write the files of a snapshot to a new folder, all of them or none.
+    """Write the files of a snapshot (`CodeSnapshot.to_tree`) to a new folder, all of them or none.
 
-    Args:
-        tree: the received payload, from `CodeSnapshot.to_tree`.
-        folder: absolute; its parent exists, and is private to this user.
-
-    Raises:
-        RemoteProtocolError: the tree is malformed, has another digest, is too large, or has a name
-            that points out of the folder.
-        OSError: the files cannot be written.
+    The folder's parent exists, and is private to this user. Raise OSError, or RemoteProtocolError if the tree is
+    malformed, has another digest, is too large, or has a name that points out of the folder.
     """
     names, contents = _checked(tree, digest)
     staged = f"{folder}.{os.urandom(4).hex()}"
@@ -230,7 +214,6 @@ def _content(folder: str, name: str, path: str, skipped: list[str]) -> bytes | N
 
 
 def remove(folder: str) -> None:
-    """Remove a folder of unpacked snapshots, ignoring errors."""
     import shutil  # slow to import, and most workers receive no code
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -239,13 +222,10 @@ def remove(folder: str) -> None:
 class CodeStore:
     """The local copies of the driver's code folders, in a worker on another host.
 
-    If the driver's folder exists here with the same digest (a shared file system), it is used itself. Otherwise
-    its files are unpacked into a private folder, which is named by their digest: the next incarnation of the
-    worker finds them there. The folder belongs to the supervisor, which removes it.
-
-    Args:
-        root: folder for the copies, private to this user; "": a temporary one, which `close` removes.
-        worker: the worker's name, for errors.
+    If the driver's folder exists here with the same digest (a shared file system), it is used itself. Otherwise its
+    files are unpacked into a private folder, which is named by their digest: the next incarnation of the worker finds
+    them there. The folder belongs to the supervisor, which removes it. It is in `root`, which is private to this user;
+    "": a temporary one, which `close` removes.
     """
 
     def __init__(self, root: str, worker: str) -> None:

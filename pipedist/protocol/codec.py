@@ -67,12 +67,8 @@ from pipedist.protocol.limits import INT_BYTES_MAX, LIMITS, MessageLimits
 
 __all__ = ["Frame", "UnsendableError", "decode", "encode"]
 
-_UNCHECKED_BYTES_MAX: Final = 512
-"""Maximum size of a header that is not parsed in advance: false lengths in it allocate at most 2 MiB
-(msgpack allocates as many elements as there are bytes, on each of at most 511 levels)."""
-
-_MARK_START: Final = msgpack.packb(TUPLE)[:2]
-"""The first bytes of every mark that `encode` writes: without them, no list is a tuple or a record."""
+_UNCHECKED_BYTES_MAX: Final = 512  # not parsed in advance up to this size: false lengths take <= 2 MiB
+_MARK_START: Final = msgpack.packb(TUPLE)[:2]  # of every mark: without it, no list is a tuple or record
 
 
 def decode(
@@ -81,15 +77,11 @@ def decode(
     may_import: bool = False,
     limits: MessageLimits = LIMITS,
 ) -> Tree:
-    """Return the tree that `encode` turned into frames.
+    """Return the tree that `encode` turned into frames; arrays are read-only, aligned, C-contiguous views.
 
-    Args:
-        frames: header and array frames. Arrays are read-only, aligned, C-contiguous views of them.
-        may_import: import the modules of dataclasses and namedtuples; only for frames of a trusted peer.
-            Otherwise they must have been imported in this process.
-
-    Raises:
-        RemoteProtocolError: `encode` would not have written these frames, or a class is unknown in this process.
+    With `may_import`, the modules of dataclasses and namedtuples are imported: only for frames of a trusted peer.
+    Otherwise they must have been imported in this process. Raise RemoteProtocolError if `encode` would not have written
+    these frames, or a class is unknown in this process.
     """
     try:
         return _Decoder(frames, may_import, limits).tree()

@@ -27,16 +27,9 @@ from pipedist.protocol.limits import DEPTH_MAX, ELEMENTS_MAX, MIB
 
 ITEMS_MIN: Final = 8  # minimum items of a column; for fewer it does not pay
 
-STACKED_BYTES_MAX: Final = 512
-"""Maximum size of a stacked array; a larger one costs more to copy than to send."""
-
-COLUMN_BYTES_MAX: Final = 1 * MIB
-"""Maximum size of a stack, because one value of it keeps all of it in memory."""
-
-NODE_BYTES_MIN: Final = 1
-"""Minimum bytes of a message per object in its columns, so that a few bytes can't create millions of
-objects. The largest, a dict, takes about 200 bytes."""
-
+STACKED_BYTES_MAX: Final = 512  # of a stacked array; a larger one costs more to copy than to send
+COLUMN_BYTES_MAX: Final = 1 * MIB  # maximum size of a stack: one value of it keeps all of it in memory
+NODE_BYTES_MIN: Final = 1  # per object in a message's columns: bounds objects; a dict takes 200 bytes
 ARRAY, SCALAR, DICT, LIST, TUPLE, PLAIN = range(6)
 _STACKED_KINDS: Final = "biufc"
 _DEPTH_MAX: Final = 16  # maximum depth of an item; deeper ones are seldom similar

@@ -62,21 +62,13 @@ class UnsendableError(PipedistError, TypeError):
 
 
 def encode(tree: Tree) -> list[Frame]:
-    """Turn a tree into frames: a header and the bytes of its larger arrays.
+    """Turn a tree into frames for `decode`: a header and the bytes of its larger arrays.
 
-    Args:
-        tree: nested dict (keys str or int), list, tuple, namedtuple, dataclass; leaves are
-            arrays (bool, numbers, complex, str, bytes, datetime64, timedelta64, bfloat16; objects
-            as `pipedist.core.ragged` defines them),
-            NumPy scalars, int, float, complex, bool, str, bytes, slice, range, None.
-
-    Returns:
-        Frames for `decode`. Those of 64 KiB and more are views of the arrays' own memory: it
-        must not change before they are sent.
-
-    Raises:
-        UnsendableError: a value can't be serialized (a set, a function, ...), the tree
-            is deeper than DEPTH_MAX, or a frame exceeds the limits.
+    A tree is a nested dict (keys str or int), list, tuple, namedtuple or dataclass; leaves are arrays (bool, numbers,
+    complex, str, bytes, datetime64, timedelta64, bfloat16; objects as `pipedist.core.ragged` defines them), NumPy
+    scalars, int, float, complex, bool, str, bytes, slice, range, None. Frames of 64 KiB and more are views of the
+    arrays' own memory: it must not change before they are sent. Raise UnsendableError, with the path, for other
+    values, a tree deeper than DEPTH_MAX, or a frame that exceeds the limits.
     """
     if type(tree) is list and len(tree) >= ITEMS_MIN:
         frames = _encode_columns(tree)

@@ -42,11 +42,8 @@ _SCALARS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _SMALL_NODES: Final = 48  # less than DEPTH_MAX, so a tree of this size can't be too deep
 _LEAVES: Final = _SCALARS | {np.ndarray, slice, range, bytearray, memoryview}
 KEYS: Final = frozenset({str, int})
-COLUMNS: Final = 0xC1
-"""First byte of a header that holds columns (`pipedist.protocol.columns`); msgpack never uses it."""
-
-FOREIGN: Final = frozenset({msgpack.ExtType, msgpack.Timestamp})
-"""Types that msgpack writes itself; in a decoded tree, a misplaced mark, or a timestamp."""
+COLUMNS: Final = 0xC1  # first byte of a header that holds columns; msgpack never uses it
+FOREIGN: Final = frozenset({msgpack.ExtType, msgpack.Timestamp})  # a misplaced mark, or a timestamp
 
 
 # -- trees ------------------------------------------------------------------------------------------
@@ -141,8 +138,7 @@ _DTYPE_TEXT: Final = re.compile(
 _ARRAY_CACHE_ENTRIES_MAX: Final = 4096
 _DIMENSIONS_MAX: Final = 64
 
-ArrayDescription = tuple["np.dtype[Any]", tuple[int, ...], int]
-"""dtype, shape and size in bytes of an array."""
+ArrayDescription = tuple["np.dtype[Any]", tuple[int, ...], int]  # dtype, shape and size in bytes of an array
 
 
 class UnsupportedArray(ValueError):

@@ -8,9 +8,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-DEPTH_MAX = 128
-"""Levels of nesting in a tree; deeper ones would overflow the stack of code that walks it."""
-
+DEPTH_MAX = 128  # levels of nesting in a tree; deeper ones would overflow the stack of code that walks it
 ELEMENTS_MAX = 1 << 25  # elements of a tree, counting those of its lists but not those of its arrays
 
 RESULT_OBJECTS_MAX = 1_000_000
@@ -19,9 +17,6 @@ or stream them takes about a microsecond each. Values that it only passes to a `
 limited by ELEMENTS_MAX alone: a dict by key may have millions of keys."""
 
 INT_BYTES_MAX = 4096  # bytes of one Python int: longer ones take quadratic time to print
-
-STRING_BYTES_MAX = 1 * MIB
-"""UTF-8 bytes of one str field of a message: a traceback, an exception's text."""
 
 
 class MessageLimits(Struct, frozen=True):

@@ -140,6 +140,8 @@ def join_leaf(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any]:
     Different dtypes are a TypeError, different shapes a ValueError.
     """
     code, count, x = a
+    if _is_blank(a) or _is_blank(b):
+        return b if _is_blank(a) else a
     if code != b[0]:
         raise TypeError(
             f"components of dtypes {_kind_named(code).dtype.name} and {_kind_named(b[0]).dtype.name} "
@@ -155,6 +157,11 @@ def join_leaf(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any]:
             "number of rows differs, reduce along an axis (axis=0)"
         )
     return [code, count + b[1], _joined(op, x, y, code)]
+
+
+def _is_blank(part: list[Any]) -> bool:
+    """Return whether a partial is that of `np.array([])`: no rows, and neither their dtype nor their shape."""
+    return part[1] == 0 and part[0] == "f8" and (part[2] is None or type(part[2]) is float)
 
 
 def join_numbers(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any] | None:

@@ -150,8 +150,7 @@ class CulpritSearch:
 class CulpritSearches:
     calls: dict[int, CulpritSearch] = field(default_factory=dict)
     waiting: list[Probe] = field(default_factory=list)  # for a worker, the lowest call first
-    cleared: dict[int, CulpritSearch] = field(default_factory=dict)
-    """Finished searches, by call: the call is executed once more without its culprits."""
+    cleared: dict[int, CulpritSearch] = field(default_factory=dict)  # finished, by call
 
     def wait(self, probe: Probe) -> None:
         insort(self.waiting, probe, key=lambda x: (x.call, x.span))

@@ -27,8 +27,7 @@ class Reason(enum.StrEnum):
     QUEUED = "queued"  # they wait behind other calls at their worker
     FREE_WORKER = "free-worker"  # all suitable workers are busy
     STARTING_WORKER = "starting-worker"  # there is no suitable worker, but some are starting
-    JOINING_WORKER = "joining-worker"
-    """There is no suitable worker, and none is started by the launcher."""
+    JOINING_WORKER = "joining-worker"  # there is no suitable worker, and none is started by the launcher
     TURN = "turn"  # another pass goes first, and waits for workers
     BACKOFF = "back-off"  # they raised, and back off before their retry
     SEARCH = "search"  # they failed, and their culprits are searched

@@ -21,10 +21,8 @@ class GangGroups:
     __slots__ = ("_busy", "_last")
 
     def __init__(self) -> None:
-        self._last: GangGroup | None = None
-        """The latest group: it holds the pass's state, and memory that its workers share."""
-        self._busy: OrderedDict[int, GangGroup] = OrderedDict()
-        """Groups with unfinished gangs, by `id`; the least recently used first."""
+        self._last: GangGroup | None = None  # the latest: it holds the pass's state, and shared memory
+        self._busy: OrderedDict[int, GangGroup] = OrderedDict()  # by `id`; the least recently used first
 
     def __iter__(self) -> Iterator[GangGroup]:
         return iter(self._busy.values())
@@ -82,7 +80,6 @@ def gang_size(members: Membership, replicas: int, gpus: float) -> int:
 
 
 def _works_for(worker: Worker, group: GangGroup, members: Membership) -> bool:
-    """Return whether only gangs of this group wait at a worker."""
     if not worker.leases:
         return worker.name in members.idle
     gang = members.leases[worker.leases[-1]].gang

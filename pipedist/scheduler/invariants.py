@@ -210,7 +210,6 @@ def _check_attempts(pass_: Pass, open_: Sequence[tuple[int, int, int]]) -> Itera
 
 
 def _check_gangs(pass_: Pass, held: list[Lease]) -> Iterator[str]:
-    """Check that gangs are whole: every call of theirs was reported, or is under a lease of theirs."""
     replicas = pass_.settings.replicas
     counted: Counter[GangGroup] = Counter()
     for serial, gang in pass_.gangs.items():

@@ -34,10 +34,8 @@ class Lease:
     gang: GangAttempt | None = None
     probe: Probe | None = None
     since: float = 0.0  # time at which it became the first lease of its worker, or last reported
-    twin: Lease | None = None
-    """The other lease of the same calls, if they are executed twice: the first report counts."""
-    second_attempts: int = 0
-    """Number of second attempts of the running call, in this attempt; equal for twins."""
+    twin: Lease | None = None  # the other lease of the same calls, if executed twice: the first report counts
+    second_attempts: int = 0  # in this attempt, of the running call; equal for twins
 
 
 @dataclass(slots=True, eq=False)
@@ -46,12 +44,9 @@ class Worker:
     managed: bool  # True if started by the launcher, and replaced when it dies; False if it dialled in
     incarnation: int = 0  # the current incarnation; messages from lower ones are stale
     state: WorkerState = WorkerState.STARTING
-    leases: list[int] = field(default_factory=list)
-    """Ids of its leases in the order of assignment; the first is running. READY only."""
-    bound: set[int] = field(default_factory=set)
-    """Passes whose programs this incarnation has received. READY only."""
-    heard_at: float = 0.0
-    """Time of the join or the last heartbeat. Supervised only."""
+    leases: list[int] = field(default_factory=list)  # ids by assignment; the first is running. READY only
+    bound: set[int] = field(default_factory=set)  # passes whose programs it has received. READY only
+    heard_at: float = 0.0  # time of the join or the last heartbeat. Supervised only
     supervised: bool = False  # True if it is lost when its heartbeats end
     gpus: float = 0.0  # number of GPUs that it owns; a fraction if it shares one
     unsure: bool = False
@@ -78,8 +73,7 @@ class RaisedCall(Struct, frozen=True):
     worker: str
     retries: int = 0
     aborted: bool = False  # True if it only waited for a replica that had ended
-    quarantine: bool = False
-    """True if its culprits are quarantined after the last retry; otherwise the call fails."""
+    quarantine: bool = False  # after the last retry; otherwise the call fails
     cause: Cause = UNKNOWN
 
 
@@ -94,8 +88,7 @@ class GangAttempt:
     attempt: int
     group: GangGroup
     due: int  # number of unreported calls
-    leases: list[Lease] = field(default_factory=list)
-    """Leases of all members, in order; including finished ones."""
+    leases: list[Lease] = field(default_factory=list)  # those of all members in order; also finished ones
     state: GangState = GangState.RUNNING
     raised: list[RaisedCall] = field(default_factory=list)
     busy_ns: dict[int, int] = field(default_factory=dict)

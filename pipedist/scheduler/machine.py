@@ -62,7 +62,7 @@ from pipedist.scheduler.transitions import WorkerState
 if TYPE_CHECKING:
     from pipedist.scheduler.diagnostics import Explanation
 
-_MOVES = frozenset(
+_MOVES = frozenset(  # events that count as progress
     {
         ev.WorkerJoined,
         ev.PassOpened,
@@ -76,7 +76,6 @@ _MOVES = frozenset(
         ev.ElementsQuarantined,
     }
 )
-"""Events that count as progress."""
 
 
 class Scheduler:
@@ -97,13 +96,9 @@ class Scheduler:
         self._moved_at: float | None = None  # the last progress; None before the first pass
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
-        """Handle one event, and return the commands to execute, in order.
+        """Handle one event at a monotonic time in seconds; return the commands to execute, in order.
 
-        Args:
-            now: time of a monotonic clock, in seconds.
-
-        Raises:
-            LocalProtocolError: the event is not possible in this state: a defect of the driver.
+        Raise LocalProtocolError if the event is not possible in this state: a defect of the driver.
         """
         self._now = now
         handler = _HANDLERS.get(type(event))

@@ -10,8 +10,7 @@ from pipedist.scheduler.leases import GangAttempt, Lease, Worker
 from pipedist.scheduler.stragglers import Stragglers
 from pipedist.scheduler.transitions import WorkerState
 
-GONE_WORKERS_KEPT: Final = 1024
-"""Workers that are GONE, and whose last incarnation is remembered."""
+GONE_WORKERS_KEPT: Final = 1024  # workers that are GONE, and whose last incarnation is remembered
 
 
 @dataclass(slots=True, eq=False)
@@ -20,10 +19,8 @@ class CapacityClass:
 
     ready: int = 0
     # OrderedDict: finding the first entry of a plain dict skips over all deleted ones.
-    idle: OrderedDict[str, Worker] = field(default_factory=OrderedDict)
-    """Workers without a lease, the longest idle first."""
-    under_prefetched: OrderedDict[str, Worker] = field(default_factory=OrderedDict)
-    """Workers whose only lease is short: they should get a second one."""
+    idle: OrderedDict[str, Worker] = field(default_factory=OrderedDict)  # without a lease, longest idle first
+    under_prefetched: OrderedDict[str, Worker] = field(default_factory=OrderedDict)  # needs a second lease
 
 
 class Membership:
@@ -31,18 +28,14 @@ class Membership:
 
     def __init__(self, prefetch_below_s: float) -> None:
         self.workers: dict[str, Worker] = {}
-        self.gone: OrderedDict[str, None] = OrderedDict()
-        """GONE workers, the longest gone first."""
+        self.gone: OrderedDict[str, None] = OrderedDict()  # GONE workers, the longest gone first
         self.leases: dict[int, Lease] = {}
         self.now = 0.0  # of the event that is being handled
         self.ready = 0  # number of READY workers that are not suspended
         self.watched: dict[int, Stragglers] = {}  # leases that may get a second attempt, by pass
-        self.idle: OrderedDict[str, Worker] = OrderedDict()
-        """READY workers without a lease that are not suspended, the longest idle first."""
-        self.capacity_classes: dict[float, CapacityClass] = {}
-        """READY workers that are not suspended, by the GPUs that they own, the fewest first; no class is empty."""
-        self.supervised: OrderedDict[str, Worker] = OrderedDict()
-        """READY supervised workers, the longest without a heartbeat first."""
+        self.idle: OrderedDict[str, Worker] = OrderedDict()  # READY, not suspended; longest idle first
+        self.capacity_classes: dict[float, CapacityClass] = {}  # READY by GPUs, fewest first; not empty
+        self.supervised: OrderedDict[str, Worker] = OrderedDict()  # READY; longest silent first
         self._prefetch_below_s = prefetch_below_s
         self._last_lease = 0
 
@@ -167,7 +160,6 @@ class Membership:
         self._sort(worker)
 
     def _count(self, worker: Worker, change: int) -> None:
-        """Count a worker that is now READY and not suspended, or no longer so."""
         self.ready += change
         room = self.capacity_classes.get(worker.gpus)
         if room is None:

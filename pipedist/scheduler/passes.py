@@ -25,8 +25,7 @@ class Pass:
 
     id: int
     settings: PassSettings
-    assigner: dict[int, Pass] = field(repr=False)
-    """The scheduler's passes with waiting calls; the pass registers itself there, and in the next one."""
+    assigner: dict[int, Pass] = field(repr=False)  # of passes with waiting calls; this one registers itself
     backing_off_passes: dict[int, Pass] = field(repr=False)
     state: PassState = PassState.OPEN
     draining: bool = False
@@ -39,18 +38,15 @@ class Pass:
     todo: TodoQueue = field(default_factory=TodoQueue)
     backing_off: BackoffQueue = field(default_factory=BackoffQueue)
     searches: CulpritSearches = field(default_factory=CulpritSearches)
-    done: RangeSet = field(default_factory=RangeSet)
-    """Calls that are done or failed, and empty shards; only of steps that are not visible."""
+    done: RangeSet = field(default_factory=RangeSet)  # also failed ones, empty shards; not visible
     cached: dict[tuple[str, int], RangeSet] = field(default_factory=dict)
     """Results that a worker incarnation, which joins now or is READY, cached for the previous driver. Those of
     READY workers are recalled at once. Never for gangs."""
     leased: int = 0  # unreported calls
     gangs: dict[int, GangAttempt] = field(default_factory=dict)  # unfinished gangs, by serial
     groups: GangGroups = field(default_factory=GangGroups)
-    histories: dict[int, CallHistory] = field(default_factory=dict)
-    """Calls that failed at least once and are not done; a gang is listed by its first call."""
-    failures: dict[int, Failure] = field(default_factory=dict)
-    """Calls that failed permanently, of steps that are not visible."""
+    histories: dict[int, CallHistory] = field(default_factory=dict)  # failed, not done; a gang: by first call
+    failures: dict[int, Failure] = field(default_factory=dict)  # permanent ones, of steps not visible
     quarantined: int = 0  # elements quarantined, or found to fail alone
     is_full: bool = False  # more were than `quarantine_max`, which was reported
     quarantine_causes: list[tuple[int, Cause]] = field(default_factory=list)
@@ -60,8 +56,7 @@ class Pass:
     step_bytes: float = 0.0  # inputs, from the latest StepsAvailable
     result_bytes: int = 0  # not consumed
     result_call_bytes: float = 0.0  # moving mean
-    call_s: float | None = None
-    """Moving mean of the duration of a call, or of a gang, in seconds; None before the first result."""
+    call_s: float | None = None  # moving mean of a call's, or gang's, duration; None before the first result
     bundle_max: int = 1  # maximum number of calls in the next lease; grows with completed leases
 
     def __post_init__(self) -> None:
@@ -111,7 +106,6 @@ class Pass:
         return self.last_step is None or call // self.settings.replicas <= self.last_step
 
     def wait(self, lo: int, hi: int, attempt: int) -> None:
-        """Requeue calls [lo, hi), as far as they are needed."""
         if self.last_step is not None:
             hi = min(hi, (self.last_step + 1) * self.settings.replicas)
         self.todo.put(lo, hi, attempt)

@@ -35,8 +35,7 @@ class Speculation:
     _passes: dict[int, Pass]
     _assigner: Assigner
     _cancel: Callable[[Pass, Lease], None]
-    _take_back: Callable[[Pass, Lease], None]
-    """Cancels a lease that only waits at its worker, and requeues its calls."""
+    _take_back: Callable[[Pass, Lease], None]  # cancels a lease that only waits at its worker
 
     def begin(self, now: float) -> None:
         while self._members.idle and self._assigner.nothing_waits and self._begin_one(now):

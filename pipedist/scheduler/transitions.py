@@ -57,12 +57,10 @@ PASS_TRANSITIONS: Mapping[tuple[PassState, PassEvent], PassState] = {
 
 class GangState(enum.Enum):
     RUNNING = "running"  # its calls are leased; none has raised
-    ENDING = "ending"
-    """A call raised; the others finish first, so that the reported error does not depend on timing."""
+    ENDING = "ending"  # a call raised; the others finish first, so the error does not depend on timing
     COMPLETE = "complete"  # all calls are done; their results count
     RAISED = "raised"  # all calls were reported, and some raised: no result counts
-    BROKEN = "broken"
-    """A member was lost, or the step is of no use any more: no result counts, leases are cancelled."""
+    BROKEN = "broken"  # a member was lost, or the step is not needed: no result counts
 
 
 GangEvent = Literal["call raised", "all reported", "broken up"]

@@ -16,68 +16,37 @@ from pipedist.protocol.limits import GIB, KIB, MIB
 
 
 class SocketSettings(Struct, frozen=True):
-    """The times and queue lengths of a socket.
+    """The times and queue lengths of a socket."""
 
-    Args:
-        queue_messages_max: messages that ZeroMQ queues per peer and direction. More than the credit that the
-            scheduler gives a worker, so that it does not limit workers.
-        outbox_messages_max, outbox_bytes_max: messages and bytes that a Router keeps for one peer beyond that,
-            before it drops the peer.
-        linger_s: how long closing waits for unsent messages.
-        heartbeat_s, heartbeat_timeout_s: ZeroMQ's own heartbeat on TCP, which detects a host that vanished. The
-            scheduler detects hung workers.
-        handshakes_failed_max: failed handshakes without a reason, after which a Dealer raises an error.
-        flush_retry_s: longest time between two attempts to send to a full queue.
-        frames_per_wake_up: frames that a Router handles before other tasks have their turn.
-        peers_max: identities that a Router keeps.
-        other_peers_max: identities that it remembers beside those; the oldest is forgotten first.
-    """
-
-    queue_messages_max: int = 256
-    outbox_messages_max: int = 64 * KIB
+    queue_messages_max: int = 256  # in ZeroMQ, per peer and direction: more than a worker's credit
+    outbox_messages_max: int = 64 * KIB  # beyond those, for one peer, before a Router drops it
     outbox_bytes_max: int = 4 * GIB
-    linger_s: float = 1.0
+    linger_s: float = 1.0  # how long closing waits for unsent messages
     handshake_s: float = 5.0
-    heartbeat_s: float = 5.0
+    heartbeat_s: float = 5.0  # ZeroMQ's own on TCP: for hosts that vanish; the scheduler detects hung workers
     heartbeat_timeout_s: float = 30.0
-    handshakes_failed_max: int = 3
-    flush_retry_s: float = 0.005
-    frames_per_wake_up: int = 256
-    peers_max: int = 64 * KIB
-    other_peers_max: int = KIB
+    handshakes_failed_max: int = 3  # failed handshakes without a reason, after which a Dealer raises an error
+    flush_retry_s: float = 0.005  # longest time between two attempts to send to a full queue
+    frames_per_wake_up: int = 256  # frames that a Router handles before other tasks have their turn
+    peers_max: int = 64 * KIB  # identities that a Router keeps
+    other_peers_max: int = KIB  # identities that it remembers beside those; the oldest is forgotten first
 
 
 SETTINGS = SocketSettings()
 
-VARIABLE: Final = "PIPEDIST_SHARED_MEMORY"
-"""Environment variable: 0 sends everything as frames."""
-
-SHARED_BYTES_MIN: Final = 64 * KIB
-"""Smaller frames are cheaper to send than to share."""
-
-SLOT_BYTES_MAX: Final = 64 * MIB
-"""Larger frames are not shared: a fresh slot takes longer to fill than a frame takes to send."""
-
-SEGMENT_BYTES_MAX: Final = 16 * MIB
-"""Bytes of a segment that has more than one slot; making it takes about a millisecond a MiB."""
-
-SEGMENTS_MAX: Final = 128
-"""Segments of one lender, so that descriptors are bounded."""
-
-SLOTS_MAX: Final = 256
-"""Slots of one segment."""
+VARIABLE: Final = "PIPEDIST_SHARED_MEMORY"  # environment variable: 0 sends everything as frames
+SHARED_BYTES_MIN: Final = 64 * KIB  # smaller frames are cheaper to send than to share
+SLOT_BYTES_MAX: Final = 64 * MIB  # filling a fresh slot takes longer than sending a larger frame
+SEGMENT_BYTES_MAX: Final = 16 * MIB  # of a segment with several slots; a MiB takes about a millisecond
+SEGMENTS_MAX: Final = 128  # segments of one lender, so that descriptors are bounded
+SLOTS_MAX: Final = 256  # slots of one segment
 
 
 class SharedMemory(Struct, frozen=True):
-    """How much memory a Router shares with its peers.
+    """How much memory a Router shares with its peers."""
 
-    Args:
-        lent_bytes_max: bytes of the pool that frames to all the peers are written into.
-        borrowed_bytes_max: bytes of the pool of each peer.
-    """
-
-    lent_bytes_max: int = 512 * MIB
-    borrowed_bytes_max: int = 256 * MIB
+    lent_bytes_max: int = 512 * MIB  # bytes of the pool that frames to all the peers are written into
+    borrowed_bytes_max: int = 256 * MIB  # bytes of the pool of each peer
 
     @classmethod
     def of_cluster(cls, workers: int) -> SharedMemory | None:

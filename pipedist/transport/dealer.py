@@ -30,9 +30,7 @@ _POLLIN: Final = int(zmq.POLLIN)
 _POLLOUT: Final = int(zmq.POLLOUT)
 _SNDMORE: Final = int(zmq.SNDMORE)
 
-_POLL_S_MAX: Final = 60.0
-"""ZeroMQ counts milliseconds in an int; a longer wait is made of several."""
-
+_POLL_S_MAX: Final = 60.0  # ZeroMQ counts milliseconds in an int; a longer wait is made of several
 RECONNECT_MS: Final = 100
 RECONNECT_MS_MAX: Final = 1000
 
@@ -45,22 +43,15 @@ class Dealer:
     """Sends to and receives from one Router; for one thread.
 
     All methods raise ConnectionLost once the connection is lost, and RemoteProtocolError if the scheduler refuses this
-    worker.
-
-    Args:
-        identity: 1 to 255 bytes, not beginning with a zero byte; random, new for each Dealer.
-        keys: of a CURVE client; required for tcp.
-
-    Raises:
-        UsageError: the endpoint or the identity is not allowed.
+    worker; the constructor raises UsageError.
     """
 
     def __init__(
         self,
         endpoint: str,
         *,
-        identity: bytes,
-        keys: ClientKeys | None,
+        identity: bytes,  # 1 to 255 bytes, not beginning with a zero byte; random, new for each Dealer
+        keys: ClientKeys | None,  # of a CURVE client; required for tcp
         limits: MessageLimits = LIMITS,
         settings: SocketSettings = SETTINGS,
     ) -> None:
@@ -75,8 +66,7 @@ class Dealer:
         self._failure: PipedistError | None = None
         # The link comes first: the Router then knows of it before the first message.
         self._link = None if parsed.is_tcp or keys is not None else join(parsed.path, identity)
-        self._watched_link: Link | None = self._link
-        """The link, as long as it is open: it is read while waiting."""
+        self._watched_link: Link | None = self._link  # the open link: it is read while waiting
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.ROUTING_ID, identity)
@@ -109,21 +99,15 @@ class Dealer:
     def send(
         self,
         message: Message,
-        payload: Sequence[bytes | memoryview] = (),
+        payload: Sequence[bytes | memoryview] = (),  # frames
         *,
         copy: bool = True,
-        timeout_s: float = 60.0,
+        timeout_s: float = 60.0,  # how long to wait for room at most, before ConnectionLost; may be infinite
     ) -> None:
         """Queue a message for sending; waits while the queue is full.
 
-        Args:
-            payload: frames.
-            copy: False: frames above 64 KiB are sent from their own memory, later, so it must not change any more.
-                The result of a replica function may still change.
-            timeout_s: how long to wait for room at most, before ConnectionLost; may be infinite.
-
-        Raises:
-            LocalProtocolError: the message is not allowed.
+        Without `copy`, frames above 64 KiB are sent from their own memory, later, so it must not change any more; the
+        result of a replica function may still change.
         """
         head = pack(message)
         references: Sequence[Reference] = ()
@@ -148,9 +132,8 @@ class Dealer:
     def recv(self, timeout_s: float = 60.0) -> tuple[Message, list[memoryview]]:
         """Receive the next message and its payload: read-only views of the received memory.
 
-        Raises:
-            ConnectionLost: the connection was lost, or nothing came in time.
-            RemoteProtocolError: the message is malformed, or the scheduler refuses this worker.
+        Raise ConnectionLost also if nothing comes in time, RemoteProtocolError if it is malformed or refuses this
+        worker.
         """
         if not self._wait(_POLLIN, timeout_s):
             raise ConnectionLost(f"{self._endpoint} sent no message for {timeout_s:g} s")
@@ -169,7 +152,6 @@ class Dealer:
         return message, frames
 
     def _receive(self) -> list[memoryview]:
-        """Return the frames of a message that has arrived."""
         limits = self._limits
         frames: list[memoryview] = []
         count, size_bytes, more = 0, 0, True

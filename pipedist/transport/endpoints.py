@@ -20,12 +20,8 @@ from msgspec import Struct
 from pipedist.core.temp_dirs import ScratchFolder, remove, remove_stale
 from pipedist.errors import UsageError
 
-SOCKET_PATH_BYTES_MAX: Final = 107
-"""Bytes of a unix socket's path: `sun_path` is 108, with a final zero."""
-
-SHARED_MEMORY_SUFFIX: Final = ".mem"
-"""Appended to the path of an ipc endpoint: the socket over which memory is shared."""
-
+SOCKET_PATH_BYTES_MAX: Final = 107  # bytes of a unix socket's path: `sun_path` is 108, with a final zero
+SHARED_MEMORY_SUFFIX: Final = ".mem"  # to an ipc endpoint's path: the socket that shares memory
 _TCP: Final = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%\w]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)")
 _IPV4: Final = re.compile(r"[0-9.]+")
 _PREFIX: Final = "pipedist-"
@@ -36,23 +32,15 @@ _IPC_TAIL: Final = len("/") + 2 * _NAME_BYTES + len(SHARED_MEMORY_SUFFIX)
 
 
 class Endpoint(Struct, frozen=True):
-    """A parsed endpoint.
+    """A parsed endpoint."""
 
-    Args:
-        text: as ZeroMQ takes it.
-        host: of tcp, without brackets; "" for ipc.
-        port: of tcp, 0 for any; 0 for ipc.
-        path: of ipc; "" for tcp.
-    """
-
-    text: str
-    host: str = ""
-    port: int = 0
-    path: str = ""
+    text: str  # as ZeroMQ takes it
+    host: str = ""  # of tcp, without brackets; "" for ipc
+    port: int = 0  # of tcp, 0 for any; 0 for ipc
+    path: str = ""  # of ipc; "" for tcp
 
     @property
     def is_tcp(self) -> bool:
-        """Whether other hosts may be involved."""
         return not self.path
 
     @property
@@ -116,11 +104,7 @@ def private_directory_of(endpoint: str) -> str:
 
 
 def remove_private_directory(directory: str) -> None:
-    """Remove what `private_directory` made, where its process died before it could.
-
-    Args:
-        directory: from `private_directory_of`; left alone if it is another one by now.
-    """
+    """Remove what `private_directory` made, if its process died before; other folders are left alone."""
     if _is_ours(directory):
         remove(directory)
 
@@ -143,14 +127,10 @@ def ipc_endpoint(directory: Path) -> str:
 
 
 def parse_endpoint(text: str, *, bind: bool, has_keys: bool) -> Endpoint:
-    """Check an endpoint before a socket gets it.
+    """Check an endpoint before a socket gets it: `tcp://host:port`, or `ipc://absolute/path`.
 
-    Args:
-        text: `tcp://host:port` (port 0: any, when binding) or `ipc://absolute/path`.
-
-    Raises:
-        UsageError: malformed; tcp without keys; ipc outside a private directory, or with a path that is too long or,
-            when binding, taken.
+    Raise UsageError if it is malformed; tcp without keys; ipc outside a private directory, or with a path that is too
+    long or, when binding, taken.
     """
     if text.startswith("ipc://"):
         return _ipc(text, bind)

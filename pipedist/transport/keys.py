@@ -96,11 +96,7 @@ def write_key_file(path: str | os.PathLike[str], keys: ClusterKeys | None = None
 
 
 def read_key_file(path: str | os.PathLike[str]) -> ClusterKeys:
-    """Read a cluster's keys.
-
-    Raises:
-        UsageError: the file can't be read, others may read it, or it holds no keys.
-    """
+    """Read a cluster's keys; raise UsageError if the file is unreadable, readable by others, or has none."""
     name = os.fspath(path)
     try:
         with Path(path).open("rb") as file:

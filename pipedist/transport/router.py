@@ -35,40 +35,28 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Peer:
-    user: str
-    """The key that it is bound to; "" without keys."""
+    user: str  # the key that it is bound to; "" without keys
     is_dropped: bool = False
 
 
 class Router:
     """Receives from and sends to any number of Dealers; `async with` binds and closes it.
 
-    Args:
-        endpoint: `tcp://host:port` (port 0: any free one) or `ipc://` in a private directory.
-        keys: of a CURVE server; required for tcp.
-        on_message: called in the loop with (identity, message, payload frames), in the order of arrival; frames
-            are read-only views of the received memory. It must not block.
-        on_reject: called with a reason, each time a peer is rejected or dropped for an error.
-        on_lost: called with (identity, reason) when the Router drops a peer that had delivered messages: it broke
-            the protocol, or its outbox is full.
-        shared_memory: how much memory is shared with Dealers on this host, over an ipc endpoint without keys.
-            None: all arrays travel in the messages.
-
-    Raises:
-        UsageError: on construction: the endpoint is not allowed; on entering: it can't be bound.
+    `on_message` gets (identity, message, payload frames) in the loop, in the order of arrival; frames are read-only
+    views of the received memory. UsageError: the endpoint is not allowed, or, when entered, can't be bound.
     """
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str,  # `tcp://host:port` (port 0: any free one) or `ipc://` in a private directory
         *,
-        keys: ServerKeys | None,
-        on_message: Callable[[bytes, Message, list[memoryview]], None],
-        on_reject: Callable[[str], None],
-        on_lost: Callable[[bytes, str], None] | None = None,
+        keys: ServerKeys | None,  # of a CURVE server; required for tcp
+        on_message: Callable[[bytes, Message, list[memoryview]], None],  # must not block
+        on_reject: Callable[[str], None],  # gets the reason when a peer is rejected or dropped
+        on_lost: Callable[[bytes, str], None] | None = None,  # (identity, reason) of a dropped peer
         limits: MessageLimits = LIMITS,
         settings: SocketSettings = SETTINGS,
-        shared_memory: SharedMemory | None = None,
+        shared_memory: SharedMemory | None = None,  # with Dealers on this host; None: not shared
     ) -> None:
         self._endpoint: Endpoint = parse_endpoint(endpoint, bind=True, has_keys=keys is not None)
         self._keys = keys
@@ -80,8 +68,7 @@ class Router:
         self._shared_memory = shared_memory
         self._listener: Listener | None = None
         self._peers: dict[bytes, _Peer] = {}
-        self._others: OrderedDict[bytes, None] = OrderedDict()
-        """Peers that are not kept, the oldest first."""
+        self._others: OrderedDict[bytes, None] = OrderedDict()  # peers that are not kept, the oldest first
         self._is_open = False
 
     @property
@@ -126,14 +113,8 @@ class Router:
     def send(self, identity: bytes, message: Message, payload: Sequence[bytes | memoryview] = ()) -> bool:
         """Send a message to a peer, now or as soon as its queue has room; never blocks.
 
-        Args:
-            payload: frames; those above 64 KiB may be sent from their own memory, which must not change any more.
-
-        Returns:
-            False where the peer is gone, unknown or dropped.
-
-        Raises:
-            LocalProtocolError: the message itself is not allowed, or the Router is not open.
+        Frames above 64 KiB may be sent from their own memory, which must not change any more. Return False if the peer
+        is gone, unknown or dropped; raise LocalProtocolError if the message is not allowed, or the Router is not open.
         """
         if not self._is_open:
             raise LocalProtocolError("a Router sends only between entering and leaving `async with`")
@@ -169,11 +150,7 @@ class Router:
                 self._listener.forget(oldest)
 
     def drop(self, identity: bytes, reason: str = "") -> None:
-        """Drop a peer for good; its connection is closed at its next message.
-
-        Args:
-            reason: its error, for `on_reject` and for the peer; "": none.
-        """
+        """Drop a peer for good; its connection is closed at its next message. `reason`: "" without an error."""
         peer = self._peers.get(identity)
         if peer is None or peer.is_dropped:
             return

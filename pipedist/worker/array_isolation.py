@@ -34,11 +34,8 @@ def take_ownership(box: list[Tree], objects_max: int = ELEMENTS_MAX) -> tuple[Tr
     """Empty a list that holds a value; return it unchangeable by other code, and its size in bytes.
 
     A larger array is copied only if there is another reference to it, or to the memory that it is a view of; the
-    caller's own reference would count, hence the list.
-
-    Raises:
-        UnsendableError: the value has more than `objects_max` leaves and containers, or NumPy cannot convert an
-            array of another library; the text has its path.
+    caller's own reference would count, hence the list. Raise UnsendableError, with the path, for more than
+    `objects_max` leaves and containers, or an array that NumPy cannot convert.
     """
     value = box.pop()
     kind = type(value)

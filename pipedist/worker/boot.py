@@ -32,7 +32,7 @@ gc.enable()
 main(json.loads(arguments))
 """
 
-THREAD_VARIABLES = (
+THREAD_VARIABLES = (  # numeric libraries read their number of threads from these when they are loaded
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -40,12 +40,11 @@ THREAD_VARIABLES = (
     "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
-"""Variables from which numeric libraries read their number of threads when they are loaded."""
 
 
 def start(
     module: str,
-    arguments: Mapping[str, object],
+    arguments: Mapping[str, object],  # JSON values, and no secrets: other users can see command lines
     *,
     env: Mapping[str, str],
     death_signal: signal.Signals,
@@ -59,9 +58,6 @@ def start(
     The process ignores SIGINT from its first instruction: the driver handles Ctrl-C, and imports that are interrupted
     print a traceback. The kernel sends it `death_signal` when the thread that calls this function ends: only SIGCONT,
     which lets a stopped process notice the end of its parent, is safe in every thread.
-
-    Args:
-        arguments: JSON values, and no secrets: other users can see command lines.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the process inherits it
     try:

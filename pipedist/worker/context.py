@@ -200,7 +200,7 @@ class ReplicaContext:
             CollectiveMismatchError: another replica called another collective, or ended.
             CollectiveTimeoutError: a replica did not call it within `timeout_s`.
         """
-        return self._call(_requests().all_reduce(reduce_op, value, options, _call_site()))
+        return self._request("all_reduce", value, op=reduce_op, options=options)
 
     def all_gather(self, value: Tree, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenate all replicas' arrays (tf.distribute.ReplicaContext.all_gather).
@@ -219,7 +219,7 @@ class ReplicaContext:
             TypeError: a leaf is not an array, or the axis not an int.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
-        return self._call(_requests().all_gather(value, axis, options, _call_site()))
+        return self._request("all_gather", value, axis=axis, options=options)
 
     def broadcast(self, value: Tree, source: int = 0, options: CommunicationOptions | None = None) -> Any:
         """Send the value of one replica to all of them.
@@ -237,7 +237,7 @@ class ReplicaContext:
             ValueError: the replica does not exist.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
-        return self._call(_requests().broadcast(value, source, options, _call_site()))
+        return self._request("broadcast", value, source=source, options=options)
 
     def barrier(self, options: CommunicationOptions | None = None) -> Any:
         """Wait until every replica has called it.
@@ -252,7 +252,7 @@ class ReplicaContext:
             RuntimeError: the stage has no `collectives: true`.
             CollectiveMismatchError, CollectiveTimeoutError: as for `all_reduce`.
         """
-        return self._call(_requests().barrier(options, _call_site()))
+        return self._request("barrier", options=options)
 
     def merge_call(
         self, fn: Callable[..., Tree], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -291,23 +291,12 @@ class ReplicaContext:
         if self.variables is not None:
             fn, given, named = self.variables.merge(fn, given, named)
         body = _in_cross_replica_context(fn, self.num_replicas_in_sync)
-        request = _requests().merge_call(body, given, named, None, _call_site())
-        result = self._call(request)
+        result = self._request("merge_call", (given, named), function=body, label=body.__qualname__)
         if self.variables is None:
             return result
         return _merged(result, self.variables) if self.is_async else self.variables.merged(result)
 
-    def _collective(
-        self, kind: str, tree: Tree, op: ReduceOp | str = "sum", source: int = 0, label: str = ""
-    ) -> Any:
-        if kind == _requests().ALL_REDUCE:
-            request = _requests().all_reduce(op, tree, None, _call_site())
-        else:
-            request = _requests().broadcast(tree, source, None, _call_site())
-        request.label = label
-        return self._call(request)
-
-    def _call(self, request: CollectiveRequest) -> Any:
+    def _request(self, kind: str, tree: Tree = None, **fields: Any) -> Any:  # of a CollectiveRequest
         if self._collectives is None:
             raise RuntimeError(
                 "a collective needs every replica of the step at once: add `collectives: true` to stage "
@@ -315,10 +304,10 @@ class ReplicaContext:
             )
         if process_setup.is_copy:
             raise RuntimeError(
-                f"{request.kind} was called in a copy of the worker, which a function has made (os.fork, "
+                f"{kind} was called in a copy of the worker, which a function has made (os.fork, "
                 "multiprocessing): it would act for its parent; call it there"
             )
-        return self._collectives.call(request)
+        return self._collectives.call(_requests().CollectiveRequest(kind, _call_site(), tree, **fields))
 
     def __repr__(self) -> str:
         return (
@@ -340,7 +329,6 @@ def _requests() -> Any:  # a module
 
 
 def _call_site() -> CallSite:
-    """Return the place of the running call in user code."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -372,7 +360,6 @@ def get_replica_context() -> ReplicaContext | None:
 
 
 def _in_cross_replica_context(fn: Callable[..., Tree], replicas: int) -> Callable[..., Tree]:
-    """Return a function that calls `fn` in cross-replica context."""
 
     def body(*args: Any, **kwargs: Any) -> Tree:
         strategy, ctx = MergeStrategy(replicas), current.get()

@@ -19,8 +19,7 @@ from pipedist.errors import UsageError
 CPU: Final = "cpu"  # the device of replicas without an assigned one
 GPU: Final = "cuda:0"  # the first GPU that a worker owns; the worker sees no others, and they are renumbered
 
-LIBRARIES: Final = ("torch", "cupy", "jax", "numba.cuda", "tensorflow")
-"""Libraries that read the variable when they are loaded, or first used."""
+LIBRARIES: Final = ("torch", "cupy", "jax", "numba.cuda", "tensorflow")  # read it when loaded or first used
 
 
 class DevicesUnseen(Exception):
@@ -29,9 +28,7 @@ class DevicesUnseen(Exception):
 
 class Devices:
     def __init__(
-        self,
-        environment: MutableMapping[str, str] = os.environ,
-        loaded: Collection[str] = sys.modules,
+        self, environment: MutableMapping[str, str] = os.environ, loaded: Collection[str] = sys.modules
     ) -> None:
         self._environment = environment
         self._loaded = loaded
@@ -40,9 +37,8 @@ class Devices:
     def show(self, devices: Sequence[str]) -> None:
         """Make the CUDA devices of this process's replicas visible; others always are.
 
-        Raises:
-            DevicesUnseen: a library has already read an earlier value.
-            UsageError: the process was started without some of these devices.
+        Raise DevicesUnseen if a library has read an earlier value, UsageError if the process started without some of
+        them.
         """
         wanted = sorted({int(n) for kind, _, n in (d.partition(":") for d in devices) if kind == "cuda"})
         if not wanted:

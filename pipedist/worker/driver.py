@@ -50,14 +50,7 @@ class _Interrupted(Exception):
 
 
 class Driver:
-    """Executes the machine's commands over a socket.
-
-    Args:
-        join_s: maximum time until the connection is made, seconds.
-        die: ends the process; called with a text when the reporter thread fails.
-        report: prints, for people, that the worker has joined, or waits for a scheduler.
-        diagnose: returns a problem of the scheduler's endpoint, as for `JoinReporter`.
-    """
+    """Executes the machine's commands over a socket."""
 
     def __init__(
         self,
@@ -65,11 +58,11 @@ class Driver:
         machine: WorkerMachine,
         *,
         threads: int,
-        join_s: float,
+        join_s: float,  # maximum time until the connection is made, seconds
         progress: CallProgress,
-        die: Callable[[str], None],
-        report: Callable[[str], None] = lambda _text: None,
-        diagnose: Callable[[], str] = str,
+        die: Callable[[str], None],  # ends the process; called with a text when the reporter thread fails
+        report: Callable[[str], None] = lambda _text: None,  # prints that the worker has joined, or waits
+        diagnose: Callable[[], str] = str,  # a problem of the scheduler's endpoint, as for `JoinReporter`
         cache: ResultCache | None = None,
         code: CodeStore | None = None,
     ) -> None:
@@ -144,7 +137,6 @@ class Driver:
             self._do(command)
 
     def _wait(self) -> None:
-        """Wait for messages while there is nothing to execute."""
         with self._lock:
             due = self._machine.deadline()
             left = IDLE_POLL_S if due is None else min(IDLE_POLL_S, max(0.0, due - time.monotonic()))
@@ -165,7 +157,6 @@ class Driver:
             self._interruptible = False
 
     def _receive(self) -> None:
-        """Handle all received messages."""
         while self._left is None and self._socket.poll(0):
             message, self._frames = self._socket.recv()
             try:

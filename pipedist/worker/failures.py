@@ -41,8 +41,7 @@ _NOT_SENT: dict[type[BaseException], str] = {
 }
 """Hints for errors on a worker that runs on another host than the driver."""
 
-_WITHOUT_TRACEBACK = (PipedistError, TypeError, ValueError)
-"""Errors that readers, reductions and the codec raise on purpose around user code."""
+_WITHOUT_TRACEBACK = (PipedistError, TypeError, ValueError)  # raised on purpose around user code
 
 
 class CallFailure(Struct, frozen=True):
@@ -59,13 +58,7 @@ class CallFailure(Struct, frozen=True):
 
 
 def describe(
-    error: BaseException,
-    *,
-    call: int,
-    stage: str,
-    retryable: bool,
-    in_user_code: bool,
-    aborted: bool = False,
+    error: BaseException, *, call: int, stage: str, retryable: bool, in_user_code: bool, aborted: bool = False
 ) -> CallFailure:
     """Return the failure to report; `in_user_code`: a stage's function raised the error."""
     module, name = class_names(error)

@@ -258,7 +258,7 @@ class ReplicaCollectives:
         self.unawaited = UnawaitedCollectives()  # requested by async functions, but not awaited
 
     def of(self, is_async: bool) -> Collectives:
-        return _Awaited(self) if is_async else _Blocking(self)
+        return _Calls(self, is_async)
 
     def call(self, request: CollectiveRequest) -> Tree:
         options = request.options
@@ -319,24 +319,15 @@ class ReplicaCollectives:
             self._thread.shutdown(cancel_futures=True)
 
 
-class _Blocking:
-    is_async = False
+@dataclass(slots=True, eq=False)
+class _Calls:
+    _collectives: ReplicaCollectives
+    is_async: bool
 
-    def __init__(self, collectives: ReplicaCollectives) -> None:
-        self._collectives = collectives
-
-    def call(self, request: CollectiveRequest) -> Tree:
+    def call(self, request: CollectiveRequest) -> Tree | Awaitable[Tree]:
+        if self.is_async:
+            return self._collectives.unawaited.add(request, self._collectives.later(request))
         return self._collectives.call(request)
-
-
-class _Awaited:
-    is_async = True
-
-    def __init__(self, collectives: ReplicaCollectives) -> None:
-        self._collectives = collectives
-
-    def call(self, request: CollectiveRequest) -> Awaitable[Tree]:
-        return self._collectives.unawaited.add(request, self._collectives.later(request))
 
 
 def _was_aborted(error: BaseException) -> bool:

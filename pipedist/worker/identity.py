@@ -28,7 +28,6 @@ def new_name(prefix: str) -> tuple[str, str]:
 
 
 def is_proven(name: str, proof: str) -> bool:
-    """Return whether this is the proof of the name."""
     import hmac  # takes milliseconds to import; local workers prove nothing
 
     prefix, _, digest = name.rpartition(":")

@@ -152,7 +152,6 @@ class LeaseShards:
         self._block_lo = lo
 
     def find(self, call: int) -> Shard:
-        """Return the shard of a call; consecutive calls share blocks. Raises errors of the reader."""
         index = call - self._block_lo
         if 0 <= index < len(self._block):
             return self._block[index]
@@ -177,10 +176,7 @@ def _row_bytes(value: Tree, rows: int) -> float | None:
 
 # -- states ------------------------------------------------------------------------------
 
-VERSIONS_MAX = 2
-"""Number of latest versions stored for each state: for the executing lease and the next. An older one, sent for a
-repeated lease, is stored besides."""
-
+VERSIONS_MAX = 2  # latest versions stored per state, besides an older one for a repeated lease
 States = Mapping[str, Sequence[int]]  # the states that a lease reads: name -> [space, version]
 
 
@@ -205,7 +201,6 @@ class StateStore:
         self._values.pop(space, None)
 
     def values(self, states: States) -> dict[str, Tree]:
-        """Return the values that a lease reads, by name."""
         return {name: self._value(name, space, version) for name, (space, version) in states.items()}
 
     def _value(self, name: str, space: int, version: int) -> Tree:

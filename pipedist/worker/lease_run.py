@@ -35,8 +35,7 @@ CALLS_AT_ONCE_MAX = 16  # maximum number of overlapping calls of async functions
 
 # -- event loop --------------------------------------------------------------------------
 
-Outside = Callable[[], AbstractContextManager[None]]
-"""Enters the time in which a replica only waits for the outside world."""
+Outside = Callable[[], AbstractContextManager[None]]  # enters the time in which a replica only waits
 
 
 class PersistentLoop:

@@ -34,8 +34,7 @@ class Leases:
         self._loop = PersistentLoop()
         self._passes: dict[int, PassExecutor | Unloadable] = {}  # the executor, or why there is none
         self._payloads: dict[int, Sequence[memoryview]] = {}  # shards of leases that have not begun
-        self._members: dict[int, tuple[AssignGang, RelayBuffer]] = {}
-        """Gang leases until they are dropped: the assignment, and the contributions of other members."""
+        self._members: dict[int, tuple[AssignGang, RelayBuffer]] = {}  # gang leases until they are dropped
         self._gangs: GangRunFactory | None = None  # made for the first gang
         self.states = StateStore()
 

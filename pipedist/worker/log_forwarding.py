@@ -35,8 +35,7 @@ from pipedist.worker.context import current
 _Origin = tuple[str, int, int]
 _NO_CALL: _Origin = ("", 0, 0)  # origin of lines that no call wrote: lines of a thread that user code started
 
-importer: ContextVar[_Origin] = ContextVar("pipedist_importer", default=_NO_CALL)
-"""The call for which a stage's module is being imported: lines that the module prints belong to it."""
+importer: ContextVar[_Origin] = ContextVar("pipedist_importer", default=_NO_CALL)  # whose module is imported
 
 
 class OutputLimits(Struct, frozen=True):
@@ -183,12 +182,7 @@ class Socket(Protocol):
     """The methods of `pipedist.transport.dealer.Dealer` that a worker uses."""
 
     def send(
-        self,
-        message: Message,
-        payload: Sequence[Frame] = (),
-        *,
-        copy: bool = True,
-        timeout_s: float = 60.0,
+        self, message: Message, payload: Sequence[Frame] = (), *, copy: bool = True, timeout_s: float = 60.0
     ) -> None:
         """Send a message; `copy` False: the payload's memory never changes again."""
 
@@ -209,8 +203,7 @@ class LogForwarder:
         self._lock = lock
         self._lines: deque[LogLine] = deque(maxlen=LOG_LINES_WAITING_MAX)
         self._closed = False
-        self.fault: BaseException | None = None
-        """The error of the connection while user code ran; the main thread raises it afterwards."""
+        self.fault: BaseException | None = None  # of the connection; the main thread raises it afterwards
 
     def put(self, line: LogLine) -> None:
         """Send a line at once if the socket is free, else queue it."""

@@ -67,19 +67,13 @@ _EXIT_CODES = {
 def run_process(
     settings: WorkerSettings,
     progress: CallProgress | None = None,
-    cache_file: int | None = None,
-    proof: str = "",
+    cache_file: int | None = None,  # memory for cached results, given to the next incarnation; None: none
+    proof: str = "",  # of the worker's name (`pipedist.worker.identity`); "" if the scheduler started it
 ) -> int:
     """Run a worker until the scheduler stops it; return the exit code.
 
     Only for a process without other tasks: it takes over signals, sys.stdout and sys.stderr. It never raises;
     errors are printed to stderr.
-
-    Args:
-        cache_file: descriptor of the memory through which an incarnation passes its cached results to the next.
-            With it, the process ends after SIGTERM as soon as its calls are over; None: the results are
-            dropped, and the scheduler handles SIGTERM.
-        proof: proof of the worker's name (`pipedist.worker.identity`); "" if the scheduler started it.
     """
     set_process_name(WORKER_NAME)
     keep_freed_pages()
@@ -128,11 +122,11 @@ def _work(
         make_hello(
             settings.worker,
             settings.incarnation,
-            cache.offers(),
-            settings.gpus,
-            stored_digests(settings.code_root),
-            proof,
-            settings.threads,
+            cached=cache.offers(),
+            gpus=settings.gpus,
+            code_digests=stored_digests(settings.code_root),
+            proof=proof,
+            threads=settings.threads,
         ),
         WorkerLimits(join_s=settings.join_s),
     )
@@ -210,7 +204,6 @@ def _why_unanswered(endpoint: str) -> str:
 
 
 def _save(cache: ResultCache, file: int | None, report: Callable[[str], None]) -> None:
-    """Pass the cached results to the next incarnation."""
     if file is None or not len(cache):
         return
     try:

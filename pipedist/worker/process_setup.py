@@ -151,30 +151,14 @@ def end_copy(stage: str) -> None:
 # -- Hello -------------------------------------------------------------------------------
 
 
-def make_hello(
-    worker: str,
-    incarnation: int,
-    cached: tuple[str, ...] = (),
-    gpus: float = 0.0,
-    code_digests: tuple[str, ...] = (),
-    proof: str = "",
-    threads: int = 1,
-) -> Hello:
-    """Return this process's Hello."""
-    return Hello(
-        worker=worker,
-        incarnation=incarnation,
-        pid=os.getpid(),
-        host=os.uname().nodename,
-        boot=boot_id(),
-        wire=WIRE_VERSION,
-        **asdict(Platform.here()),
-        cached=cached,
-        gpus=gpus,
-        code_digests=code_digests,
-        proof=proof,
-        threads=threads,
-    )
+def make_hello(worker: str, incarnation: int, **fields: Any) -> Hello:
+    process: dict[str, Any] = {
+        "pid": os.getpid(),
+        "host": os.uname().nodename,
+        "boot": boot_id(),
+        "wire": WIRE_VERSION,
+    }
+    return Hello(worker=worker, incarnation=incarnation, **process, **asdict(Platform.here()), **fields)
 
 
 def boot_id() -> str:

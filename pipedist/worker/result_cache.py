@@ -48,7 +48,6 @@ class CachedCalls(Struct, frozen=True):
         return sum(memoryview(frame).nbytes for frame in self.frames)
 
     def part(self, lo: int, hi: int) -> CachedCalls:
-        """Return calls [lo, hi) of these."""
         if (lo, hi) == (self.lo, self.hi):
             return self
         # may_import is safe: these bytes were written by this worker, not by a peer.
@@ -64,7 +63,6 @@ class ResultCache:
         self._passes: dict[str, list[CachedCalls]] = {}  # by key, in the order in which they finished
 
     def __len__(self) -> int:
-        """Return the number of cached calls."""
         return sum(each.hi - each.lo for cached in self._passes.values() for each in cached)
 
     def add(self, key: str, calls: CachedCalls) -> None:

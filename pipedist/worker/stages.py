@@ -25,8 +25,7 @@ class Stage:
         self.of = program.of
         self.collectives = program.collectives
         self.device = GPU if program.gpus else CPU
-        self.limit_ns = 0 if program.timeout_s is None else max(1, int(program.timeout_s * 1e9))
-        """Maximum time of one call of the function, nanoseconds; 0: no limit."""
+        self.limit_ns = 0 if program.timeout_s is None else max(1, int(program.timeout_s * 1e9))  # 0: none
         self._program = program
         self._code = code
         self._error: Exception | None = None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipedist import values
 from pipedist.core.types import Tree
 
-_NEEDS_CROSS_REPLICA = {
+_NEEDS_CROSS_REPLICA = {  # methods of Strategy that need all replicas, and what a replica function does instead
     "run": "call the other function directly, or make it a stage of its own",
     "reduce": "return the value, and reduce what Strategy.run returns (in a spec: a `reduce` stage)",
     "gather": "return the value, and gather what Strategy.run returns (in a spec: a `gather` stage)",
@@ -26,9 +26,8 @@ _NEEDS_CROSS_REPLICA = {
     "distribute_values_from_function": "make the values outside and pass them as arguments",
     "scope": "open the scope outside",
 }
-"""Methods of Strategy that need all replicas, and what to do in a replica function instead."""
 
-_NOT_IN_MERGE_CALL = {
+_NOT_IN_MERGE_CALL = {  # methods of Strategy that are undefined while the replicas wait, and what to do instead
     "run": "the replicas wait in merge_call; call the function before or after it",
     "scope": "the strategy is current already",
     "distribute_dataset": "make the dataset outside and pass its elements as arguments",
@@ -38,7 +37,6 @@ _NOT_IN_MERGE_CALL = {
     "batch_reduce_to": "use reduce with a list of values: the returned value is given to every replica",
     "broadcast": "return the value: every replica gets it",
 }
-"""Methods of Strategy that are undefined while the replicas wait, and what to do instead."""
 
 
 class ReplicaStrategy:

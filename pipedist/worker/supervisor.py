@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from pipedist.core import gpus as accelerators
 from pipedist.core.temp_dirs import ScratchFolder
@@ -67,17 +67,15 @@ _STOP_S = 0.5  # how long a Stop may take to arrive after the worker process has
 _PARENT_POLL_S = 0.5  # how soon the end of a parent process is noticed that has not closed standard input
 _STANDARD_INPUT = 0
 
-_FINAL = {
+_FINAL = {  # exit codes that end the supervisor too, and its own exit code then
     ExitCode.STOPPED: 0,
     ExitCode.REFUSED: 1,
     ExitCode.UNANSWERED: 1,
     ExitCode.PROTOCOL: 1,
     ExitCode.USAGE: 2,
 }
-"""Exit codes of the worker process that end the supervisor too, and its own exit code then."""
 
-_ENDS = frozenset(ExitCode) - {ExitCode.DEFECT}
-"""Exit codes of a worker process that has reported why it ends; any other code is a crash."""
+_ENDS = frozenset(ExitCode) - {ExitCode.DEFECT}  # a process with one of these has reported why it ends
 
 
 def run_worker(
@@ -151,17 +149,7 @@ def _leave_with_parent(parent: int, supervisor: Supervisor) -> None:
 
 
 class Supervisor:
-    """Keeps one worker process alive.
-
-    Args:
-        join_s: how long the scheduler may take to reply, seconds.
-        leave_s: how long the worker may take to finish its call, seconds.
-        rejoin_s: how long to wait for another scheduler when one is gone, seconds, at least.
-        task: role and index of the program that it belongs to, "worker/1"; "": none.
-        on_share: called with the number and the frames of a Share, in the thread of `run`.
-        inherited: descriptors that the worker process inherits.
-        code: folders that are appended to the worker's `sys.path`.
-    """
+    """Keeps one worker process alive."""
 
     def __init__(
         self,
@@ -169,14 +157,14 @@ class Supervisor:
         key_file: str,
         *,
         threads: int,
-        join_s: float,
-        leave_s: float = LEAVE_S,
-        rejoin_s: float = 0.0,
+        join_s: float,  # how long the scheduler may take to reply, seconds
+        leave_s: float = LEAVE_S,  # how long the worker may take to finish its call, seconds
+        rejoin_s: float = 0.0,  # how long to wait for another scheduler when one is gone, seconds, at least
         gpus: int = 0,
-        task: str = "",
-        on_share: Callable[[int, list[memoryview]], None] = lambda _number, _frames: None,
-        inherited: tuple[int, ...] = (),
-        code: tuple[str, ...] = (),
+        task: str = "",  # role and index of the program that it belongs to, "worker/1"; "": none
+        on_share: Callable[[int, list[memoryview]], None] = lambda _number, _frames: None,  # number, frames
+        inherited: tuple[int, ...] = (),  # descriptors that the worker process inherits
+        code: tuple[str, ...] = (),  # folders that are appended to the worker's `sys.path`
     ) -> None:
         self._endpoint = endpoint
         self._key_file = key_file
@@ -278,7 +266,6 @@ class Supervisor:
         return self._leave_until is not None
 
     def _is_given_up(self, slack_s: float = 0.0) -> bool:
-        """Return whether the time to wait for another scheduler is over."""
         if self._gone_since is None or self._rejoin_s is None:
             return False
         return time.monotonic() - self._gone_since >= self._rejoin_s + slack_s
@@ -308,7 +295,6 @@ class Supervisor:
         )
 
     def _join_within_s(self) -> float:
-        """Return how long the worker process may wait for a scheduler."""
         if self._rejoin_s is None:
             return self._join_s
         since = 0.0 if self._gone_since is None else time.monotonic() - self._gone_since
@@ -350,7 +336,7 @@ class Supervisor:
         except BaseException:  # Ctrl-C: leave at once, but report it
             process.end()
             self._log("interrupted: its calls will be reassigned")
-            self._report_end(Goodbye(self.worker, incarnation, "its supervisor is leaving"))
+            self._report_end(incarnation, "its supervisor is leaving")
             raise
         code = process.end()
         ending = ExitCode(code) if self._progress.is_over and code in _ENDS else None
@@ -359,11 +345,11 @@ class Supervisor:
             self._log(f"stopped by the scheduler: {order.reason}")
             return ExitCode.STOPPED
         if self.is_leaving() and ending is not ExitCode.STOPPED:
-            self._report_end(Goodbye(self.worker, incarnation, "its supervisor is leaving"))
+            self._report_end(incarnation, "its supervisor is leaving")
         elif ending is None:
             self._report_crash(process.describe(code), incarnation, crashed=not evicted)
         elif ending is not ExitCode.STOPPED:  # the worker process has printed the reason
-            self._report_end(Goodbye(self.worker, incarnation, describe_exit(code)))
+            self._report_end(incarnation, describe_exit(code))
         return ending
 
     def _report_crash(self, text: str, incarnation: int, *, crashed: bool) -> None:
@@ -372,11 +358,8 @@ class Supervisor:
         if timed_out:
             text = "its call took longer than its timeout_s"
         self._log(f"worker process ended: {text}")
-        goodbye = Goodbye(self.worker, incarnation, text, crashed=crashed)
-        if running is not None:
-            lease, call, stage = running
-            goodbye = replace(goodbye, lease=lease, call=call, stage=stage, timed_out=timed_out)
-        self._report_end(goodbye)
+        ran = {} if running is None else {**running._asdict(), "timed_out": timed_out}
+        self._report_end(incarnation, text, crashed=crashed, **ran)
 
     def _exchange(self, process: WorkerProcess, incarnation: int) -> Stop | Refuse | None:
         """Send a heartbeat if one is due, and wait up to POLL_S for an order."""
@@ -438,11 +421,12 @@ class Supervisor:
                     self._on_share(message.number, frames)
         return None
 
-    def _report_end(self, goodbye: Goodbye) -> None:
+    def _report_end(self, incarnation: int, reason: str, **crash: Any) -> None:
         if self._dealer is None:
             return
         try:
-            self._dealer.send(replace(goodbye, proof=self._proof), timeout_s=self._heartbeat_s)
+            goodbye = Goodbye(self.worker, incarnation, reason, proof=self._proof, **crash)
+            self._dealer.send(goodbye, timeout_s=self._heartbeat_s)
         except PipedistError:
             self._disconnect(linger_s=0.0)  # the scheduler will miss the heartbeats
 

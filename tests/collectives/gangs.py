@@ -19,8 +19,8 @@ TRANSFERS = ("shared", "queue")
 
 
 def call_site() -> requests.CallSite:
-    """Return the place where a test's function called the caller of this function."""
-    frame = sys._getframe(2)
+    """Return the place where a test's function called a method of `Replica`."""
+    frame = sys._getframe(3)
     return requests.CallSite(frame.f_code, frame.f_lasti)
 
 
@@ -31,21 +31,24 @@ class Replica:
         self.gang = gang
         self.number = number
 
+    def _call(self, kind: str, tree: Any = None, **fields: Any) -> Any:
+        return self.gang.call(self.number, requests.CollectiveRequest(kind, call_site(), tree, **fields))
+
     def all_reduce(self, op: Any, tree: Any, options: CommunicationOptions | None = None) -> Any:
-        return self.gang.call(self.number, requests.all_reduce(op, tree, options, call_site()))
+        return self._call(requests.ALL_REDUCE, tree, op=op, options=options)
 
     def all_gather(self, tree: Any, axis: Any = 0, options: CommunicationOptions | None = None) -> Any:
-        return self.gang.call(self.number, requests.all_gather(tree, axis, options, call_site()))
+        return self._call(requests.ALL_GATHER, tree, axis=axis, options=options)
 
     def broadcast(self, tree: Any, source: Any = 0, options: CommunicationOptions | None = None) -> Any:
-        return self.gang.call(self.number, requests.broadcast(tree, source, options, call_site()))
+        return self._call(requests.BROADCAST, tree, source=source, options=options)
 
     def barrier(self, options: CommunicationOptions | None = None) -> None:
-        self.gang.call(self.number, requests.barrier(options, call_site()))
+        self._call(requests.BARRIER, options=options)
 
     def merge_call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        request = requests.merge_call(function, args, kwargs, None, call_site())
-        return self.gang.call(self.number, request)
+        label = getattr(function, "__qualname__", "")
+        return self._call(requests.MERGE_CALL, (args, kwargs), function=function, label=label)
 
 
 Function = Callable[[Replica], Any]

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipedist.core import trees
 from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
 from pipedist.protocol.program import ReaderConfig
@@ -23,6 +24,7 @@ from pipedist.runs import folds, gather_fold
 from pipedist.runs.folds import THREAD_OBJECTS, CombineFold, Per, ReduceFold
 from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.pass_feeds import Spool, SpoolFeed
+from pipedist.values import PerReplica, gather, reduce
 
 
 def tree(groups: Sequence[Sequence[Any]]) -> Any:
@@ -390,3 +392,56 @@ def test_large_components_are_folded_beside_the_event_loop(
     assert threads == [threading.get_ident()]
     assert anyio.run(main, 2000).tolist() == [6] * 2000
     assert threads[1] != threading.get_ident()
+
+
+BLANK = np.array([])  # the result of a function that finds no row in a shard
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "rows", [np.array([5, 6]), np.array([[5, 6]]), np.array(["a"]), np.array([1], np.float32)]
+)
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_result_without_rows_has_the_dtype_and_shape_of_the_others(
+    rows: Any, first: bool, tmp_path: Path
+) -> None:
+    steps = [[BLANK], [rows], [BLANK]] if first else [[rows], [BLANK]]
+    fold = GatherFold("g", "run", 0, None)
+    sink = open_sink(tmp_path / "g.npy", shape="run", gather=True, axis=0)
+    written = GatherFold("g", "run", 0, sink, keep=False)
+    for step in steps:
+        await fold.add(0, [step])
+        await written.add(0, [step])
+    for each in (fold, written):
+        await each.finish(1)
+    for found in (fold.result, np.load(sink.finish())):
+        assert found.dtype == rows.dtype
+        assert found.tolist() == rows.tolist()
+    assert gather(PerReplica([BLANK, rows, BLANK]), 0, 3).dtype == rows.dtype
+
+
+@pytest.mark.asyncio
+async def test_results_that_all_have_no_rows_are_one_without_rows(tmp_path: Path) -> None:
+    for blank in (BLANK, {"a": BLANK, "b": BLANK}):
+        fold = GatherFold("g", "run", 0, None)
+        await fold.add(0, [[blank], [blank]])
+        await fold.finish(1)
+        assert trees.structure(fold.result) == trees.structure(blank)
+        assert all(leaf.shape == (0,) for leaf in trees.flatten(fold.result)[0])
+    sink = open_sink(tmp_path / "g.npy", shape="run", gather=True, axis=0)
+    written = GatherFold("g", "run", 0, sink, keep=False)
+    await written.add(0, [[BLANK], [BLANK]])
+    await written.finish(1)
+    assert np.load(sink.finish()).shape == (0,)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
+@pytest.mark.parametrize("rows", [np.array([5, 6]), np.array([[5, 6], [7, 8]]), np.array([1.5], np.float32)])
+def test_a_reduction_leaves_results_without_rows_out(op: str, rows: Any) -> None:
+    expected = reduce(op, PerReplica([rows]), 0, 1)
+    for parts in ([BLANK, rows], [rows, BLANK], [BLANK, BLANK, rows, BLANK]):
+        found = reduce(op, PerReplica(parts), 0, len(parts))
+        assert found.dtype == expected.dtype
+        assert found.tolist() == expected.tolist()
+    with pytest.raises((TypeError, ValueError)):  # a component, not rows
+        reduce(op, PerReplica([BLANK, rows]), None, 2)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
-from pipedist.protocol.limits import LIMITS, STRING_BYTES_MAX
+from pipedist.protocol.limits import LIMITS, MIB
 from pipedist.protocol.messages import Assign, Bind, Failed, Heartbeat, Message, Refuse, Stalled, Welcome
 from pipedist.protocol.wire import pack, unpack
 
@@ -65,7 +65,7 @@ def test_an_int_is_fine_for_a_float() -> None:
         (Assign(1, 2, 3, 1 << 63, 0), r"at `Assign.hi`"),
         (Refuse(b"x"), r"Expected `str`, got `bytes` - at `Refuse.reason`"),
         (Refuse(object()), r"can't send: .*object"),
-        (Refuse("é" * STRING_BYTES_MAX), r"Expected `str` of length <= 262144 - at `Refuse.reason`"),
+        (Refuse("é" * MIB), r"Expected `str` of length <= 262144 - at `Refuse.reason`"),
         (Welcome("c", float("nan"), ()), r"Expected `float` .* - at `Welcome.heartbeat_s`"),
         (Welcome("c", float("inf"), ()), r"Expected `float` .* - at `Welcome.heartbeat_s`"),
         (Welcome("c", 1.0, ["a"]), r"Expected `bytes`, got `str` - at `Welcome.sys_path\[0\]`"),

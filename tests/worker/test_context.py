@@ -79,7 +79,7 @@ def test_requests_name_the_collective_and_the_call_site() -> None:
         ctx.broadcast("x", source=3),
         ctx.barrier(),
         ctx.merge_call(lambda strategy, x, *, y: (strategy.num_replicas_in_sync, x, y), (5,), {"y": 6}),
-        ctx._collective("broadcast", 7, source=2, label="assign of variable 'w'"),
+        ctx._request("broadcast", 7, source=2, label="assign of variable 'w'"),
     ]
     assert results == ["result"] * 6
     asked = [(r.kind, r.tree, r.op, r.axis, r.source) for r in meets.requests]

@@ -29,8 +29,7 @@ from pipedist.protocol.wire import Reference
 from pipedist.transport.config import SEGMENTS_MAX, SHARED_BYTES_MIN, SLOTS_MAX
 from pipedist.transport.shared_memory.pool import create_memory, map_received
 
-LEDGER_BYTES: Final = SEGMENTS_MAX * SLOTS_MAX * 4
-"""A u32 for every slot that a lender may have."""
+LEDGER_BYTES: Final = SEGMENTS_MAX * SLOTS_MAX * 4  # a u32 for every slot that a lender may have
 
 
 class _Mapped(Struct, frozen=True):
@@ -50,19 +49,14 @@ class _Watch(weakref.ref[NDArray[np.uint8]]):
 
 
 class Borrowed:
-    """What one peer lends us.
-
-    Raises:
-        OSError: no memory for the ledger.
-    """
+    """What one peer lends us; OSError: no memory for the ledger."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
         self._process = os.getpid()
         self._mapped: dict[int, _Mapped] = {}
-        self._out: dict[int, _Watch] = {}
-        """By entry of the ledger: frames of which there are views."""
+        self._out: dict[int, _Watch] = {}  # by entry of the ledger: frames of which there are views
         self._memory, self._descriptor = create_memory("pipedist-ledger", LEDGER_BYTES)
         self._ledger = memoryview(self._memory).cast("I")
 
@@ -77,11 +71,7 @@ class Borrowed:
             os.close(self.hand_over())
 
     def add(self, serial: int, number: int, slots: int, slot_bytes: int, descriptor: int) -> None:
-        """Map a segment.
-
-        Raises:
-            RemoteProtocolError: it is not what a lender makes, or too much.
-        """
+        """Map a segment; raise RemoteProtocolError if it is not what a lender makes, or too much."""
         size_bytes = slots * slot_bytes
         if serial in self._mapped or any(number == mapped.number for mapped in self._mapped.values()):
             raise RemoteProtocolError(f"the segment {serial} a second time")

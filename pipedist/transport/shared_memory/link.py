@@ -38,24 +38,13 @@ _INT_BYTES: Final = array.array("i").itemsize
 
 
 class _Packet(NamedTuple):
-    """A packet.
-
-    Args:
-        kind: its first byte; "" when the peer has closed the link.
-        descriptors: the caller closes them.
-    """
-
-    kind: bytes
+    kind: bytes  # its first byte; "" when the peer has closed the link
     body: bytes
-    descriptors: Sequence[int] = ()
+    descriptors: Sequence[int] = ()  # the caller closes them
 
 
 def _send(connection: socket.socket, kind: bytes, body: bytes, descriptors: Sequence[int] = ()) -> bool:
-    """Send a packet, if there is room; return whether there was.
-
-    Raises:
-        OSError: the peer is gone.
-    """
+    """Send a packet, if there is room; return whether there was, or raise OSError if the peer is gone."""
     try:
         socket.send_fds(connection, [kind + body], descriptors)
     except BlockingIOError:
@@ -64,11 +53,7 @@ def _send(connection: socket.socket, kind: bytes, body: bytes, descriptors: Sequ
 
 
 def _receive(connection: socket.socket) -> _Packet | None:
-    """Receive a packet; None where there is none.
-
-    Raises:
-        RemoteProtocolError: it is too long, or has more descriptors than any.
-    """
+    """Receive a packet, or None; RemoteProtocolError: it is too long, or has more descriptors than any."""
     try:
         data, control, flags, _ = connection.recvmsg(
             _PACKET_BYTES_MAX,
@@ -92,30 +77,22 @@ def _receive(connection: socket.socket) -> _Packet | None:
 
 
 _PACKETS_AT_ONCE_MAX: Final = 1024
-_DESCRIPTORS: Final = {HELLO: 1, WELCOME: 1, SEGMENT: 1}
-"""How many each kind of packet brings; others none."""
+_DESCRIPTORS: Final = {HELLO: 1, WELCOME: 1, SEGMENT: 1}  # how many each kind of packet brings; others none
 
 
 class Link:
-    """One end of a link; nothing here waits.
+    """One end of a link; nothing here waits. OSError: no memory or no descriptors for a ledger.
 
-    Args:
-        connection: a unix SOCK_SEQPACKET socket, not blocking; `close` closes it.
-        borrowed_bytes_max: bytes that the peer may lend us.
-        greeting: the kind of the packet with which the peer begins.
-        on_greeting: called with its body; returns the pool from which the peer borrows. It raises
-            RemoteProtocolError for a greeting that is wrong.
-
-    Raises:
-        OSError: no memory or no descriptors for a ledger.
+    `on_greeting` gets the body of the peer's greeting, and returns the pool from which the peer borrows, or raises
+    RemoteProtocolError.
     """
 
     def __init__(
         self,
-        connection: socket.socket,
+        connection: socket.socket,  # a unix SOCK_SEQPACKET socket, not blocking; `close` closes it
         *,
-        borrowed_bytes_max: int,
-        greeting: bytes,
+        borrowed_bytes_max: int,  # bytes that the peer may lend us
+        greeting: bytes,  # the kind of the packet with which the peer begins
         on_greeting: Callable[[bytes], Pool],
     ) -> None:
         self.connection = connection
@@ -123,21 +100,13 @@ class Link:
         self._greeting = greeting
         self._on_greeting = on_greeting
         self._borrowed = Borrowed(borrowed_bytes_max)
-        self._pool: Pool | None = None
-        """What we lend from; None before the greeting."""
-        self._ledger = memoryview(b"")
-        """The peer's."""
-        self._announced: set[int] = set()
-        """Serials of the segments that the peer knows."""
-        self._unsent: deque[int] = deque()
-        """Retired segments that the peer does not know of yet."""
+        self._pool: Pool | None = None  # what we lend from; None before the greeting
+        self._ledger = memoryview(b"")  # the peer's
+        self._announced: set[int] = set()  # serials of the segments that the peer knows
+        self._unsent: deque[int] = deque()  # retired segments that the peer does not know of yet
 
     def greet(self, kind: bytes, body: bytes) -> None:
-        """Send our greeting.
-
-        Raises:
-            OSError: the peer is gone.
-        """
+        """Send our greeting, or raise OSError if the peer is gone."""
         ledger = self._borrowed.hand_over()
         try:
             _send(self.connection, kind, body, (ledger,))
@@ -167,11 +136,7 @@ class Link:
         return [self._borrowed.frame(reference) for reference in references]
 
     def read(self) -> None:
-        """Take the packets that have come; `is_open` is False after the last one.
-
-        Raises:
-            RemoteProtocolError: a packet that is not allowed.
-        """
+        """Take the packets that have come, or raise RemoteProtocolError; `is_open` is False after the last one."""
         for _ in range(_PACKETS_AT_ONCE_MAX):
             if not self.is_open:
                 return

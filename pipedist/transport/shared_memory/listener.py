@@ -22,11 +22,7 @@ _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class _Member:
-    """A process with a link.
-
-    Args:
-        pidfd: readable at its end, even if a child of it holds the link; -1: none.
-    """
+    """A process with a link; `pidfd` is readable at its end, even if a child of it holds the link; -1: none."""
 
     link: Link
 
@@ -36,29 +32,17 @@ class _Member:
 
 
 class Listener:
-    """Shares memory with the Dealers of one Router, in its event loop.
-
-    Args:
-        ipc_path: path of the Router's ipc endpoint.
-        grace_s: for how long the frames of a process that has ended can still be referred to: its last messages may
-            be on their way.
-        on_link: called with the identity of a new link. It raises RemoteProtocolError to refuse it.
-        on_end: called with the identity of a peer whose process has ended, after the grace.
-        on_fault: called with (identity, reason) if a peer breaks a rule; identity b"": unknown.
-
-    Raises:
-        OSError: no socket can be bound, or this kernel does not share memory as we need it.
-    """
+    """Shares memory with the Dealers of one Router, in its event loop; OSError: this kernel can't."""
 
     def __init__(
         self,
-        ipc_path: str,
+        ipc_path: str,  # path of the Router's ipc endpoint
         settings: SharedMemory,
         *,
-        grace_s: float,
-        on_link: Callable[[bytes], None],
-        on_end: Callable[[bytes], None],
-        on_fault: Callable[[bytes, str], None],
+        grace_s: float,  # frames of an ended process are valid so long: for messages on their way
+        on_link: Callable[[bytes], None],  # identity; raises RemoteProtocolError to refuse it
+        on_end: Callable[[bytes], None],  # gets its identity when a process has ended, after the grace
+        on_fault: Callable[[bytes, str], None],  # (identity, reason); identity b"": unknown
     ) -> None:
         self._settings = settings
         self._grace_s = grace_s

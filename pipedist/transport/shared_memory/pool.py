@@ -27,24 +27,22 @@ from pipedist.transport.config import SEGMENT_BYTES_MAX, SEGMENTS_MAX, SLOT_BYTE
 
 # <linux/fcntl.h>. The module `fcntl` lacks one of them, and elsewhere all: there this is only imported.
 _F_ADD_SEALS: Final = 1033
-_F_GET_SEALS: Final = 1034
-_SEALS: Final = 0x1 | 0x2 | 0x4 | 0x10  # F_SEAL_SEAL, SHRINK, GROW, FUTURE_WRITE
+F_GET_SEALS: Final = 1034
+SIZE_SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, SHRINK, GROW
+_SEALS: Final = SIZE_SEALS | 0x10  # F_SEAL_FUTURE_WRITE
 
 
-def create_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
-    """Make memory that only this process can write to.
+def create_memory(name: str, size_bytes: int, seals: int = _SEALS) -> tuple[mmap.mmap, int]:
+    """Make memory of a fixed size; return the writable mapping, and the descriptor to hand over, or OSError.
 
-    Returns the writable mapping, and the descriptor to hand over. The name is for people who read /proc.
-
-    Raises:
-        OSError: no memory, no descriptor, or a kernel without these seals.
+    By default, only this process can write to it. The name is for people who read /proc.
     """
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Without the pages at hand, a machine out of memory would kill us at the first write.
         os.posix_fallocate(descriptor, 0, size_bytes)
         memory = mmap.mmap(descriptor, size_bytes)
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, seals)
     except BaseException:
         os.close(descriptor)
         raise
@@ -52,16 +50,12 @@ def create_memory(name: str, size_bytes: int) -> tuple[mmap.mmap, int]:
 
 
 def map_received(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """Map a peer's memory, read-only, after checking that it can't shrink any more.
+    """Map a peer's memory, read-only, after checking that it can't shrink any more, or raise OSError.
 
-    The descriptor stays open.
-
-    Raises:
-        RemoteProtocolError: it is not what `create_memory` makes.
-        OSError: it can't be mapped.
+    The descriptor stays open. Raise RemoteProtocolError if it is not what `create_memory` makes.
     """
     try:
-        seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
+        seals = fcntl.fcntl(descriptor, F_GET_SEALS)
     except OSError:
         raise RemoteProtocolError("a descriptor that is no memory which can be sealed") from None
     if seals & _SEALS != _SEALS:
@@ -85,12 +79,7 @@ def slot_bytes_for(size_bytes: int) -> int:
 
 
 class LentSegment:
-    """Shared memory of a lender.
-
-    Args:
-        serial: never used twice in a pool.
-        number: place of its slots in ledgers: from `number * SLOTS_MAX` on.
-    """
+    """Shared memory of a lender: its slots are in ledgers from `number * SLOTS_MAX` on."""
 
     def __init__(self, serial: int, number: int, slot_bytes: int, slots: int) -> None:
         self.serial = serial
@@ -107,32 +96,21 @@ class LentSegment:
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """A place for one frame.
-
-    Args:
-        index: its number in its segment.
-        entry: its number in a borrower's ledger.
-        memory: uint8[slot_bytes], writable.
-    """
+    """A place for one frame."""
 
     segment: LentSegment
-    index: int
-    entry: int
-    memory: NDArray[np.uint8]
+    index: int  # its number in its segment
+    entry: int  # its number in a borrower's ledger
+    memory: NDArray[np.uint8]  # uint8[slot_bytes], writable
 
 
 @dataclass(slots=True, eq=False)
 class Loan:
-    """A slot that a borrower reads.
-
-    Args:
-        number: unique in the pool; the borrower writes it into its ledger when it is done.
-        ledger: the borrower's, as we see it.
-    """
+    """A slot that a borrower reads."""
 
     slot: _Slot
-    number: int
-    ledger: memoryview
+    number: int  # unique in the pool; the borrower writes it into its ledger when it is done
+    ledger: memoryview  # the borrower's, as we see it
 
     @property
     def is_over(self) -> bool:
@@ -171,20 +149,14 @@ class _Shelf:
 
 
 class Pool:
-    """Memory that a process lends to others.
-
-    Args:
-        on_retire: called with the serial of a segment that is not used any more.
-    """
+    """Memory that a process lends to others; `on_retire` gets the serial of a segment not used any more."""
 
     def __init__(self, bytes_max: int, on_retire: Callable[[int], None]) -> None:
         self._bytes_max = bytes_max
         self._on_retire = on_retire
         self._shelves: dict[int, _Shelf] = {}
-        self._segments: dict[int, LentSegment] = {}
-        """By number."""
-        self.size_bytes = 0
-        """Bytes of all segments, lent or not."""
+        self._segments: dict[int, LentSegment] = {}  # by number
+        self.size_bytes = 0  # bytes of all segments, lent or not
         self._serials = itertools.count()
         self._loans = itertools.count(1)
         self._misses_left = 0

@@ -19,8 +19,7 @@ from pipedist.protocol.wire import first_frame_bytes_max
 from pipedist.transport.config import SocketSettings
 from pipedist.transport.endpoints import Endpoint
 
-COPY_BYTES_MAX: Final = 64 * KIB
-"""Frames up to this size are copied into ZeroMQ's queue: cheaper than sharing them."""
+COPY_BYTES_MAX: Final = 64 * KIB  # up to this size, copying into ZeroMQ's queue is cheaper than sharing
 
 
 class Outbox:
@@ -32,11 +31,7 @@ class Outbox:
         self.size_bytes = 0
 
     def add(self, parts: list[bytes | memoryview]) -> None:
-        """Keep a message.
-
-        Raises:
-            RemoteProtocolError: the queue is full; the text continues the peer's name.
-        """
+        """Keep a message, or raise RemoteProtocolError: the queue is full; the text continues the peer's name."""
         size_bytes = sum(map(size_of, parts))
         count, settings = len(self.messages), self._settings
         if count >= settings.outbox_messages_max or self.size_bytes + size_bytes > settings.outbox_bytes_max:
@@ -47,7 +42,6 @@ class Outbox:
         self.size_bytes += size_bytes
 
     def pop(self) -> None:
-        """Remove the first message, which was sent."""
         self.size_bytes -= sum(map(size_of, self.messages.popleft()))
 
     def clear(self) -> None:
@@ -56,7 +50,6 @@ class Outbox:
 
 
 def size_of(part: bytes | memoryview) -> int:
-    """Return the bytes of a part, whatever its items are."""
     return part.nbytes if isinstance(part, memoryview) else len(part)
 
 
@@ -73,12 +66,7 @@ def plain_address(text: str) -> str:
 
 
 def configure(
-    socket: zmq.Socket[bytes],
-    limits: MessageLimits,
-    settings: SocketSettings,
-    *,
-    is_tcp: bool,
-    is_ipv6: bool,
+    socket: zmq.Socket[bytes], limits: MessageLimits, settings: SocketSettings, *, is_tcp: bool, is_ipv6: bool
 ) -> None:
     """Set the options that both ends of a connection have."""
     socket.setsockopt(zmq.MAXMSGSIZE, max(limits.frame_bytes_max, first_frame_bytes_max(limits)))
@@ -116,16 +104,14 @@ def hang_up(frame: zmq.Frame, endpoint: Endpoint) -> None:
             return  # it is gone already
 
 
-HANDSHAKE_FAILURES: Final[dict[int, str]] = {
+HANDSHAKE_FAILURES: Final[dict[int, str]] = {  # why a handshake failed, as seen by the server
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "its key was refused",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak the protocol, or has not this cluster's key",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it went away",
 }
-"""Why a handshake failed, as seen by the server."""
 
 FAILURE_EVENTS: Final = sum(HANDSHAKE_FAILURES)  # one bit each
 
 
 def event_of(frame: bytes) -> int:
-    """Return the event of a monitor message's first frame."""
     return int(struct.unpack("=hi", frame)[0])  # event, value

@@ -21,21 +21,15 @@ _DONTWAIT: Final = int(zmq.DONTWAIT)
 
 
 class Pump:
-    """Hands each frame that arrives on a socket to a function.
-
-    Args:
-        take: called with each frame, and whether more frames of its message follow, in the loop.
-        wake: called first at each wake-up: the socket may be writable again.
-        frames_per_wake_up: number of frames after which other callbacks run.
-    """
+    """Hands each frame that arrives on a socket to a function."""
 
     def __init__(
         self,
         socket: zmq.Socket[bytes],
-        take: Callable[[zmq.Frame, bool], None],
+        take: Callable[[zmq.Frame, bool], None],  # frame, whether more of its message follow; in the loop
         *,
-        wake: Callable[[], None] | None = None,
-        frames_per_wake_up: int,
+        wake: Callable[[], None] | None = None,  # first at each wake-up: the socket may be writable
+        frames_per_wake_up: int,  # number of frames after which other callbacks run
     ) -> None:
         self._socket = socket
         self._take = take
@@ -46,8 +40,7 @@ class Pump:
         self._fd = -1
         self._is_due = False
         self._is_running = False
-        self._is_within = False
-        """Whether the last frame was not the last one of its message."""
+        self._is_within = False  # whether the last frame was not the last one of its message
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()

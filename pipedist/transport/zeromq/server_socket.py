@@ -46,8 +46,7 @@ _ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 _ZAP_DOMAIN: Final = b"pipedist"
 _ZAP_FRAMES_MAX: Final = 16
 
-LOOK_UP_S: Final = 10.0
-"""How long the look-up of a name may take."""
+LOOK_UP_S: Final = 10.0  # how long the look-up of a name may take
 
 
 class Unwelcome(Exception):
@@ -55,8 +54,6 @@ class Unwelcome(Exception):
 
 
 class Address(NamedTuple):
-    """Where to bind, without a look-up."""
-
     text: str
     is_ipv6: bool
 
@@ -64,10 +61,7 @@ class Address(NamedTuple):
 async def looked_up(endpoint: Endpoint) -> Address:
     """Return the address of an endpoint, whose host may be a name: its first IPv4 address, or its first one.
 
-    ZeroMQ would look it up in the event loop.
-
-    Raises:
-        UsageError: the name has no address, or the look-up takes longer than LOOK_UP_S.
+    ZeroMQ would look it up in the event loop. Raise UsageError if it has none, or takes longer than LOOK_UP_S.
     """
     host = endpoint.host
     if not endpoint.is_name:
@@ -93,26 +87,20 @@ async def looked_up(endpoint: Endpoint) -> Address:
 
 
 class ServerSocket:
-    """A bound ROUTER; sending never blocks and loses nothing.
+    """A bound ROUTER; sending never blocks and loses nothing. Raises UsageError if it can't be bound.
 
-    Args:
-        address: from `looked_up`.
-        on_message: called with (identity, key, frames, fault): the key under which it came, "" without keys; frames
-            are read-only; a fault names the broken rule, "" for none. It raises Unwelcome.
-        on_reject: called with a reason, each time a peer is refused.
-
-    Raises:
-        UsageError: the endpoint can't be bound.
+    `on_message` gets (identity, key, frames, fault): the key under which it came, "" without keys; frames are
+    read-only; a fault names the broken rule, "" for none. It raises Unwelcome.
     """
 
     def __init__(
         self,
         endpoint: Endpoint,
-        address: Address,
+        address: Address,  # from `looked_up`
         *,
         keys: ServerKeys | None,
         on_message: Callable[[bytes, str, list[memoryview], str], None],
-        on_reject: Callable[[str], None],
+        on_reject: Callable[[str], None],  # called with a reason, each time a peer is refused
         limits: MessageLimits,
         settings: SocketSettings,
     ) -> None:
@@ -124,11 +112,9 @@ class ServerSocket:
         self._limits = limits
         self._first_bytes_max = first_frame_bytes_max(limits)
         self._settings = settings
-        self._waiting: dict[bytes, Outbox] = {}
-        """By identity: what ZeroMQ's queue for a peer can't take; none is empty."""
+        self._waiting: dict[bytes, Outbox] = {}  # what ZeroMQ's queue can't take, by identity; not empty
         self._retry: asyncio.TimerHandle | None = None
-        self._drained = anyio.Event()
-        """Set while closing, when nothing waits any more."""
+        self._drained = anyio.Event()  # set while closing, when nothing waits any more
         self._is_open = True
         self._begin_message()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -147,8 +133,7 @@ class ServerSocket:
     def send(self, identity: bytes, parts: list[bytes | memoryview]) -> bool:
         """Send a message as soon as there is room; return False if the peer is gone.
 
-        Raises:
-            RemoteProtocolError: too much waits for it already.
+        Raise RemoteProtocolError if too much waits for it already.
         """
         message = [identity, *parts]
         outbox = self._waiting.get(identity)
@@ -197,11 +182,7 @@ class ServerSocket:
         )
         opened = self._socket
         configure(
-            opened,
-            self._limits,
-            self._settings,
-            is_tcp=self.endpoint.is_tcp,
-            is_ipv6=self._address.is_ipv6,
+            opened, self._limits, self._settings, is_tcp=self.endpoint.is_tcp, is_ipv6=self._address.is_ipv6
         )
         opened.setsockopt(zmq.ROUTER_MANDATORY, 1)
         opened.setsockopt(zmq.ROUTER_HANDOVER, 0)

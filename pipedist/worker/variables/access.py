@@ -277,11 +277,9 @@ async def _awaited(treedef: trees.Treedef, results: Sequence[Awaitable[Array]]) 
 
 
 def component(traits: Traits, copies: Sequence[Array], *, mirrored: bool) -> Tree:
-    """Return a variable's values on all replicas, for combining them.
+    """Return a variable's values on all replicas (one if all have the same), for combining them.
 
-    Args:
-        copies: each replica's value; a single one if all have the same.
-        mirrored: return a PerReplica also if all have the same, unless the strategy has a single copy.
+    With `mirrored`, return a PerReplica even then, unless the strategy has a single copy.
     """
     if traits.copies:
         return PerReplica(copies)

@@ -42,15 +42,11 @@ class VariablePlaceholder:
 
 @dataclass(slots=True)
 class _Held:
-    """A variable's traits and the closure's own copy of its value."""
-
     traits: Traits
     value: Array
 
 
 class _Execution:
-    """The variables of a running closure."""
-
     def __init__(self, sent: Mapping[int, SentVariable]) -> None:
         self.held = {
             number: _Held(Traits.from_wire(each.traits, each.value), each.value)
@@ -59,8 +55,7 @@ class _Execution:
         self.changes: list[Change] = []
 
 
-_running: ContextVar[_Execution | None] = ContextVar("pipedist_closure", default=None)
-"""Set while a closure with variables runs."""
+_running: ContextVar[_Execution | None] = ContextVar("pipedist_closure", default=None)  # set while one runs
 
 
 class ClosureVariable(AnyVariable):

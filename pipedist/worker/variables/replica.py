@@ -44,7 +44,6 @@ EMIT_OF: Final = -2  # `Emit.of` of that slot, which is not the value of a stage
 
 
 def state_name(space: int) -> str:
-    """Return the name of a variable's state in `Shards.states`."""
     return f"{PREFIX}{space}"
 
 
@@ -178,9 +177,9 @@ class ReplicaVariables:
         require_aggregation(traits, method)
         label = f"{method} of variable {traits.name!r}"
         if traits.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            result = context._collective("broadcast", own, source=0, label=label)
+            result = context._request("broadcast", own, source=0, label=label)
         else:
-            result = context._collective("all_reduce", own, op=traits.aggregation.value, label=label)
+            result = context._request("all_reduce", own, op=traits.aggregation.value, label=label)
         if context.is_async:
             return self._later(space, traits, method, result)
         return self._set(space, traits, method, frozen(np.asarray(result)))

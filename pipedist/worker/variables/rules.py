@@ -97,33 +97,18 @@ class Traits:
 
     @property
     def label(self) -> str:
-        """The variable's name in errors."""
         return f"variable {self.name!r} ({self.dtype}{list(self.shape)})"
 
     def to_wire(self) -> list[Any]:
-        return [
-            self.name,
-            self.trainable,
-            self.synchronization.value,
-            self.aggregation.value,
-            self.replicas,
-            self.one_place,
-        ]
+        constants = (self.synchronization.value, self.aggregation.value, self.replicas, self.one_place)
+        return [self.name, self.trainable, *constants]
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any], value: Array) -> Traits:
         """Return the traits from `to_wire`, and the value of the variable or one copy."""
         name, trainable, synchronization, aggregation, replicas, one_place = fields
-        return cls(
-            name,
-            value.shape,
-            value.dtype,
-            trainable,
-            VariableSynchronization(synchronization),
-            VariableAggregation(aggregation),
-            replicas,
-            one_place,
-        )
+        how = VariableSynchronization(synchronization), VariableAggregation(aggregation)
+        return cls(name, value.shape, value.dtype, trainable, *how, replicas, one_place)
 
 
 def declare(
@@ -152,16 +137,9 @@ def declare(
             f"variable {name!r}: the mean of {initial.dtype} values is not {initial.dtype}: use a floating "
             "dtype, or another aggregation"
         )
-    return Traits(
-        name,
-        initial.shape,
-        initial.dtype,
-        not on_read if trainable is None else bool(trainable),
-        synchronized,
-        aggregated,
-        replicas,
-        one_place,
-    )
+    trains = not on_read if trainable is None else bool(trainable)
+    how = synchronized, aggregated
+    return Traits(name, initial.shape, initial.dtype, trains, *how, replicas, one_place)
 
 
 def _is_floating(dtype: np.dtype[Any]) -> bool:
@@ -269,7 +247,6 @@ def _wrapped(old: Array, method: AssignMethod, operand: Array, result: Array) ->
 
 
 def read_copies(traits: Traits, copies: Sequence[Array]) -> Array:
-    """Return the aggregate of the copies of an ON_READ variable."""
     if traits.aggregation is VariableAggregation.NONE:
         raise ValueError(
             f"the {traits.label} is on_read without aggregation: outside of replica functions it has no "
