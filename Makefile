@@ -137,6 +137,10 @@ bench: $(INSTALLED)  ## Measure pipedist beside its peers: make bench ARGS="--on
 bench-scheduler: $(INSTALLED)  ## Measure the scheduler's cost per call, with 10 to 10,000 workers.
 	$(BIN)/python -m benchmarks.scheduler_cost $(ARGS)
 
+.PHONY: bench-overlap
+bench-overlap: $(INSTALLED)  ## Measure how calls on processors and on a simulated GPU overlap, beside Ray Data.
+	$(BIN)/python -m benchmarks.overlap $(ARGS)
+
 .PHONY: bench-training
 bench-training: $(INSTALLED)  ## Measure a training with 1,000,000 parameters: time, memory, disk.
 	$(BIN)/python -m benchmarks.training $(ARGS)

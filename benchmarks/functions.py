@@ -65,3 +65,15 @@ def batches(count: int, elements: int) -> Iterator[np.ndarray]:
     pool = [np.full(elements, k, np.float32) for k in range(BATCH_POOL)]
     for i in range(count):
         yield pool[i % BATCH_POOL]
+
+
+def decode(x: np.ndarray, s: float) -> np.ndarray:
+    """Simulate a decode that takes `s` seconds."""
+    time.sleep(s)
+    return x * 2
+
+
+def infer(x: np.ndarray, s: float) -> np.ndarray:
+    """Simulate an inference that takes `s` seconds of a GPU."""
+    time.sleep(s)
+    return x + 1

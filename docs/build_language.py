@@ -144,6 +144,21 @@ names; cycles are errors. The input of a stage:
 A function is named "package.module:name". It is imported from the import path, to which the folder `code` is
 appended. It is called as `fn(shard, **with)`. An empty shard makes no call (but see `collectives`).
 
+The runs of a chain are one call: they are executed one after the other on each shard, by one worker. A run begins
+calls of its own if its `resources` differ from those of the run that it reads, or if it has a `batch`. Its calls
+get the committed values of that run while these are made, on other workers if these are free, and both make
+progress at the same time. A step is available when all of its elements are; at most a few MiB of values wait
+between the two, beside the limits of each. `pipedist plan` shows which runs share a call, and which are streamed. A
+dataset whose stages have `collectives`, or feed or read a state, has one call for each chain, whatever the resources.
+If the values of a run can't leave their process, give the runs that read it the same `resources`.
+
+With `batch: B`, step s of an epoch is the elements [s*B, (s+1)*B) of the epoch in the dataset's order, and is divided
+among the replicas as a step of a dataset is. An epoch's last step may be shorter. Elements that `drop_remainder`
+drops are not part of it, and an element that an earlier run quarantined leaves its place empty, so the step of every
+other element stays the same. Stages that read the run have its steps; a further `batch` divides them again. A
+call gets the rows of its elements: every leaf of the input's values must be an array with one row for each element,
+and equal dtypes. Without `batch`, or with that of the input, values may be any tree.
+
 One dataset feeds all updates of a spec, step by step: a step begins when the updates whose states its stages
 read are applied. A dataset whose stages read a state but feed no update is held out: it is read once after each
 epoch of the feeding dataset, with the states of that moment. It has no `epochs` of its own, and its reductions

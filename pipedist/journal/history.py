@@ -131,16 +131,16 @@ class History:
         """Return the ledger that follows from the ranges of calls."""
         elements = committed = quarantined = 0
         for dataset in dict.fromkeys(each["dataset"] for each in self.header.passes.values()):
-            passes = [
-                self.passes.get(key, PassHistory())
-                for key, each in self.header.passes.items()
-                if each["dataset"] == dataset
-            ]
+            described = [each for each in self.header.passes.items() if each[1]["dataset"] == dataset]
+            passes = [self.passes.get(key, PassHistory()) for key, _ in described]
+            batches = [each.get("batch", 1) for _, each in described]
             most = max(p.elements for p in passes)
             elements += most
-            quarantine = {element: step for p in passes for element, step in p.quarantined.items()}
-            reached = min((p.steps for p in passes if not p.complete), default=None)
-            whole = [step for step in quarantine.values() if reached is None or step < reached]
+            places = zip(passes, batches, strict=True)
+            quarantine = {element: step * b for p, b in places for element, step in p.quarantined.items()}
+            places = zip(passes, batches, strict=True)
+            reached = min((p.steps * b for p, b in places if not p.complete), default=None)
+            whole = [place for place in quarantine.values() if reached is None or place < reached]
             committed += min(most if p.complete else p.elements for p in passes) - len(whole)
             quarantined += len(quarantine)
         return {

@@ -176,7 +176,7 @@ def _check_inputs(spec: Spec) -> Iterator[Problem]:
 def _check_gangs(plan: Plan) -> Iterator[Problem]:
     """Check that the runs of a gang have an input for empty shards too."""
     for pass_ in plan.passes:
-        division = plan.division(pass_.dataset)
+        division = plan.division_of(pass_)
         if not pass_.gang or division is None or not division.steps_per_epoch:
             continue
         last = division.steps_per_epoch - 1

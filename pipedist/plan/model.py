@@ -25,18 +25,20 @@ CALLS_AT_ONCE: Final = 32
 
 
 class PassPlan(Struct, frozen=True):
-    """One read of one dataset in one phase; every call executes all of `runs`, in order."""
+    """One read of one input in one phase; every call executes all of `runs`, in order."""
 
     phase: int
     dataset: str
-    root: str  # the dataset, or a run of an earlier phase whose committed values are read again
+    # The dataset, or a run whose committed values are read: of an earlier phase, or of this one while it is executed
+    root: str
     runs: tuple[str, ...]
     folds: tuple[str, ...]  # the reduce and gather stages of the root and the runs
-    kept: tuple[str, ...]  # runs whose values a later phase reads
+    kept: tuple[str, ...]  # runs whose values another pass reads
     updates: tuple[str, ...] = ()  # the updates that its steps feed, in the order in which they are applied
     follows: str = ""  # the dataset after each of whose epochs this pass reads its own once, or ""
     gang: bool = False  # the calls of a step run at the same time
     gpus: float = 0.0
+    batch: int = 0  # the number of elements of a step
     key: str = ""  # the name of the pass in the journal
 
     def communication(self, spec: Spec) -> dict[str, CollectivesSpec]:
@@ -101,6 +103,25 @@ class Plan(Struct, frozen=True):
         d = self.spec.datasets[dataset]
         return Division(length, d.batch, self.spec.replicas, d.drop_remainder)
 
+    def division_of(self, pass_: PassPlan) -> Division | None:
+        """Return how the elements of a pass are divided; None if their number is unknown."""
+        division = self.division(pass_.dataset)
+        if division is None or pass_.batch == division.batch:
+            return division
+        length = division.length
+        if division.drop_remainder:
+            length = division.steps_per_epoch * division.batch
+        return Division(length, pass_.batch, division.replicas)
+
+    def maker(self, pass_: PassPlan) -> PassPlan | None:
+        """Return the pass of the same phase whose values a pass reads; None if there is none."""
+        return next((p for p in self.phases[pass_.phase] if pass_.root in p.runs), None)
+
+    def rebatched(self, pass_: PassPlan) -> int:
+        """Return the batch size of a pass that divides the values that it reads into other steps; 0: it does not."""
+        source = next((p for p in self.passes if pass_.root in p.runs), None)
+        return 0 if source is None or source.batch == pass_.batch else pass_.batch
+
     def quarantine_max(self, dataset: str) -> int:
         """Return how many elements a pass over a dataset may quarantine."""
         limit = self.spec.quarantine_max
@@ -115,10 +136,19 @@ class Plan(Struct, frozen=True):
 
     def calls(self, pass_: PassPlan, steps: int) -> int:
         """Return the number of calls of a pass in steps [0, steps); 0 if unknown."""
-        division = self.division(pass_.dataset)
+        division = self.division_of(pass_)
         if division is None:
             return 0
         return steps * division.replicas if pass_.gang else division.calls(steps)
+
+    def elements(self, pass_: PassPlan, steps: int) -> int:
+        """Return the number of elements of a pass in steps [0, steps), of whole steps if it is unknown."""
+        division = self.division_of(pass_)
+        if division is None or not division.steps_per_epoch:
+            return steps * pass_.batch
+        epochs, rest = divmod(steps, division.steps_per_epoch)
+        whole = division.steps_per_epoch * division.batch
+        return epochs * (whole if division.drop_remainder else division.length) + rest * division.batch
 
     def states_read(self, pass_: PassPlan) -> tuple[str, ...]:
         """Return the states that the calls of a pass read while they change."""

@@ -5,6 +5,10 @@ A new phase is needed for a value that must be complete before it is read (`${st
 values of its input are kept and read again, not computed twice: every reader sees the values that were committed
 first.
 
+A run whose `resources` differ from those of its input, or that has a `batch`, begins a pass of its own in the same
+phase: workers with and without the resources execute both at once, and the values stream from one pass to the
+other. A dataset whose stages use collectives or take part in a training is excluded from that rule.
+
 All passes of a training (`pipedist.spec.training`) are in ONE phase: the pass whose steps feed the updates, and
 a pass for each held-out dataset, which follows its epochs. Other stages of the feeding dataset share its pass if
 possible, because its epochs may end early.
@@ -16,7 +20,7 @@ from graphlib import TopologicalSorter
 
 from pipedist.plan.model import PassPlan
 from pipedist.spec import RunSpec, Spec, UpdateSpec
-from pipedist.spec.training import TrainingStages
+from pipedist.spec.training import TrainingStages, undivided
 
 
 class ConflictingTrainingInputs(Exception):
@@ -40,15 +44,16 @@ def dataset_of(spec: Spec, name: str) -> str:
 def phases(spec: Spec, training: TrainingStages | None) -> tuple[tuple[PassPlan, ...], ...]:
     """Return the passes of each phase, or raise ConflictingTrainingInputs."""
     places = _Places(spec, training)
-    groups: dict[tuple[int, str], list[str]] = {}
+    groups: dict[tuple[int, int, bool, str, float, int], list[str]] = {}
+    held_out = training.held_out if training is not None else ()
     for name in places.order:
         if not isinstance(spec.stages[name], UpdateSpec):
-            groups.setdefault((places.phase[name], places.root[name]), []).append(name)
-    roots = {root for _, root in groups}
+            root = places.root[name]
+            place = (places.phase[name], places.depth[name], root in held_out, root, *places.kind[name])
+            groups.setdefault(place, []).append(name)
+    roots = {group[3] for group in groups}
     passes = []
-    held_out = training.held_out if training is not None else ()
-    order = sorted(groups.items(), key=lambda group: (group[0][0], group[0][1] in held_out, group[0][1]))
-    for (number, root), names in order:
+    for (number, _, _, root, gpus, batch), names in sorted(groups.items()):
         runs = [name for name in names if isinstance(spec.stages[name], RunSpec)]
         dataset = dataset_of(spec, root)
         trains = training is not None and (number, root) == places.training_pass
@@ -64,7 +69,8 @@ def phases(spec: Spec, training: TrainingStages | None) -> tuple[tuple[PassPlan,
                 follows=training.feeder if training is not None and dataset in held_out else "",
                 gang=any(getattr(spec.stages[name], "collectives", False) for name in runs),
                 gpus=max((getattr(spec.stages[name], "gpus", 0.0) for name in runs), default=0.0),
-                key=f"{number}/{root}",
+                batch=batch or spec.datasets[dataset].batch,
+                key=f"{number}/{root}" + (f"+{gpus:g}+{batch}" if (gpus, batch) != (0.0, 0) else ""),
             )
         )
     count = max((p.phase for p in passes), default=-1) + 1
@@ -80,6 +86,13 @@ class _Places:
         self._links = spec.links
         self.phase: dict[str, int] = {}
         self.root: dict[str, str] = {}
+        self.depth: dict[str, int] = {}
+        """The number of passes of the same chain and phase before that of a stage."""
+        self.kind: dict[str, tuple[float, int]] = {}
+        """What passes with the same root differ in: GPUs of a pass that begins within a phase, and the batch size
+        that differs from the dataset's, or 0."""
+        collectives = [name for name, stage in spec.stages.items() if getattr(stage, "collectives", False)]
+        self._undivided = undivided(tuple(spec.datasets), spec.links, collectives)
         self.training_pass: tuple[int, str] | None = None
         graph = {
             name: [other for other in (spec.stages[name].of, *links.waits) if other in spec.stages]
@@ -98,11 +111,24 @@ class _Places:
         before = self.phase.get(stage.of, least)
         self.phase[name] = before
         self.root[name] = self.root.get(stage.of, stage.of)
+        self.depth[name] = self.depth.get(stage.of, 0)
+        self.kind[name] = self.kind.get(stage.of, (0.0, 0))
         if isinstance(stage, RunSpec):
             waited = [1 + self.phase[other] for other in self._links[name].waits]
             self.phase[name] = max([least, before, *waited])
             if self.phase[name] > before and stage.of in self._spec.stages:
-                self.root[name] = stage.of
+                self.root[name], self.depth[name] = stage.of, 0
+                self.kind[name] = (0.0, stage.batch or self.kind[name][1])
+            elif self._begins_a_pass(stage):
+                self.root[name], self.depth[name] = stage.of, self.depth[name] + 1
+                self.kind[name] = (stage.gpus, stage.batch or self.kind[name][1])
+
+    def _begins_a_pass(self, stage: RunSpec) -> bool:
+        """Return whether a run is executed in calls of its own, although its input is in the same phase."""
+        source = self._spec.stages.get(stage.of)
+        if not isinstance(source, RunSpec) or dataset_of(self._spec, stage.of) in self._undivided:
+            return False
+        return stage.batch is not None or stage.gpus != source.gpus
 
     def _put_training(self, training: TrainingStages) -> None:
         members = [name for name in self.order if name in training.members]

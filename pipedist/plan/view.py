@@ -99,6 +99,10 @@ def _delivery(plan: Plan, name: str) -> str:
 
 def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
     again = "" if pass_.root == pass_.dataset else f" (the kept values of {pass_.root})"
+    if plan.maker(pass_) is not None:
+        again = f" (the values of {pass_.root}, streamed while they are made)"
+    if plan.rebatched(pass_):
+        again += f", in steps of {pass_.batch:,}, {-(-pass_.batch // plan.spec.replicas):,} per replica"
     once = f" once after each epoch of {pass_.follows}" if pass_.follows else ""
     turns = ""
     if pass_.updates and (granularity := plan.granularity(pass_)) != "run":
@@ -112,6 +116,8 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
         lines.append(
             f"  ends if more than {plural(plan.quarantine_max(pass_.dataset), 'element')} fail (quarantine_max)"
         )
+    if len(pass_.runs) > 1 and any(plan.maker(each) for each in plan.passes):
+        lines.append(f"  one call executes {', '.join(pass_.runs)}")
     for name in pass_.runs:
         lines.append(f"  run     {name}: {_call(plan, name)}{_waits(plan, name)}{_limits(plan, pass_, name)}")
     for name in pass_.folds:
@@ -216,8 +222,11 @@ def as_mermaid(plan: Plan) -> str:
                 label = f"{name}<br/>{_quoted(plan.functions[name].label)}<br/>{_WHEN[plan.states[name].per]}"
                 lines.append(f'    {ids[name]}[["{label}"]]')
         lines.append("  end")
+    streamed = {name for p in plan.passes if plan.maker(p) is not None for name in p.runs}
+    streamed -= {name for p in plan.passes for name in p.runs if spec.stages[name].of in p.runs}
     for name, stage in spec.stages.items():
-        lines.append(f"  {ids[stage.of]} --> {ids[name]}")
+        arrow = "-->|stream|" if name in streamed else "-->"
+        lines.append(f"  {ids[stage.of]} {arrow} {ids[name]}")
         lines += [f"  {ids[ref]} -.->|with| {ids[name]}" for ref in _awaited(plan, name)]
         lines += [f"  {ids[ref]} -.->|state| {ids[name]}" for ref in plan.spec.links[name].reads]
         lines += [f"  {ids[other]} -.->|after| {ids[name]}" for other in _after(plan, name)]
@@ -268,6 +277,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
                     "folds": list(p.folds),
                     "kept": list(p.kept),
                     "updates": list(p.updates),
+                    "batch": p.batch,
+                    "streams": plan.maker(p) is not None,
                     "follows": p.follows or None,
                     "gpus": p.gpus or None,
                     "calls_at_once": {n: c for n in p.runs if (c := plan.calls_at_once(n))} or None,

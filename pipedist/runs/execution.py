@@ -92,7 +92,7 @@ class Execution:
             """Cancel the passes that can't fail before the first failure any more."""
             first = min((place for place, _ in failed), default=(math.inf, 0))
             for place, execution in enumerate(executions):
-                if (execution.steps, place) > first:
+                if (execution.steps, place) > first or execution.is_starved:
                     scopes[place].cancel()
 
         async def guarded(place: int, execution: PassExecution) -> None:
@@ -115,6 +115,8 @@ class Execution:
                     execution.leave_training()  # workers keep its results until the phase is durable
                 else:
                     execution.leave()
+                if failed:
+                    stop_later_passes()
 
         journal = self._journal
         durables = {} if journal is None else {p: journal.of(p, self._plan.spec.replicas) for p in phase}
@@ -126,13 +128,19 @@ class Execution:
         for pass_ in phase:
             for name in pass_.kept:
                 log = durables[pass_].log(name) if pass_ in durables else None
-                self._spools[name] = stack.enter_context(closing(Spool(name, log)))
+                later = (p for p in self._plan.passes if p.phase > self._phase and p.root == name)
+                if log is not None or any(later):
+                    self._spools[name] = stack.enter_context(closing(Spool(name, log)))
         with ExitStack() as opened:
             training = await self._begin_training(phase, opened, durables)
             executions = [self._open(pass_, training, opened, durables.get(pass_)) for pass_ in phase]
             if training is not None:
                 held_out = [r for p, r in zip(phase, executions, strict=True) if p.follows]
                 self._executions[next(p for p in phase if p.updates)].evaluated_by = held_out
+            for pass_, execution in zip(phase, executions, strict=True):
+                maker = self._plan.maker(pass_)
+                if maker in phase:  # an earlier process may have completed it
+                    execution.read_from(self._executions[maker])
             scopes = [anyio.CancelScope() for _ in executions]
             for execution in executions:
                 await execution.begin()
@@ -275,17 +283,14 @@ class Execution:
             # a complete pass may have had fewer steps than another of its dataset, which then ended early
             seen = [issued if _is_complete(h) else h.counts.elements_visible if h else 0 for h in handles]
             committed += min(seen, default=0)
-            quarantined_steps: dict[int, int] = {}
+            places: dict[int, int] = {}
+            """By quarantined element, the number of elements before its step."""
             for pass_ in passes:
                 if pass_ in self._quarantines:
-                    quarantined_steps |= self._quarantines[pass_].steps()
-            if quarantined_steps:
-                visible = min(
-                    math.inf if _is_complete(h) else h.counts.steps_visible if h is not None else 0
-                    for h in handles
-                )
-                committed -= sum(1 for step in quarantined_steps.values() if step < visible)
-                quarantined += len(quarantined_steps)
+                    steps = self._quarantines[pass_].steps().items()
+                    places |= {element: self._plan.elements(pass_, step) for element, step in steps}
+            committed -= sum(1 for before in places.values() if before < min(seen))
+            quarantined += len(places)
         return Ledger(elements, committed, quarantined, elements - committed - quarantined)
 
     def retries(self) -> dict[str, dict[str, int]]:
@@ -333,12 +338,10 @@ class Execution:
             handle = self._counts.get(pass_)
             if handle is None:
                 continue
-            division = self._plan.division(pass_.dataset)
+            division = self._plan.division_of(pass_)
             total = calls = None
             if division is not None:
-                whole = division.steps_per_epoch * division.batch
-                per_epoch = whole if division.drop_remainder else division.length
-                total = per_epoch * self._plan.epochs(pass_)
+                total = self._plan.elements(pass_, division.steps_per_epoch * self._plan.epochs(pass_))
                 calls = None if handle.steps_total is None else self._plan.calls(pass_, handle.steps_total)
             counts = handle.counts
             passes.append(

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.abc
 import anyio.to_thread
+import numpy as np
+from numpy.typing import NDArray
 
 from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle, Slots
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.pass_feeds import GatedFeed, Spool, feed_of
+from pipedist.runs.pass_feeds import GatedFeed, Spool, SpoolFeed, feed_of
 from pipedist.runs.pass_folds import PassFolds
 from pipedist.runs.pass_journal import CALLS, CALLS_S, PASS_STATE, STATE, Finished, FinishedCallLog
 from pipedist.runs.programs import (
@@ -31,6 +33,7 @@ from pipedist.runs.programs import (
     stored_slot,
 )
 from pipedist.runs.quarantine import PassQuarantine
+from pipedist.runs.rebatching import kept_shards
 from pipedist.runs.state_history import StateHistory
 from pipedist.runs.subscription import Part, Step, Subscription
 from pipedist.runs.training import Trainer, TrainingParticipant
@@ -41,6 +44,9 @@ if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
     from pipedist.runs.pass_journal import PassJournal, PendingSnapshot, RunJournal, Versioned
 
+
+Places = tuple[list[Tree], tuple[int, ...], list[tuple[int, NDArray[np.int64]]]]
+"""The ids, skipped replicas and removed positions of a step; see `PassQuarantine.ids`."""
 
 STORED_BYTES_MAX = 256 * 2**20
 """Bytes of the values of one run that are stored for a reuse; with more, none of them are."""
@@ -105,14 +111,17 @@ class PassExecution:
         self.on_taken: Callable[[], None] = lambda: None
         """Called after steps were taken."""
         self.evaluated_by: list[PassExecution] = []
-        """Passes over held-out data: their steps are committed before later steps of this pass."""
+        """Passes over held-out data, and the one that makes the values which this pass reads: their steps are
+        committed before later steps of this pass."""
         self._participant: TrainingParticipant | None = None
         if training is not None:
             self._participant = training.participant(pass_, self._feed)
             self._feed = self._participant.feed
         elif steps_max is not None:
             self._feed = GatedFeed(self._feed, "run", steps_max=steps_max)
-        self._spools = {name: spools[name] for name in pass_.kept}
+        self._readers: dict[str, list[SpoolFeed]] = {}
+        """The feeds of other passes of the phase, by the run whose values they get."""
+        self._spools = {name: spools[name] for name in pass_.kept if name in spools}
         self._storable: tuple[str, ...] = ()
         """The other runs. The same ones in each process of a run, because cached results are of one program."""
         self._stored: dict[str, Spool] = {}
@@ -140,6 +149,8 @@ class PassExecution:
         subscription = self._subscription
         if wait.reason == "data" and isinstance(self._feed, GatedFeed) and self._feed.held_back:
             return wait.refined("state", self._feed.held_back)
+        if wait.reason == "data" and isinstance(self._feed, SpoolFeed) and self._feed.is_live:
+            return wait.refined("stream", f"not all values of {self._pass.root} for the next step are made")
         if wait.reason != "reader":
             return wait
         if subscription is not None and subscription.is_full:
@@ -148,6 +159,8 @@ class PassExecution:
             return wait.refined("subscriber", text)
         if self._participant is not None and not self._between:
             return wait.refined("state", f"{wait.text}: states are being updated with the steps before them")
+        if full := [name for name, feeds in self._readers.items() if any(feed.is_full for feed in feeds)]:
+            return wait.refined("stream", f"{wait.text}: stages that read {', '.join(full)} are slower")
         stages = ", ".join(self._pass.folds)
         by = f" by the stages {stages}" if stages else ""
         return wait.refined("fold", f"{wait.text}{by}")
@@ -189,6 +202,8 @@ class PassExecution:
                 quarantine_max=self._plan.quarantine_max(self._pass.dataset),
                 quarantined=0 if found is None else len(found["quarantine"]),
                 gpus=self._pass.gpus,
+                # values that were made are used before more are made
+                priority=1 if self._plan.maker(self._pass) is None else 0,
             ),
             retries=retries_of(self._plan, self._pass),
             quarantine=quarantine,
@@ -204,6 +219,18 @@ class PassExecution:
         handle.counts.calls_past = self._plan.calls(self._pass, self.steps)
         return handle
 
+    def read_from(self, maker: PassExecution) -> None:
+        """Get the values of a run from the pass of the phase that makes them."""
+        assert isinstance(self._feed, SpoolFeed)  # its root is a run
+        self.evaluated_by.append(maker)
+        self._feed.follow()
+        maker._readers.setdefault(self._pass.root, []).append(self._feed)
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether the pass that makes its values has failed, and all of these are processed."""
+        return isinstance(self._feed, SpoolFeed) and self._feed.is_starved(self.steps)
+
     async def begin(self) -> None:
         """Go to the first uncommitted step, before any pass of the phase runs."""
         if self._durable is None:
@@ -212,9 +239,9 @@ class PassExecution:
             self._state_history = StateHistory(self._durable)
         for name, spool in (self._spools | self._stored).items():
             await spool.restore(self._durable.places(name))
+        await self._feed.begin_at(self.steps)
         if self.steps:
             self.quarantine.restore(self._durable.part(PASS_STATE)["quarantine"])
-            await self._feed.begin_at(self.steps)
             if self._participant is not None:
                 self._participant.restore(self._durable.part(PASS_STATE)["training"])
         if self._calls is not None:
@@ -253,17 +280,28 @@ class PassExecution:
 
     async def _read(self, tasks: anyio.abc.TaskGroup) -> None:
         """Take all steps, and commit them periodically."""
-        committing = anyio.CancelScope()
+        committing, done = anyio.CancelScope(), anyio.Event()
 
         async def commit_periodically(journal: RunJournal, durable: PassJournal) -> None:
             with committing:
                 every_s = self._plan.spec.checkpoint.every_s if self._training is not None else None
                 await journal.commit_periodically(lambda: self._next_snapshot(durable), every_s)
+            if self._readers and self.steps > durable.steps_committed:  # their passes wait for these steps
+                if self._subscription is not None:
+                    await self._subscription.passed(self._subscription.mark)
+                for maker in self.evaluated_by:
+                    if maker._durable is not None:
+                        await journal.reached(maker._durable, maker.steps)
+                await anyio.to_thread.run_sync(durable.flush)
+                await journal.commit([self._snapshot(durable)])
+            done.set()
 
         self._between = True
         if self._journal is not None and self._durable is not None:
             name = f"journal of {self.name}"
             tasks.start_soon(commit_periodically, self._journal, self._durable, name=name)
+        else:
+            done.set()
         async for batch in self.handle.batches():
             async with self._taking:
                 self._between = False
@@ -272,7 +310,16 @@ class PassExecution:
                 self._between = True
             self._took.set()
             self.on_taken()
+            for feed in self._feeds_fed():
+                await feed.room()
+        for feed in self._feeds_fed():
+            feed.end()
         committing.cancel()
+        if self._readers:
+            await done.wait()
+
+    def _feeds_fed(self) -> list[SpoolFeed]:
+        return [feed for feeds in self._readers.values() for feed in feeds]
 
     async def _next_snapshot(self, durable: PassJournal) -> PendingSnapshot:
         """Wait for new results, and snapshot them; steps when the subscriber has seen them."""
@@ -385,10 +432,12 @@ class PassExecution:
         await self._folds.add(epoch, steps)
         if self.quarantine.has_unread_inputs:
             await self.quarantine.read_inputs(first + len(steps))
-        if self._spools or self._stored:
+        if self._spools or self._stored or self._readers:
             places = [self.quarantine.ids(step) for step in range(first, first + len(steps))]
             counts = [self._feed.elements(step, step + 1) for step in range(first, first + len(steps))]
-            await anyio.to_thread.run_sync(self._keep, epoch, steps, places, counts)
+            if self._spools or self._stored:
+                await anyio.to_thread.run_sync(self._keep, epoch, steps, places, counts)
+            self._hand_over(epoch, steps, places, counts, step_bytes)
         self.elements += self._feed.elements(first, first + len(steps))
         self.steps = first + len(steps)
         subscription = self._subscription
@@ -405,22 +454,40 @@ class PassExecution:
         self,
         epoch: int,
         steps: list[list[Slots]],
-        places: list[tuple[list[Tree], tuple[int, ...]]],
+        places: list[Places],
         counts: list[int],
     ) -> None:
         """Append steps to the spools, in a thread; nothing else uses the spools meanwhile."""
         for name, spool in self._spools.items():
             for at, parts in enumerate(parts_of(slot_of(name, self._plan.spec.stages[name]), steps)):
-                ids, skipped = places[at]
-                spool.append(parts, ids, elements=counts[at], epoch=epoch, skipped=skipped)
+                ids, skipped, removed = places[at]
+                spool.append(parts, ids, elements=counts[at], epoch=epoch, skipped=skipped, removed=removed)
         for name, spool in list(self._stored.items()):
             for at, found in enumerate(parts_of(stored_slot(name), steps)):
                 if len(found) < len(steps[at]) or spool.bytes(0, len(spool)) > STORED_BYTES_MAX:
                     del self._stored[name]
                     self._not_stored.append(name)
                     break
-                ids, _ = places[at]
+                ids, *_ = places[at]
                 spool.append([value for (value,) in found], ids, elements=counts[at], epoch=epoch)
+
+    def _hand_over(
+        self,
+        epoch: int,
+        steps: list[list[Slots]],
+        places: list[Places],
+        counts: list[int],
+        step_bytes: int,
+    ) -> None:
+        """Give the values of steps to the passes of the phase that read them."""
+        for name, feeds in self._readers.items():
+            for at, parts in enumerate(parts_of(slot_of(name, self._plan.spec.stages[name]), steps)):
+                ids, skipped, removed = places[at]
+                for hole in skipped:
+                    parts.insert(hole, None)
+                shards = kept_shards(ids, parts, counts[at], self._replicas, removed)
+                for feed in feeds:
+                    feed.put(epoch, counts[at], step_bytes, shards)
 
     async def _notify_training(self, participant: TrainingParticipant, last: int, epoch: int) -> None:
         ends = await participant.feed.ends_epoch(last)
@@ -438,7 +505,9 @@ class PassExecution:
         self.leave_training()
 
     def leave_training(self) -> None:
-        """Leave the training, so that other passes need not wait for this one."""
+        """Leave the training and the readers, so that other passes need not wait for this one."""
+        for feed in self._feeds_fed():
+            feed.cut_off()
         if self._participant is not None:
             self._participant.leave()
 

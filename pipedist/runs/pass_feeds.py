@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 
 import anyio
 import anyio.to_thread
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
+from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import (
     READ_BYTES,
@@ -21,6 +24,7 @@ from pipedist.datasets.feeds import (
     SequentialFeed,
     ShardRead,
     StepBatch,
+    positions,
 )
 from pipedist.errors import FoldError, OutputError, PipedistError
 from pipedist.journal.log_format import EMPTY, LogEntry, RecordLog
@@ -28,15 +32,20 @@ from pipedist.plan import PassPlan, Plan
 from pipedist.plan.model import Granularity
 from pipedist.protocol.codec import decode
 from pipedist.protocol.program import ReaderConfig, Shards
+from pipedist.runs.rebatching import KeptShard, KeptStep, StepCutter, has_rows, kept_shards
 
 
 def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
     spec = plan.spec
     dataset = spec.datasets[pass_.dataset]
+    division = plan.division_of(pass_)
     if pass_.root != pass_.dataset:
-        return SpoolFeed(spools[pass_.root], spec.replicas, dataset.batch)
+        reader = ReaderConfig(None, pass_.batch, -1, False)
+        if division is not None:  # it decides the epoch of a step
+            reader = replace(reader, length=division.length, drop_remainder=division.drop_remainder)
+        batch = plan.rebatched(pass_)
+        return SpoolFeed(pass_.root, spools.get(pass_.root), spec.replicas, batch, reader)
     source = plan.sources[pass_.dataset]
-    division = plan.division(pass_.dataset)
     if division is None:
         return SequentialFeed(
             source,
@@ -73,10 +82,6 @@ class Spool:
         self._frames = array("q", [0])
         """Index of the first frame of each step in `_sizes`."""
         self._sizes = array("q")
-        self._skipped: dict[int, tuple[int, ...]] = {}
-        """Shards without a value, by step."""
-        self.parts = array("l")
-        """Number of non-empty shards, by step."""
         self._bytes = array("q", [0])
         """Bytes of the frames before each step, and in total."""
         self._elements = array("q", [0])
@@ -90,7 +95,7 @@ class Spool:
             return RecordLog(os.dup(file.fileno()), EMPTY, self._unwritable)
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.epochs)
 
     def append(
         self,
@@ -100,6 +105,7 @@ class Spool:
         elements: int,
         epoch: int,
         skipped: Sequence[int] = (),
+        removed: Sequence[tuple[int, NDArray[np.int64]]] = (),
     ) -> None:
         """Append the values of the next step.
 
@@ -107,11 +113,13 @@ class Spool:
             parts: values of the shards that are not empty, possibly followed by those of empty shards.
             ids: the element ids of the shards that are not empty.
             skipped: the replicas among them without a value, because their whole shard was quarantined.
+            removed: replicas with quarantined elements, and their positions in the shard.
         """
         values = list(parts)
         for hole in skipped:
             values.insert(hole, None)
-        self._index(self._log.append([list(ids), values], [len(ids), elements, epoch, *skipped]))
+        tree = [list(ids), values, *([[list(each) for each in removed]] if removed else [])]
+        self._index(self._log.append(tree, [len(ids), elements, epoch, *skipped]))
 
     async def restore(self, entries: Iterable[LogEntry]) -> None:
         """Restore the steps of a log, in a thread, because all of it is read and checked."""
@@ -123,14 +131,11 @@ class Spool:
         await anyio.to_thread.run_sync(index)
 
     def _index(self, entry: LogEntry) -> None:
-        parts, elements, epoch, *skipped = entry.meta
-        if skipped:
-            self._skipped[len(self.parts)] = tuple(skipped)
+        _, elements, epoch, *_ = entry.meta
         self._sizes.extend(entry.sizes)
         self._frames.append(len(self._sizes))
         self._starts.append(entry.at)
         self._bytes.append(self._bytes[-1] + sum(entry.sizes))
-        self.parts.append(parts)
         self._elements.append(self._elements[-1] + elements)
         self.epochs.append(epoch)
 
@@ -146,17 +151,13 @@ class Spool:
             f"(TMPDIR): {error.strerror or error}"
         )
 
-    def read(self, step: int) -> tuple[list[Tree], list[Tree]]:
-        """Return the ids and the values of a step, from the disk."""
+    def read(self, step: int) -> list[Tree]:
+        """Return the ids, the values and, if there are any, the removed positions of a step, from the disk."""
         sizes = self._sizes[self._frames[step] : self._frames[step + 1]]
         starts = accumulate(sizes, initial=self._starts[step])
         fd = self._log.fd
-        ids, parts = decode([os.pread(fd, n, at) for n, at in zip(sizes, starts, strict=False)])
-        return ids, parts
-
-    def skipped(self, step: int) -> tuple[int, ...]:
-        """Return the replicas whose whole shard was quarantined."""
-        return self._skipped.get(step, ())
+        found: list[Tree] = decode([os.pread(fd, n, at) for n, at in zip(sizes, starts, strict=False)])
+        return found
 
     def bytes(self, first: int, last: int) -> int:
         return self._bytes[last] - self._bytes[first]
@@ -174,86 +175,218 @@ class Spool:
         self._log.close()
 
 
-class SpoolFeed(Feed):
-    """Feeds the kept values of an earlier phase, in the same steps and shards.
+AHEAD_STEPS_MAX = 256
+AHEAD_BYTES_MAX = 4 * 2**20
 
-    Steps are read by `pull`, and held until they are released.
+_Made = tuple[int, int, int, list[KeptShard]]
+"""Epoch, elements, bytes and shards of a step."""
+
+
+class SpoolFeed(Feed):
+    """Feeds the kept values of a run stage, in its steps and shards or in others (`rebatching`).
+
+    The values come from the spool, which an earlier phase or an earlier process has filled, and then from the pass
+    that makes them, if that runs at the same time (`follow`, `put`). That pass waits (`room`) while AHEAD_BYTES_MAX
+    or AHEAD_STEPS_MAX of its results are not divided into steps. Steps are held until they are released.
+
+    Args:
+        spool: None: no values are stored.
+        batch: number of elements of a step; 0: the steps of the stage.
     """
 
-    def __init__(self, spool: Spool, replicas: int, batch: int) -> None:
+    def __init__(
+        self, stage: str, spool: Spool | None, replicas: int, batch: int, reader: ReaderConfig
+    ) -> None:
+        self.reader = reader
+        self._stage = stage
         self._spool = spool
         self._replicas = replicas
+        self._cutter = StepCutter(batch, replicas)
+        self._stored = 0 if spool is None else len(spool)
+        """Number of steps that are read from the spool."""
+        self._read_to = 0
+        self._ahead: deque[_Made] = deque()
+        """Steps that the other pass has made, not cut yet."""
+        self._ready: deque[KeptStep] = deque()
+        self._held: dict[int, KeptStep] = {}
+        """Steps that are pulled and not released."""
         self._next = 0
-        self._held: dict[int, tuple[list[Tree], list[Tree]]] = {}
-        """Ids and values by step."""
-        self.steps_total: int | None = len(spool)
-        self.reader = ReaderConfig(None, batch, -1, False)
+        self._ended = self._is_complete = True
+        self._is_cut_off = False
+        self._closed = False
+        self._changed = anyio.Event()
+        self.steps_total: int | None = None if batch else self._stored
+
+    def follow(self) -> None:
+        """Expect values from the pass that makes them, until `end`."""
+        self._ended = False
+        self.steps_total = None
 
     async def begin_at(self, step: int) -> None:
+        spool = self._spool
+        if spool is not None:
+            self._stored = len(spool)
+            sizes = ((spool.epochs[at], spool.elements(at, at + 1)) for at in range(self._stored))
+            self._read_to = self._cutter.seek(step, sizes)
+        else:
+            self._cutter.seek(step, ())
         self._next = step
 
-    async def pull(self, count: int) -> list[StepBatch]:
-        spool, first = self._spool, self._next
-        read = await anyio.to_thread.run_sync(self._read, first, count, abandon_on_cancel=True)
-        self._held.update(enumerate(read, first))
-        self._next = first + len(read)
-        batches = []
-        kinds = groupby(
-            range(first, self._next),
-            lambda step: (spool.parts[step], spool.epochs[step], spool.skipped(step)),
-        )
-        for (parts, _, skipped), same in kinds:
-            last = first + len(list(same))
-            elements, size = spool.elements(first, last), spool.bytes(first, last)
-            batches.append(StepBatch(first, last, parts, elements, size, skipped))
-            first = last
-        return batches
+    # -- for the pass that makes the values --------------------------------------------------------
 
-    def _read(self, first: int, count: int) -> list[tuple[list[Tree], list[Tree]]]:
-        """Read at most `count` steps, and no more after READ_BYTES."""
-        spool = self._spool
-        read: list[tuple[list[Tree], list[Tree]]] = []
-        for step in range(first, min(len(spool), first + count)):
-            read.append(spool.read(step))
+    def put(self, epoch: int, elements: int, size: int, shards: list[KeptShard]) -> None:
+        """Add the values of the next step, of `size` bytes."""
+        if not self._closed:
+            self._ahead.append((epoch, elements, size, shards))
+            self._wake()
+
+    async def room(self) -> None:
+        """Wait until there is room for another step."""
+        while self.is_full:
+            await self._changed.wait()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._ahead) >= AHEAD_STEPS_MAX or sum(each[2] for each in self._ahead) >= AHEAD_BYTES_MAX
+
+    @property
+    def is_live(self) -> bool:
+        """Whether more values may come from the pass that makes them."""
+        return not self._ended
+
+    def end(self, *, complete: bool = True) -> None:
+        """End the feed after the values that were put; `complete`: they are all there are."""
+        self._ended = True
+        self._is_complete = complete
+        self._wake()
+
+    def cut_off(self) -> None:
+        """Expect no more values, because the pass that makes them has failed."""
+        self._is_cut_off = not self._ended
+        self._wake()
+
+    def is_starved(self, steps: int) -> bool:
+        """Return whether no step after the first `steps` ones will follow, although the feed has not ended."""
+        return self._is_cut_off and not self._ahead and not self._ready and self._next == steps
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    # -- for the pass that reads them --------------------------------------------------------------
+
+    async def pull(self, count: int) -> list[StepBatch]:
+        while len(self._ready) < count:
+            if self._read_to < self._stored:
+                if self._ready:
+                    break
+                for read in await anyio.to_thread.run_sync(self._read, count, abandon_on_cancel=True):
+                    self._ready += self._cutter.add(*read)
+                    self._read_to += 1
+            elif self._ahead:
+                self._ready += self._cutter.add(*self._ahead.popleft())
+                self._wake()
+            elif self._ended:
+                if self._is_complete:
+                    self._ready += self._cutter.end()
+                break
+            elif self._ready:
+                break
+            else:
+                await self._changed.wait()
+        first = self._next
+        for _ in range(min(count, len(self._ready))):
+            self._held[self._next] = self._ready.popleft()
+            self._next += 1
+        if first == self._next:
+            self.steps_total = self._next
+        return [self._batch(each) for each in self._alike(first)]
+
+    def _alike(self, first: int) -> Iterator[list[int]]:
+        """Yield ranges of pulled steps with the same shards."""
+        held = self._held
+        kinds = groupby(
+            range(first, self._next), lambda step: (held[step].parts, held[step].epoch, held[step].skipped)
+        )
+        return (list(same) for _, same in kinds)
+
+    def _batch(self, steps: list[int]) -> StepBatch:
+        first, last, held = steps[0], steps[-1] + 1, self._held[steps[0]]
+        size = sum(self._held[step].bytes for step in steps)
+        return StepBatch(first, last, held.parts, self.elements(first, last), size, held.skipped)
+
+    def _read(self, count: int) -> list[_Made]:
+        """Read at most `count` stored steps, and no more after READ_BYTES."""
+        spool, first = self._spool, self._read_to
+        assert spool is not None  # it has steps
+        read: list[_Made] = []
+        for step in range(first, min(self._stored, first + count)):
+            ids, values, *removed = spool.read(step)
+            elements, size = spool.elements(step, step + 1), spool.bytes(step, step + 1)
+            shards = kept_shards(ids, values, elements, self._replicas, *removed)
+            read.append((spool.epochs[step], elements, size, shards))
             if spool.bytes(first, step + 1) >= READ_BYTES:
                 break
         return read
 
-    def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards:
-        """Return the kept values of calls [lo, hi)."""
-        ids: list[Tree] = []
-        values = []
-        for call in range(lo, hi):
-            step, part = divmod(call, self._replicas)
-            step_ids, step_values = self._held[step]
-            if part in self._spool.skipped(step):
+    def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
+        """Return the values of calls [lo, hi), or the function that joins them."""
+        calls = [(self._held[call // self._replicas], call % self._replicas) for call in range(lo, hi)]
+        for (held, part), call in zip(calls, range(lo, hi), strict=True):
+            step = call // self._replicas
+            if part in held.skipped:
                 raise FoldError(
-                    self._spool.stage,
+                    self._stage,
                     f"step {step} has no value for replica {part}, because its shard was quarantined, so the "
                     "replica can't join a collective. Put both stages into one phase",
                 )
-            if part >= len(step_values):
+            if part >= len(held.shards):
                 raise FoldError(
-                    self._spool.stage,
+                    self._stage,
                     f"step {step} has no shard for replica {part}, so the replica has no value to join a "
                     "collective with. Add `collectives: true` here too, or `drop_remainder: true`",
                 )
-            ids.append(step_ids[part] if part < len(step_ids) else range(0))
-            values.append(step_values[part])
-        return Shards(ids=ids, values=values)
+
+        def read() -> Shards:
+            ids = [held.ids(part) for held, part in calls]
+            try:
+                values = [held.value(part) for held, part in calls]
+            except (TypeError, ValueError) as error:
+                raise FoldError(
+                    self._stage, f"its values can't be divided into other steps: {error}"
+                ) from error
+            if elements:
+                rows = positions(elements)
+                ids = [np.asarray(ids[0], np.int64)[rows]]
+                values = [trees.tree_map(lambda leaf: leaf[rows], values[0])]
+            return Shards(ids=ids, values=values)
+
+        return read() if all(held.is_whole(part) for held, part in calls) else read
+
+    def separable(self, call: int) -> int:
+        """Return the number of rows of a call's value, if that consists of arrays with one row per element."""
+        held, part = self._held[call // self._replicas], call % self._replicas
+        rows = len(held.ids(part))
+        return rows if all(has_rows(shard.value, len(shard.ids)) for shard, *_ in held.shards[part]) else 0
 
     def release(self, before: int) -> None:
         for step in [step for step in self._held if step < before]:
             del self._held[step]
 
     def elements(self, first: int, last: int) -> int:
-        return self._spool.elements(first, last)
+        return sum(self._held[step].elements for step in range(first, last))
 
     def epoch(self, step: int) -> int:
-        return self._spool.epochs[step]
+        return self._held[step].epoch
 
     def ids(self, step: int) -> list[Tree]:
-        return list(self._held[step][0])
+        held = self._held[step]
+        return [held.ids(part) for part in range(held.parts)]
+
+    async def aclose(self) -> None:
+        self._closed = True
+        self._ahead.clear()
+        self._wake()
 
 
 StatesRead = Callable[[], dict[str, list[int]]]

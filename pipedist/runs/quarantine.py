@@ -157,8 +157,8 @@ class PassQuarantine:
                 for each in self._by_step[step]
             ]
 
-    def ids(self, step: int) -> tuple[list[Tree], tuple[int, ...]]:
-        """Return the ids of shards, and the replicas without a value.
+    def ids(self, step: int) -> tuple[list[Tree], tuple[int, ...], list[tuple[int, NDArray[np.int64]]]]:
+        """Return the ids of shards, the replicas without a value, and the removed positions of other replicas.
 
         Quarantined ids are removed. Call this once for each step, which is pulled and not released.
         """
@@ -166,6 +166,7 @@ class PassQuarantine:
             raise LocalProtocolError("a pass that was already complete has its ids in its spools")
         ids = self._feed.ids(step)
         skipped: list[int] = []
+        positions: list[tuple[int, NDArray[np.int64]]] = []
         for replica in range(len(ids)):
             call = step * self._replicas + replica
             if call in self._removed:
@@ -175,7 +176,8 @@ class PassQuarantine:
                     ids[replica] = range(0)
                 else:
                     ids[replica] = np.delete(np.asarray(ids[replica], np.int64), removed)
-        return ids, tuple(skipped)
+                    positions.append((replica, removed))
+        return ids, tuple(skipped), positions
 
     def steps(self) -> dict[int, int]:
         return {each.element: step for step, found in self._by_step.items() for each in found}

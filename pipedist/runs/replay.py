@@ -29,7 +29,7 @@ from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.protocol.program import Shards
 from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
 from pipedist.runs.identity import SpecSource, differences, listed
-from pipedist.runs.pass_feeds import Spool, feed_of
+from pipedist.runs.pass_feeds import Spool, SpoolFeed, feed_of
 from pipedist.runs.pass_folds import restore_pass
 from pipedist.runs.pass_journal import PASS_STATE, PassJournal
 from pipedist.runs.programs import CallKey, pass_of, pass_program, slot_of
@@ -147,6 +147,8 @@ class _Lookup:
         self._key = key
         self._stack = stack
         self._pass = _pass(plan, key)
+        self._is_cut_off = False
+        """The pass that makes the values which the call reads is incomplete."""
 
     def _journal(self, pass_: PassPlan) -> _ReadOnlyPassJournal:
         before = self._history.passes.get(pass_.key, PassHistory())
@@ -201,12 +203,25 @@ class _Lookup:
             for name, spool in made.items():
                 spools[name] = spool
                 self._stack.callback(spool.close_log)
+        maker = self._plan.maker(self._pass)
+        if maker is not None:
+            root, journal = self._pass.root, self._journal(maker)
+            if not journal.has_log(root):
+                raise UsageError(
+                    f"the run did not reach call {self._key}: no values of {root} were committed"
+                )
+            spools[root] = spool = Spool(root, journal.log(root))
+            self._stack.callback(spool.close_log)
+            await spool.restore(journal.places(root))
+            self._is_cut_off = not journal.before.complete
         return values, spools
 
     async def _go_to_step(self, feed: Feed) -> None:
         key, pass_ = self._key, self._pass
         try:
             await feed.begin_at(key.step)
+            if isinstance(feed, SpoolFeed) and self._is_cut_off:
+                feed.end(complete=False)
             batches = await feed.pull(1)
         except SourceError as error:
             raise UsageError(f"there is no call {key}: {error}") from error
@@ -257,7 +272,10 @@ class _Lookup:
         if not skipped:
             return feed.shards(call, call + 1, local=True), tuple(ids), ()
         if not feed.separable(call):
-            raise UsageError("values of an earlier phase can't be split into elements: remove --element")
+            raise UsageError(
+                "the call reads values of an earlier stage that are not arrays with a row for each element, so they "
+                "can't be split into elements: remove --element"
+            )
         places = [(at, at + 1) for at, element in enumerate(ids) if element not in skipped]
         chosen = tuple(element for element in ids if element not in skipped)
         shown = feed.shards(call, call + 1, local=True, elements=places)

@@ -189,6 +189,10 @@ class _Division:
         found = []
         for pass_ in self._plan.passes:
             found += self._divided(pass_) if _is_divisible(pass_, self._now.spec) else [self._whole(pass_)]
+        for piece in found:  # a pass that reads values while they are made is in the phase of their pass
+            for other in found:
+                if piece.pass_.root in other.pass_.kept and piece.pass_.phase == other.pass_.phase:
+                    piece.late = max(piece.late, other.late)
         turns = [piece for piece in found if piece.pass_.updates or piece.pass_.follows]
         for first in [piece for piece in turns if piece.source is None][:1]:
             for piece in turns:
@@ -202,7 +206,7 @@ class _Division:
 
     def _whole(self, pass_: PassPlan) -> Piece:
         """Return a pass that is reused as a whole, without removed folds, or not at all."""
-        same = ["dataset", "root", "runs", "updates", "follows", "gang"]
+        same = ["dataset", "root", "runs", "updates", "follows", "gang", "batch"]
         same += ["phase"] if pass_.updates or pass_.follows else []
 
         def continues(source: EarlierPass) -> bool:
@@ -261,7 +265,7 @@ class _Division:
         found: list[tuple[EarlierPass, list[str], list[str]]] = []
         for source in self.sources:
             there = source.pass_
-            if (there.dataset, there.root) != (pass_.dataset, pass_.root):
+            if (there.dataset, there.root, there.batch) != (pass_.dataset, pass_.root, pass_.batch):
                 continue
             is_free = source.is_spare or source.key not in self._used
             if not is_free or not _is_divisible(there, source.spec):

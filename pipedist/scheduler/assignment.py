@@ -25,8 +25,8 @@ class Assigner:
     workers become idle for it. A turn is used up only by an assignment.
 
     A call that needs GPUs is assigned only to a worker that owns them; while none of these has capacity,
-    passes that other workers can serve go first. A worker executes one call at a time, so two calls never
-    use one GPU, unless workers share it, or the calls overlap.
+    passes that other workers can serve go first, and these workers get no calls in advance. A worker executes
+    one call at a time, so two calls never use one GPU, unless workers share it, or the calls overlap.
 
     Calls that only wait overlap (`PassSettings.at_once`): a worker gets them while it executes fewer than its share,
     each worker in turn. A worker that has no other calls gets leases of other passes too.
@@ -44,6 +44,8 @@ class Assigner:
         members = self._members
         self._recall_all()
         stuck: set[int] = set()
+        wanted: float | None = None
+        """Workers with this number of GPUs get no calls in advance: other calls wait for them."""
         while members.ready and (pass_ := self._next_pass(stuck)) is not None:
             gpus = pass_.settings.gpus
             if pass_.settings.gang:
@@ -52,10 +54,12 @@ class Assigner:
                     continue
                 if not self._issue_gang(pass_):
                     return
-            elif (worker := self._with_room(pass_)) is not None:
+            elif (worker := self._with_room(pass_, wanted)) is not None:
                 self._issue(worker, pass_)
             elif gpus or pass_.settings.at_once:
                 stuck.add(pass_.id)
+                if gpus:
+                    wanted = gpus if wanted is None else min(wanted, gpus)
                 continue
             else:
                 return
@@ -87,7 +91,7 @@ class Assigner:
             pass_.leased += hi - lo
             self._out.append(cmd.SendRecall(worker.name, lease.id, pass_.id, lo, hi))
 
-    def _with_room(self, pass_: Pass) -> Worker | None:
+    def _with_room(self, pass_: Pass, wanted: float | None) -> Worker | None:
         gpus = pass_.settings.gpus
         worker = self._members.idle_for(gpus) if self._members.idle else None
         if pass_.settings.at_once:
@@ -96,7 +100,7 @@ class Assigner:
             return worker or self._members.with_slot(pass_.id, self._calls_at_once(pass_))
         worker = worker or self._members.waiting_for(gpus)
         if worker is None and pass_.is_short(self._limits) and not pass_.searches.waiting:
-            return self._members.under_prefetched_for(gpus)
+            return self._members.under_prefetched_for(gpus, wanted)
         return worker
 
     def _calls_at_once(self, pass_: Pass) -> int:

@@ -81,9 +81,10 @@ class Membership:
             slots.move_to_end(last, last=False)
         return self.workers[last]
 
-    def under_prefetched_for(self, gpus: float) -> Worker | None:
+    def under_prefetched_for(self, gpus: float, below: float | None = None) -> Worker | None:
+        """Return a worker that can get a lease in advance, with at least `gpus` and less than `below` GPUs."""
         for owned, room in self.capacity_classes.items():
-            if room.under_prefetched and owned >= gpus:
+            if room.under_prefetched and owned >= gpus and (below is None or owned < below):
                 return next(iter(room.under_prefetched.values()))
         return None
 

@@ -20,7 +20,15 @@ from pipedist.spec.interpolation import NAME, NAME_EXPECTED, StageRef, StateRef
 from pipedist.spec.model import ENGINE_ADDRESS_EXPECTED, ENGINE_ADDRESS_PATTERN, LAUNCHERS_OF, fits_engine
 from pipedist.spec.scalars import describe, listing
 from pipedist.spec.stages import OPS, OUTPUT_ENDINGS
-from pipedist.spec.training import Links, TrainingStages, ancestry, granularity, root_of, training_of
+from pipedist.spec.training import (
+    Links,
+    TrainingStages,
+    ancestry,
+    granularity,
+    root_of,
+    training_of,
+    undivided,
+)
 
 _READS = {
     "run": ("dataset", "run"),
@@ -100,6 +108,7 @@ class Checks:
         self._keys()
         self._edges()
         self._cycles()
+        self._batches()
         self._states()
         self._outputs(outputs)
         self._cluster(cluster)
@@ -185,6 +194,23 @@ class Checks:
             elif not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
                 at = (*path, name) if isinstance(name, str | int) else path
                 self._note_key(at, f"{name!r} is not the name of an argument", "a Python identifier")
+
+    def _batches(self) -> None:
+        """A run with a `batch` reads a run, and is executed in calls of its own."""
+        collectives = [
+            name for name, stage in self._stages.items() if stage.raw.get("collectives", False) is not False
+        ]
+        whole = undivided(tuple(self._datasets), self.links, collectives)
+        for name, stage in self._stages.items():
+            if stage.verb != "run" or stage.raw.get("batch") is None:
+                continue
+            path, root = ("stages", name, "batch"), root_of(name, self._datasets, self.links)
+            if stage.of in self._datasets:
+                message = f"`batch` requires the input of `{name}` to be a run, and `{stage.of}` is a dataset"
+                self._note_key(path, message, f"`batch` in `{stage.of}`, or no `batch`")
+            elif root in whole:
+                message = f"`{name}` can't have a `batch`: stages of `{root}` use collectives or are part of a training"
+                self._note_key(path, message, "no `batch`")
 
     def _cluster(self, cluster: Mapping[object, object]) -> None:
         """A key of some launchers is present with them, and only with them."""

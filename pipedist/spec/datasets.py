@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from pipedist.spec.fields import (
+    BATCH_ELEMENTS_MAX,
     Arguments,
     ColumnType,
     Expected,
@@ -20,7 +21,6 @@ from pipedist.spec.fields import (
     summary,
 )
 
-BATCH_ELEMENTS_MAX = 2**40
 EPOCHS_MAX = 2**31 - 1
 UNPACKED_BYTES_MAX = 2**40
 

@@ -33,6 +33,7 @@ FUNCTION_EXPECTED = '"package.module:name", made of Python identifiers'
 ENDPOINT_PATTERN = r"^tcp://(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):(\d{1,5}|\*)$"
 PORT_MAX = 65_535
 SECONDS_MAX = 10_000_000
+BATCH_ELEMENTS_MAX = 2**40
 
 
 class Section(BaseModel):

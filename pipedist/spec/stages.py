@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from pipedist.core.gpus import GPUS_MAX
 from pipedist.core.types import Tree
 from pipedist.spec.fields import (
+    BATCH_ELEMENTS_MAX,
     FUNCTION_EXPECTED,
     FUNCTION_PATTERN,
     SECONDS_MAX,
@@ -246,6 +247,17 @@ class RunSpec(Section):
         "Required if the spec has several datasets; default: the only dataset.",
         examples=["dataset"],
     )
+    batch: Annotated[
+        Annotated[int, Field(ge=1, le=BATCH_ELEMENTS_MAX)] | None,
+        Expected("a positive whole number of elements, or null"),
+    ] = Field(
+        default=None,
+        description="The global batch size of this stage and of the stages that read it, if `of` is a run. In "
+        "each epoch, step s has elements [s * batch, (s + 1) * batch), divided among the replicas as for a dataset. "
+        "Arrays of the input are cut and joined along axis 0, which has one row for each element. `null`: the "
+        "steps and shards of the input.",
+        examples=[256],
+    )
     with_: Arguments = _with()
     timeout_s: _OptionalSeconds = Field(
         default=None,
@@ -328,7 +340,9 @@ class RunSpec(Section):
     resources: Annotated[ResourcesSpec, ExpectedShape("a mapping {gpus: N}, or null", mapping)] | None = (
         Field(
             default=None,
-            description="The resources that a call of the function needs for itself. `null`: only a processor.",
+            description="The resources that a call of the function needs for itself. `null`: only a processor. "
+            "If they differ from those of the run that it reads, the two are different calls, and run at the same "
+            "time.",
             examples=[{"gpus": 1}],
         )
     )

@@ -57,6 +57,18 @@ def granularity(update: str, links: Mapping[str, Links]) -> str:
     return "run" if source is None else source.per
 
 
+def undivided(
+    datasets: Sequence[str], links: Mapping[str, Links], collectives: Collection[str]
+) -> frozenset[str]:
+    """Return the datasets whose chains of runs are one call: those of a gang or of a training.
+
+    `collectives` are the runs that join collectives.
+    """
+    training = training_of(datasets, links)
+    found = set() if training is None else {training.feeder, *training.held_out}
+    return frozenset(found | {root for name in collectives if (root := root_of(name, datasets, links))})
+
+
 def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> TrainingStages | None:
     """Return the training of a spec, which may have problems, or None if no dataset feeds an update."""
     updates = [name for name, link in links.items() if link.verb == "update"]

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.journal.killing import GANG, MANY, NEVER, TRAINING, Job, Kind, kill_and_resume
+from tests.journal.killing import GANG, MANY, NEVER, STREAMED, TRAINING, Job, Kind, kill_and_resume
 from tests.journal.test_log_format import check_flips
 
 
@@ -31,7 +31,7 @@ def main() -> int:
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # power failures are not simulated
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="pipedist-chaos-", dir=memory) as name:
-        for kind, length in ((TRAINING, 5), (GANG, 10), (MANY, args.steps)):
+        for kind, length in ((TRAINING, 5), (GANG, 10), (STREAMED, 10), (MANY, args.steps)):
             wrong += chaos(Path(name), kind, length, args.every, begin)
     return min(1, wrong)
 

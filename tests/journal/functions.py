@@ -32,6 +32,17 @@ def centred(shard: dict[str, Any], mean: dict[str, Any], calls: str, ctx: Any) -
     return np.asarray(shard["x"] - mean["x"])
 
 
+def scaled(shard: dict[str, Any], calls: str, ctx: Any) -> dict[str, Any]:
+    """Read values of `numbers` in other steps."""
+    note(calls, "scaled", ctx)
+    return {"x": shard["x"] * ctx.rng.standard_normal() + shard["draw"], "draw": shard["draw"]}
+
+
+def halved(shard: dict[str, Any], calls: str, ctx: Any) -> np.ndarray:
+    note(calls, "halved", ctx)
+    return np.asarray(shard["x"] * 0.5)
+
+
 def merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """A combine whose order shows, in bits and in text."""
     return {"x": np.array([a["x"].sum() * 0.5 + b["x"].sum()]), "draw": np.array([a["draw"][0]])}

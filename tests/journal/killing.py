@@ -53,6 +53,27 @@ outputs: {{each: each.jsonl, rows: rows.npz, again: again.csv}}
 """
 
 
+def streamed(folder: Path, steps: int) -> str:
+    """Runs that read each other's values while they are made, in steps of other sizes, in two epochs."""
+    return f"""
+pipedist: 1
+name: streamed
+replicas: {REPLICAS}
+seed: 5
+code: {ROOT}
+{ONCE}
+dataset: {{range: {4 * steps - 1}, batch: 8, epochs: 2, shuffle: true}}
+stages:
+  numbers: {{run: "{F}:numbers", with: {{calls: "{folder}/calls"}}}}
+  sum: {{reduce: sum, of: numbers, axis: 0}}
+  scaled: {{run: "{F}:scaled", of: numbers, batch: 20, with: {{calls: "{folder}/calls"}}}}
+  each: {{reduce: sum, of: scaled, axis: 0, per: step}}
+  halved: {{run: "{F}:halved", of: scaled, batch: 6, with: {{calls: "{folder}/calls"}}}}
+  rows: {{gather: 0, of: halved}}
+outputs: {{each: each.jsonl, rows: rows.npy}}
+"""
+
+
 def gang(folder: Path, steps: int) -> str:
     """A gang, fed by a source without random access, in two epochs."""
     return f"""
@@ -122,6 +143,7 @@ class Kind:
 
 
 MANY = Kind(everything, {"numbers": "0/dataset", "centred": "1/numbers"})
+STREAMED = Kind(streamed, {"numbers": "0/dataset", "scaled": "0/numbers+0+20", "halved": "0/scaled+0+6"})
 GANG = Kind(gang, {"together": "0/dataset"})
 TRAINING = Kind(training, {"gradients": "0/train", "errors": "0/held_out"})
 

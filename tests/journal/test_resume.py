@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from pipedist.journal.history import read_history
-from tests.journal.killing import GANG, MANY, NEVER, TRAINING, Job, everything, kill_and_resume
+from tests.journal.killing import (
+    GANG,
+    MANY,
+    NEVER,
+    STREAMED,
+    TRAINING,
+    Job,
+    everything,
+    kill_and_resume,
+)
 
 STEPS = 24
 
@@ -188,6 +197,15 @@ def test_gangs_and_sources_without_random_access_are_resumed(tmp_path: Path) -> 
     assert straight.run(kill_at=NEVER) == 0, straight.stderr
     record = straight.history().count // 2
     job = kill_and_resume(tmp_path / "job", GANG.spec(tmp_path / "job", 10), record, GANG.passes)
+    assert job.outcome() == straight.outcome()
+
+
+@pytest.mark.parametrize("record", [14, pytest.param(9, marks=pytest.mark.slow)])
+def test_runs_that_read_each_others_values_are_resumed(tmp_path: Path, record: int) -> None:
+    """All records: make chaos-driver."""
+    straight = Job(tmp_path / "straight", STREAMED.spec(tmp_path / "straight", 10))
+    assert straight.run(workers=1) == 0, straight.stderr
+    job = kill_and_resume(tmp_path / "job", STREAMED.spec(tmp_path / "job", 10), record, STREAMED.passes, 3)
     assert job.outcome() == straight.outcome()
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipedist.core.gpus import Supply
 from pipedist.datasets.sources import Source
-from pipedist.errors import PlanError
+from pipedist.errors import PlanError, SpecError
 from pipedist.plan import Plan, as_json, as_mermaid, as_text, compile_plan
 from pipedist.plan import compiler as plan_compiler
 from pipedist.spec import load
@@ -91,8 +92,27 @@ TRAINING: dict[str, Any] = {
 }
 
 
+STREAM: dict[str, Any] = {
+    "pipedist": 1,
+    "name": "stream",
+    "replicas": 2,
+    "dataset": {"range": 100, "batch": 4},
+    "stages": {
+        "decoded": {"run": f"{F}:double"},
+        "resized": {"run": f"{F}:double", "of": "decoded"},
+        "sizes": {"reduce": "sum", "of": "decoded", "axis": 0},
+        "inferred": {"run": f"{F}:double", "of": "resized", "batch": 32, "resources": {"gpus": 1}},
+        "scored": {"run": f"{F}:double", "of": "inferred", "resources": {"gpus": 1}},
+        "drawn": {"run": f"{F}:double", "of": "scored"},
+        "rows": {"gather": 0, "of": "drawn"},
+        "score": {"reduce": "sum", "of": "scored", "axis": 0},
+    },
+}
+
+
 def planned(document: dict[str, Any], workers: int = 2) -> Plan:
-    return compile_plan(load(document), workers=workers)
+    supply = Supply((1.0,) + (0.0,) * (workers - 1), ("0",), "nvidia-smi lists them")
+    return compile_plan(load(document), workers=workers, supply=supply)
 
 
 def shown(plan: Plan) -> dict[str, str]:
@@ -105,7 +125,7 @@ def shown(plan: Plan) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("document", [TWO_PHASES, TRAINING], ids=["two", "training"])
+@pytest.mark.parametrize("document", [TWO_PHASES, TRAINING, STREAM], ids=["two", "training", "stream"])
 @pytest.mark.parametrize("ending", ["txt", "mmd", "json"])
 def test_views(document: dict[str, Any], ending: str) -> None:
     plan = planned(document)
@@ -342,9 +362,103 @@ def test_sources_are_closed_where_a_plan_fails(fault: str, monkeypatch: pytest.M
 
 if __name__ == "__main__":
     GOLDEN.mkdir(exist_ok=True)
-    for document in (TWO_PHASES, TRAINING):
+    for document in (TWO_PHASES, TRAINING, STREAM):
         for file, text in shown(planned(document)).items():
             (GOLDEN / file).write_text(text)
+
+
+# -- passes within a phase -------------------------------------------------------------------
+
+
+def runs_of(stages: dict[str, Any], **more: Any) -> list[tuple[str, tuple[str, ...], int]]:
+    document = {"pipedist": 1, "replicas": 2, "dataset": {"range": 100, "batch": 4}, "stages": stages}
+    plan = planned({**document, **more})
+    try:
+        return [(p.root, p.runs, p.batch) for p in plan.passes]
+    finally:
+        plan.close()
+
+
+def run(of: str = "dataset", gpus: float = 0, **more: Any) -> dict[str, Any]:
+    return {"run": f"{F}:double", "of": of, "resources": {"gpus": gpus} if gpus else None, **more}
+
+
+def test_runs_with_other_resources_are_calls_of_their_own() -> None:
+    assert runs_of({"a": run(), "b": run("a"), "c": run("b", 1), "d": run("c", 1), "e": run("d")}) == [
+        ("dataset", ("a", "b"), 4),
+        ("b", ("c", "d"), 4),
+        ("d", ("e",), 4),
+    ]
+
+
+def test_readers_with_the_same_resources_share_a_call() -> None:
+    stages = {"z": run(), "a": run("z", 1), "b": run("z", 1), "c": run("z", 0.5), "d": run("z", 1, batch=9)}
+    assert runs_of(stages) == [
+        ("dataset", ("z",), 4),
+        ("z", ("c",), 4),
+        ("z", ("a", "b"), 4),
+        ("z", ("d",), 9),
+    ]
+
+
+def test_a_batch_is_that_of_all_runs_after_it_also_in_a_later_phase() -> None:
+    stages = {
+        "a": run(),
+        "b": run("a", batch=32),
+        "t": {"reduce": "sum", "of": "b", "axis": 0},
+        "c": run("b", **{"with": {"amount": "${stages.t}"}, "run": f"{F}:plus"}),
+        "d": run("b", **{"with": {"amount": "${stages.t}"}, "run": f"{F}:plus", "batch": 8}),
+    }
+    assert runs_of(stages) == [
+        ("dataset", ("a",), 4),
+        ("a", ("b",), 32),
+        ("b", ("d",), 8),
+        ("b", ("c",), 32),
+    ]
+
+
+def test_stages_of_a_gang_or_a_training_stay_in_one_call() -> None:
+    gang = {"a": run(), "b": run("a", 0.5, collectives=True)}
+    assert runs_of(gang, replicas=1) == [("dataset", ("a", "b"), 4)]
+    training = {
+        "a": run(),
+        "b": run("a", 1),
+        "t": {"reduce": "sum", "of": "b", "axis": 0, "per": "step"},
+        "s": {"update": f"{F}:plus", "of": "t", "init": 0},
+    }
+    assert runs_of(training) == [("dataset", ("a", "b"), 4)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        ({"a": run(batch=8)}, "`batch` requires the input of `a` to be a run, and `dataset` is a dataset"),
+        (
+            {"a": run(), "b": run("a", batch=8, collectives=True)},
+            "`b` can't have a `batch`: stages of `dataset`",
+        ),
+        (
+            {"a": run(), "b": run("a", batch=0)},
+            "`batch` must be a positive whole number of elements, or null",
+        ),
+    ],
+)
+def test_a_batch_that_has_no_effect_is_an_error(stages: dict[str, Any], text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        runs_of(stages)
+
+
+def test_the_steps_of_a_batch_follow_the_steps_that_are_not_dropped() -> None:
+    dataset = {"range": 103, "batch": 10, "epochs": 2, "drop_remainder": True}
+    plan = planned(
+        {"pipedist": 1, "replicas": 2, "dataset": dataset, "stages": {"a": run(), "b": run("a", batch=32)}}
+    )
+    division = plan.division_of(plan.passes[1])
+    assert division is not None
+    assert [division.rows(step) for step in range(8)] == [32, 32, 32, 4] * 2
+    assert plan.elements(plan.passes[0], 11) == 110
+    assert plan.elements(plan.passes[1], 5) == 132
+    plan.close()
 
 
 def rows_of(tmp_path: Path, **stage: Any) -> dict[str, Any]:

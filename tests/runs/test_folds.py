@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pipedist.core import trees
 from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
+from pipedist.protocol.program import ReaderConfig
 from pipedist.reduction.tree import FoldTree, Reduction
 from pipedist.runs import folds, gather_fold
 from pipedist.runs.folds import THREAD_OBJECTS, CombineFold, Per, ReduceFold
@@ -324,7 +325,7 @@ async def test_a_spool_gives_back_steps_and_ids() -> None:
     for i, step in enumerate(parts):
         spool.append(step, [range(i, i + 1)] * len(step), elements=len(step), epoch=i // 20)
     spool.finish()
-    feed = SpoolFeed(spool, 3, 4)
+    feed = SpoolFeed("y", spool, 3, 0, ReaderConfig(None, 4, -1, False))
     offers = [*await feed.pull(20), *await feed.pull(1000)]
     assert await feed.pull(1) == []
     assert [s for o in offers for s in range(o.first, o.last)] == list(range(50))

@@ -78,6 +78,25 @@ def test_workers_with_gpus_execute_other_calls_when_idle() -> None:
     assert {a.worker for a in assigns(scenario.setup(ev.StepsAvailable(1, 0, 2, 1)))} == {"w0", "w1"}
 
 
+def test_short_calls_do_not_keep_the_owner_of_a_gpu_from_a_call_that_needs_it() -> None:
+    """Else a worker that gets a lease in advance would never be idle."""
+    scenario = opened({"w0": 1}, PassSettings(replicas=1, pulled=False, gpus=1.0, priority=0), PLAIN)
+    leases = assigns(scenario.setup(ev.StepsAvailable(2, 0, 10_000, 1)))
+
+    def done() -> None:
+        first = leases.pop(0)
+        calls = first.hi - first.lo
+        report = ev.CallsDone("w0", 0, first.lease, first.lo, first.hi, calls * 10_000_000)
+        leases.extend(assigns(scenario.setup(report)))
+
+    done()
+    assert len(leases) == 2, "one of them in advance"
+    assert assigns(scenario.setup(ev.StepsAvailable(1, 0, 1, 1))) == []
+    done()
+    done()
+    assert [lease.pass_id for lease in leases] == [1]
+
+
 GANG = PassSettings(replicas=2, pulled=False, gang=True, gpus=1.0)
 
 
