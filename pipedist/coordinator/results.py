@@ -102,8 +102,7 @@ class ElementStore:
     """
 
     def __init__(self) -> None:
-        self.added = 0
-        """The number of results that were added."""
+        self.added = 0  # the number of results that were added
         self._calls: dict[int, dict[tuple[int, int], Tree]] = {}
 
     def add(self, call: int, stage: int, element: int, result: Tree) -> None:

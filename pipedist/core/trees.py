@@ -22,16 +22,13 @@ from optree.accessors import NamedTupleEntry
 
 from pipedist.core.types import Tree, is_record
 
-Leaf = Any
-"""An array, number, str, bytes, PerReplica: any value that is not a node."""
+Leaf = Any  # an array, number, str, bytes, PerReplica: any value that is not a node
 
-Treedef = optree.PyTreeSpec
-"""The structure of a tree without its leaves; comparable with ==, hashable."""
+Treedef = optree.PyTreeSpec  # the structure of a tree without its leaves; comparable with ==, hashable
 
 T = TypeVar("T")
 
-EXCERPT_CHARS_MAX = 500
-"""Longest excerpt of a structure in an error."""
+EXCERPT_CHARS_MAX = 500  # longest excerpt of a structure in an error
 
 _NAMESPACE = "pipedist"
 _registering = threading.Lock()

@@ -6,8 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-Tree = Any
-"""A nest of dict, list, tuple, namedtuple, dataclass, None; leaves are arrays, numbers, str, bytes."""
+Tree = Any  # a nest of dict, list, tuple, namedtuple, dataclass, None; leaves are arrays, numbers, str, bytes
 
 
 class FunctionRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

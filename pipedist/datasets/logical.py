@@ -36,11 +36,9 @@ class Dataset(TfNames):
         "shuffle": "permute the arrays first: `from_tensor_slices(x[rng.permutation(len(x))])`",
     }
 
-    INFINITE: Final = nodes.INFINITE
-    """`cardinality()` of a dataset that never ends."""
+    INFINITE: Final = nodes.INFINITE  # `cardinality()` of a dataset that never ends
 
-    UNKNOWN: Final = nodes.UNKNOWN
-    """`cardinality()` of a dataset whose length is unknown before reading."""
+    UNKNOWN: Final = nodes.UNKNOWN  # `cardinality()` of a dataset whose length is unknown before reading
 
     SHARD_HINT: Final = transforms.SHARD_HINT
     """In `shard(SHARD_HINT, SHARD_HINT)`, which policy HINT replaces by real numbers."""

@@ -34,8 +34,7 @@ from pipedist.errors import JournalError, PipedistError
 from pipedist.protocol.codec import decode, encode
 
 DIGEST_BYTES: Final = 16
-FIRST: Final = bytes(DIGEST_BYTES)
-"""The digest before the first record."""
+FIRST: Final = bytes(DIGEST_BYTES)  # the digest before the first record
 
 PAYLOAD_BYTES_MAX: Final = 2**30
 """The header names every file that the run reads, of which there may be millions."""
@@ -43,11 +42,9 @@ PAYLOAD_BYTES_MAX: Final = 2**30
 OVERHEAD_BYTES: Final = record_format.head_bytes(2) + DIGEST_BYTES
 """Bytes of a record of the journal beside its payload."""
 
-BUFFERED_BYTES_MAX: Final = 2**18
-"""Small records of a log are written together."""
+BUFFERED_BYTES_MAX: Final = 2**18  # small records of a log are written together
 
-BUFFERS_MAX: Final = 512
-"""Buffers of one `writev`; the kernel takes 1,024."""
+BUFFERS_MAX: Final = 512  # buffers of one `writev`; the kernel takes 1,024
 
 
 class Disk:

@@ -31,8 +31,7 @@ from pipedist.journal.log_format import (
     pack_record,
 )
 
-INLINE_BYTES_MAX: Final = 4096
-"""A larger value has a file of its own."""
+INLINE_BYTES_MAX: Final = 4096  # a larger value has a file of its own
 
 
 class PassSnapshot(Struct, frozen=True):
@@ -77,16 +76,14 @@ class Journal:
         self._size = size
         self._digest = digest
         self._disk = disk
-        self._lock = threading.Lock()
-        """Held by one writer at a time, also while the disk works."""
+        self._lock = threading.Lock()  # held by one writer at a time, also while the disk works
         self._broken: str | None = None
         self._names = threading.Lock()
         """Guards the three below, never while the disk works: `log` may be called on an event loop."""
         self._logs: dict[str, RecordLog] = {}
         self._synced: dict[str, int] = {}
         self._fresh_names = False
-        self._files: dict[tuple[str, str], str] = {}
-        """The file that holds a part, by pass and name."""
+        self._files: dict[tuple[str, str], str] = {}  # the file that holds a part, by pass and name
         self._number = 0
 
     @classmethod

@@ -22,11 +22,9 @@ from pipedist.outputs.run_record import writing
 
 FORMAT = 1
 
-INLINE_BYTES_MAX = 2**16
-"""Bytes of the arrays of a value, or of its JSON, that a document has inline."""
+INLINE_BYTES_MAX = 2**16  # bytes of the arrays of a value, or of its JSON, that a document has inline
 
-MEMBERS_MAX = 64
-"""Arrays of one `.npz`."""
+MEMBERS_MAX = 64  # arrays of one `.npz`
 
 _CAUSE = re.compile(r"([A-Za-z_][\w.]*)(?:: (.*))?", re.DOTALL)
 

@@ -24,8 +24,7 @@ import numpy.typing as npt
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 
-Json = Any
-"""A value for `json.dumps`: dict with str keys, list, str, int, finite float, bool, None."""
+Json = Any  # a value for `json.dumps`: dict with str keys, list, str, int, finite float, bool, None
 
 _PLAIN = frozenset({str, int, bool, type(None)})
 

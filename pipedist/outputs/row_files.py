@@ -23,12 +23,9 @@ from pipedist.outputs.sink import Mode, Sink
 from pipedist.outputs.spool import Array, Columns, Leaves
 
 _QUOTED = re.compile('[",\r\n]')
-_ROWS = 4096
-"""Rows of a block that is read from temporary files."""
-_GROUP_ROWS = 2**16
-"""Rows of a row group of .parquet, whatever the steps are."""
-_GROUP_BYTES_MAX = 64 * 2**20
-"""Bytes of a row group, which is in memory until it is written."""
+_ROWS = 4096  # rows of a block that is read from temporary files
+_GROUP_ROWS = 2**16  # rows of a row group of .parquet, whatever the steps are
+_GROUP_BYTES_MAX = 64 * 2**20  # bytes of a row group, which is in memory until it is written
 
 
 class RowSink(Sink):
@@ -37,10 +34,8 @@ class RowSink(Sink):
     `table` returns the columns of the one value; None: they are its leaves.
     """
 
-    flat = True
-    """A cell holds one number or text, so a leaf has no axes but axis 0."""
-    plain = True
-    """Whether columns have types, and a column of a table that has axes becomes several."""
+    flat = True  # a cell holds one number or text, so a leaf has no axes but axis 0
+    plain = True  # whether columns have types, and a column of a table that has axes becomes several
 
     def __init__(
         self, path: Path, mode: Mode, axis: int, label: str, table: Callable[[Tree], Columns] | None = None
@@ -48,8 +43,7 @@ class RowSink(Sink):
         super().__init__(path, mode, axis, label)
         self._table = table
         self._dtypes: dict[str, Any] = {}
-        self._keys: list[str] = []
-        """The keys of the first records."""
+        self._keys: list[str] = []  # the keys of the first records
 
     def _append(self, value: Tree) -> None:
         if value is None:

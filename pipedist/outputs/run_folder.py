@@ -58,8 +58,7 @@ from pipedist.outputs.run_record import (
     writing,
 )
 
-VALUES = "values"
-"""The folder in `.pipedist` that has a folder of large values for each run."""
+VALUES = "values"  # the folder in `.pipedist` that has a folder of large values for each run
 
 Found = Literal["", "unfinished", "other"]
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -20,11 +20,9 @@ from pipedist.core.files import replace_file
 from pipedist.errors import OutputError, UsageError
 from pipedist.outputs.encoding import Json, text
 
-PRIVATE = ".pipedist"
-"""The folder inside an output folder that belongs to pipedist."""
+PRIVATE = ".pipedist"  # the folder inside an output folder that belongs to pipedist
 
-LIVE = "live"
-"""The folder in it that exists only while the run does."""
+LIVE = "live"  # the folder in it that exists only while the run does
 
 _FORMAT = 1
 RunState = Literal["running", "committing", "finished", "failed"]

@@ -33,12 +33,9 @@ class Sink(ABC):
         label: the file as errors name it.
     """
 
-    _bare = "value"
-    """The name of the leaf of a value that is not a container."""
-    _fixed_width = False
-    """Whether the file holds texts of one width only."""
-    _has_empty = False
-    """Whether a piece was an empty list, of records that a call did not make."""
+    _bare = "value"  # the name of the leaf of a value that is not a container
+    _fixed_width = False  # whether the file holds texts of one width only
+    _has_empty = False  # whether a piece was an empty list, of records that a call did not make
 
     def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
         self.path = path

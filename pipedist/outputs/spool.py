@@ -26,14 +26,11 @@ from pipedist.outputs import encoding
 
 Array = npt.NDArray[Any]
 
-Columns = dict[str, Array]
-"""Columns by name: arrays [rows, ...]."""
+Columns = dict[str, Array]  # columns by name: arrays [rows, ...]
 
-BLOCK_BYTES = 8 * 2**20
-"""Bytes of an array that are in memory at a time."""
+BLOCK_BYTES = 8 * 2**20  # bytes of an array that are in memory at a time
 
-_IN_MEMORY_BYTES = 2**16
-"""A smaller leaf needs no temporary file: a value may have thousands of leaves."""
+_IN_MEMORY_BYTES = 2**16  # a smaller leaf needs no temporary file: a value may have thousands of leaves
 
 
 class Leaves:
@@ -51,8 +48,7 @@ class Leaves:
         self._target = target
         self._structure: trees.Treedef | None = None
         self.names: list[str] = []
-        self.order: list[int] = []
-        """The indices of the names in the order of the first value's own keys."""
+        self.order: list[int] = []  # the indices of the names in the order of the first value's own keys
 
     def take(self, tree: Tree) -> list[Array]:
         """Return the leaves of `tree` as arrays, in the order of `names`."""

@@ -31,8 +31,7 @@ Table = Callable[[Tree], Columns]
 Raises TypeError if the combine function cannot return such a value, ValueError if it fits no table.
 """
 
-_EXACT_MAX = 2**53
-"""Integers up to this are exact in float64."""
+_EXACT_MAX = 2**53  # integers up to this are exact in float64
 
 
 def table_of(combine: object) -> Table | None:

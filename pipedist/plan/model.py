@@ -86,8 +86,7 @@ class Plan(Struct, frozen=True):
     verify: bool = False
     asynchronous: frozenset[str] = frozenset()
     """The runs whose function, or whose class's `__call__`, is async."""
-    classes: frozenset[str] = frozenset()
-    """The runs whose function is a class."""
+    classes: frozenset[str] = frozenset()  # the runs whose function is a class
     opened: ExitStack = field(default_factory=ExitStack)
     """Closed with the plan: its sources, and its modules' folder on `sys.path`."""
 

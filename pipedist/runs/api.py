@@ -219,8 +219,7 @@ def _in_thread(
 
 T = TypeVar("T")
 
-TURN_S = 0.5
-"""Longest delay of a Ctrl-C that did not interrupt the wait."""
+TURN_S = 0.5  # longest delay of a Ctrl-C that did not interrupt the wait
 
 
 def in_own_thread(

@@ -24,8 +24,7 @@ from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
 from pipedist.worker.lease_run import LeaseRun, PersistentLoop, cancel_tasks
 
-_SLICE_S, _SLICE_BYTES = 1e6, 2**62
-"""Limits of a slice that no call exceeds."""
+_SLICE_S, _SLICE_BYTES = 1e6, 2**62  # limits of a slice that no call exceeds
 
 
 class CallReplay(Struct, frozen=True):

@@ -25,15 +25,13 @@ from pipedist.errors import UsageError
 if TYPE_CHECKING:
     from pipedist.runs.execution import Execution
 
-VERSION = 1
-"""Version of the document."""
+VERSION = 1  # version of the document
 
 STATUS_BYTES_MAX = 16 * 2**20
 _SOCKET_NAME = "why"
 _BACKLOG_MAX = 16
 
-Document = dict[str, Any]
-"""Plain JSON values; docs/stalls.md describes them."""
+Document = dict[str, Any]  # plain JSON values; docs/stalls.md describes them
 
 
 def document(run: str, name: str, state: str, execution: Execution | None) -> Document:

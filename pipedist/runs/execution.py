@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 ORDER_S_MAX = 5.0
 """Longest time, in seconds, that the other passes of a phase get to reach the step in which one has failed."""
 
-FLUSH_S_MAX = 5.0
-"""Longest time, in seconds, that a failed run spends on its last commit."""
+FLUSH_S_MAX = 5.0  # longest time, in seconds, that a failed run spends on its last commit
 
 
 class Execution:
@@ -49,8 +48,7 @@ class Execution:
         subscription: Subscription | None,
         journal: RunJournal | None = None,
     ) -> None:
-        self.timings: dict[str, float] = {}
-        """Seconds, by phase."""
+        self.timings: dict[str, float] = {}  # seconds, by phase
         self._plan = plan
         self._coordinator = coordinator
         self._folder = folder
@@ -63,8 +61,7 @@ class Execution:
         self._counts: dict[PassPlan, PassHandle | _Complete] = {}
         self._quarantines: dict[PassPlan, PassQuarantine] = {}
         self._executions: dict[PassPlan, PassExecution] = {}
-        self._files_kept: set[str] = set()
-        """Journal files that are kept after the run, for `--resume=reuse`."""
+        self._files_kept: set[str] = set()  # journal files that are kept after the run, for `--resume=reuse`
         self._phase = 0
         self._began = time.monotonic()
         self._draining = False
@@ -283,8 +280,7 @@ class Execution:
             # a complete pass may have had fewer steps than another of its dataset, which then ended early
             seen = [issued if _is_complete(h) else h.counts.elements_visible if h else 0 for h in handles]
             committed += min(seen, default=0)
-            places: dict[int, int] = {}
-            """By quarantined element, the number of elements before its step."""
+            places: dict[int, int] = {}  # by quarantined element, the number of elements before its step
             for pass_ in passes:
                 if pass_ in self._quarantines:
                     steps = self._quarantines[pass_].steps().items()

@@ -69,14 +69,12 @@ class Fold(ABC):
         self._log = log
         self._unlogged: list[Tree] = []
         self._is_finished = False
-        self.kept = keep
-        """Whether `result` has the values; if not, they are only in the sink."""
+        self.kept = keep  # whether `result` has the values; if not, they are only in the sink
         self._values: list[Tree] = []
         self._per = per
         self._sink = sink
         self._epoch = 0
-        self._fresh: list[Tree] | None = None
-        """Values for `take_fresh`; None: `watch` was not called."""
+        self._fresh: list[Tree] | None = None  # values for `take_fresh`; None: `watch` was not called
         self._misfit: OutputError | None = None
         """Why the file can't hold a value of the last scopes, which the fold keeps nevertheless."""
         self._nothing = 0
@@ -150,8 +148,7 @@ class Fold(ABC):
         self._is_finished = state["finished"]
         self._log = log
 
-    _notes_values = True
-    """Whether the log has the values; if not, it has their components."""
+    _notes_values = True  # whether the log has the values; if not, it has their components
 
     async def _replay(self, meta: Tree, values: Tree) -> None:
         for value in values:

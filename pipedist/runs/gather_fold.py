@@ -50,21 +50,16 @@ class GatherFold(Fold):
         super().__init__(name, per, sink, **options)
         self._axis = axis
         self._streams = sink is not None and per == "run"
-        self._parts: list[Tree] = []
-        """Kept parts; blocks of tiny parts are already concatenated."""
-        self._whole = 0
-        """Number of parts at the front that need no concatenation."""
+        self._parts: list[Tree] = []  # kept parts; blocks of tiny parts are already concatenated
+        self._whole = 0  # number of parts at the front that need no concatenation
         self._head: list[Tree] = []
         """An outline (shape and dtype) of the scope's first component, which the others must match."""
-        self._head_place = ""
-        """Step and replica of that component."""
+        self._head_place = ""  # step and replica of that component
         self._blank: Tree = None
         """A component without rows, dtype and shape, which is the value if there is no other; None: there was none."""
-        self._fitting: set[object] = set()
-        """Kinds of components that match it."""
+        self._fitting: set[object] = set()  # kinds of components that match it
         self._steps = 0
-        self._is_large = False
-        """Whether the parts of a message have had more than THREAD_OBJECTS leaves."""
+        self._is_large = False  # whether the parts of a message have had more than THREAD_OBJECTS leaves
 
     async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
         await super().add(epoch, steps)

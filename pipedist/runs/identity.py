@@ -44,8 +44,7 @@ from pipedist.spec import (
     load,
 )
 
-_NEVER_DECIDES = ("concurrency", "rate")
-"""Keys of stages that decide the time of calls only."""
+_NEVER_DECIDES = ("concurrency", "rate")  # keys of stages that decide the time of calls only
 
 
 def meaning(spec: Spec) -> dict[str, Any]:
@@ -110,14 +109,12 @@ def _plain(value: Any) -> Any:
 
 # -- files --------------------------------------------------------------------------------------------
 
-DIGEST_BYTES_MAX: Final = 64 * 2**20
-"""A larger file is compared by its size, modification time and both ends."""
+DIGEST_BYTES_MAX: Final = 64 * 2**20  # a larger file is compared by its size, modification time and both ends
 
 DIGESTS_BYTES_MAX: Final = 256 * 2**20
 """Bytes of all files that are read whole; of later ones only the ends are read."""
 
-END_BYTES: Final = 2**20
-"""Bytes that are read at each end of a file that is not read whole."""
+END_BYTES: Final = 2**20  # bytes that are read at each end of a file that is not read whole
 
 Stamp = list[Any]
 """[bytes, mtime in ns] of a file; with its ctime in ns and the SHA-256 of its content if that is compared."""
@@ -382,8 +379,7 @@ class SpecSource(Struct, frozen=True):
         return load(self.source, sets=self.sets, params=unpacked(self.params) if self.params else None)
 
 
-TEXT_MAX: Final = 60
-"""Longest excerpt of a value in a line, in characters."""
+TEXT_MAX: Final = 60  # longest excerpt of a value in a line, in characters
 
 _MISSING: Final = object()
 

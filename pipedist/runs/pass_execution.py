@@ -100,16 +100,11 @@ class PassExecution:
         """Steps [0, steps) have been taken: folded, kept and streamed."""
         self.elements = 0 if durable is None else durable.before.elements
         self._taking = anyio.Lock(fast_acquire=True)
-        self._between = False
-        """No step is partly taken, so a snapshot is consistent."""
-        self.is_complete = False
-        """Whether all steps are taken and all values complete."""
-        self._ending = ""
-        """The work after the last step, for `activity`."""
-        self._took = anyio.Event()
-        """Set if steps were taken since the latest snapshot."""
-        self.on_taken: Callable[[], None] = lambda: None
-        """Called after steps were taken."""
+        self._between = False  # no step is partly taken, so a snapshot is consistent
+        self.is_complete = False  # whether all steps are taken and all values complete
+        self._ending = ""  # the work after the last step, for `activity`
+        self._took = anyio.Event()  # set if steps were taken since the latest snapshot
+        self.on_taken: Callable[[], None] = lambda: None  # called after steps were taken
         self.evaluated_by: list[PassExecution] = []
         """Passes over held-out data, and the one that makes the values which this pass reads: their steps are
         committed before later steps of this pass."""
@@ -126,8 +121,7 @@ class PassExecution:
         """The other runs. The same ones in each process of a run, because cached results are of one program."""
         self._stored: dict[str, Spool] = {}
         """The values of these, as long as all of them are worth storing for a reuse."""
-        self._not_stored: list[str] = []
-        """Runs whose logs are not continued."""
+        self._not_stored: list[str] = []  # runs whose logs are not continued
         indivisible = training is not None or pass_.gang or bool(quarantine_of(plan, pass_))
         if durable is not None and not indivisible:
             self._storable = tuple(name for name in pass_.runs if name not in pass_.kept)
@@ -135,8 +129,7 @@ class PassExecution:
             self._stored = {name: Spool(name, durable.log(name)) for name in names}
         self._folds = PassFolds(plan, pass_, coordinator, folder, unwritten=unwritten, durable=durable)
         self.quarantine = PassQuarantine(next(iter(pass_.runs), ""), self._feed, self._replicas)
-        self._calls: FinishedCallLog | None = None
-        """The log of finished calls; None if they are not kept."""
+        self._calls: FinishedCallLog | None = None  # the log of finished calls; None if they are not kept
         self._unread: dict[Finished, Tree] | None = None
         """Finished calls whose step was not taken when the pass ended early."""
         self._reported = 0

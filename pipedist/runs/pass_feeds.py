@@ -77,15 +77,11 @@ class Spool:
         self.stage = stage
         self._is_temporary = log is None
         self._log = log if log is not None else self._temporary()
-        self._starts = array("q")
-        """File offset of the frames of each step."""
-        self._frames = array("q", [0])
-        """Index of the first frame of each step in `_sizes`."""
+        self._starts = array("q")  # file offset of the frames of each step
+        self._frames = array("q", [0])  # index of the first frame of each step in `_sizes`
         self._sizes = array("q")
-        self._bytes = array("q", [0])
-        """Bytes of the frames before each step, and in total."""
-        self._elements = array("q", [0])
-        """Elements before each step, and in total."""
+        self._bytes = array("q", [0])  # bytes of the frames before each step, and in total
+        self._elements = array("q", [0])  # elements before each step, and in total
         self.epochs = array("l")
 
     def _temporary(self) -> RecordLog:
@@ -178,8 +174,7 @@ class Spool:
 AHEAD_STEPS_MAX = 256
 AHEAD_BYTES_MAX = 4 * 2**20
 
-_Made = tuple[int, int, int, list[KeptShard]]
-"""Epoch, elements, bytes and shards of a step."""
+_Made = tuple[int, int, int, list[KeptShard]]  # epoch, elements, bytes and shards of a step
 
 
 class SpoolFeed(Feed):
@@ -202,14 +197,11 @@ class SpoolFeed(Feed):
         self._spool = spool
         self._replicas = replicas
         self._cutter = StepCutter(batch, replicas)
-        self._stored = 0 if spool is None else len(spool)
-        """Number of steps that are read from the spool."""
+        self._stored = 0 if spool is None else len(spool)  # number of steps that are read from the spool
         self._read_to = 0
-        self._ahead: deque[_Made] = deque()
-        """Steps that the other pass has made, not cut yet."""
+        self._ahead: deque[_Made] = deque()  # steps that the other pass has made, not cut yet
         self._ready: deque[KeptStep] = deque()
-        self._held: dict[int, KeptStep] = {}
-        """Steps that are pulled and not released."""
+        self._held: dict[int, KeptStep] = {}  # steps that are pulled and not released
         self._next = 0
         self._ended = self._is_complete = True
         self._is_cut_off = False
@@ -417,16 +409,12 @@ class GatedFeed(Feed):
         self._granularity = granularity
         self._states = states
         self._steps_max = steps_max
-        self._step = 0
-        """With granularity "step": steps up to this one are admitted."""
-        self._epoch = first_epoch
-        """With granularity "epoch": epochs up to this one are admitted."""
+        self._step = 0  # with granularity "step": steps up to this one are admitted
+        self._epoch = first_epoch  # with granularity "epoch": epochs up to this one are admitted
         self._ends_with_data = first_epoch >= 0
         self._ended = False
-        self._ahead: deque[StepBatch] = deque()
-        """Read from the feed, but not admitted."""
-        self._next = 0
-        """Steps before this one were returned by `pull`."""
+        self._ahead: deque[StepBatch] = deque()  # read from the feed, but not admitted
+        self._next = 0  # steps before this one were returned by `pull`
         self._reading = anyio.Lock()
         self._changed = anyio.Event()
 

@@ -42,11 +42,9 @@ if TYPE_CHECKING:
     from pipedist.outputs.tables import Table
     from pipedist.runs.pass_journal import PassJournal
 
-LOG_BYTES_MAX = 2**30
-"""A longer log of values that have a file is removed when the pass is complete."""
+LOG_BYTES_MAX = 2**30  # a longer log of values that have a file is removed when the pass is complete
 
-FOLD_CALLS_MAX = 16
-"""Maximum number of concurrent fold calls of one stage."""
+FOLD_CALLS_MAX = 16  # maximum number of concurrent fold calls of one stage
 
 _MISFITS = (TypeError, ValueError, OverflowError, OutputError)
 """Errors of a fold whose components do not fit together, or do not fit into its file."""

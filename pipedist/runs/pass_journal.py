@@ -29,14 +29,11 @@ COMMIT_S = 0.4
 COST_SHARE = 0.05
 """Time between two commits of a pass: COMMIT_S, or more if they would take more than this share of the time."""
 
-CALLS_S = 0.1
-"""Time without a complete step after which finished calls are committed, seconds."""
+CALLS_S = 0.1  # time without a complete step after which finished calls are committed, seconds
 
-CALLS_BYTES_MAX = 4 * 2**20
-"""Length of a log of finished calls after which the next log begins."""
+CALLS_BYTES_MAX = 4 * 2**20  # length of a log of finished calls after which the next log begins
 
-Versioned = tuple[int, Tree]
-"""A version number, and the value of that version."""
+Versioned = tuple[int, Tree]  # a version number, and the value of that version
 
 
 def finished_calls(before: PassHistory) -> int:
@@ -62,8 +59,7 @@ class RunJournal:
         passes = () if history is None else history.passes.values()
         self.holds_steps = any(each.steps or finished_calls(each) for each in passes)
         """Whether steps, or finished calls of an interrupted run, are committed, so that a resumed run skips them."""
-        self.committing_since: float | None = None
-        """Start of the commit in progress."""
+        self.committing_since: float | None = None  # start of the commit in progress
 
     def of(self, pass_: PassPlan, replicas: int) -> PassJournal:
         key = pass_.key
@@ -143,8 +139,7 @@ class PassJournal:
         self._replicas = replicas
         self.before = before
         self._logs: dict[str, RecordLog] = {}
-        self.steps_committed = before.steps
-        """Number of steps that are durable now."""
+        self.steps_committed = before.steps  # number of steps that are durable now
         self._elements_committed = before.elements
         self._versions: dict[str, int] = {}
 
@@ -373,11 +368,9 @@ class PendingSnapshot:
     versions: Mapping[str, int]
 
 
-PASS_STATE = "reading"
-"""Snapshot key for fold state, training position and quarantined elements."""
+PASS_STATE = "reading"  # snapshot key for fold state, training position and quarantined elements
 
-CALLS = "calls."
-"""Prefix of the logs of finished calls, and the snapshot key of their number."""
+CALLS = "calls."  # prefix of the logs of finished calls, and the snapshot key of their number
 
 STATE = "state."
 """Prefix of the snapshot keys of states, before "SLOT.NAME"; the slots have the kept snapshots, in turn."""

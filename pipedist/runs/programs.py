@@ -22,20 +22,15 @@ from pipedist.protocol.program import OWN_STATE, Emit, Program, ReaderConfig, St
 from pipedist.reduction.tree import Reduction
 from pipedist.spec import ReduceSpec, RunSpec, StageRef, StageSpec, StateRef, UpdateSpec, substitute
 
-_VALUE = "="
-"""Prefix of the slot of a stage's whole value; stage names can't contain it."""
+_VALUE = "="  # prefix of the slot of a stage's whole value; stage names can't contain it
 
-_STORED = "~"
-"""Prefix of the slot of a run's value if it is worth storing for a reuse."""
+_STORED = "~"  # prefix of the slot of a run's value if it is worth storing for a reuse
 
-COMBINED = "value"
-"""The slot of the value that a fold call returns."""
+COMBINED = "value"  # the slot of the value that a fold call returns
 
-NEW = "new"
-"""The slot of the state that an update or an `init` function returns."""
+NEW = "new"  # the slot of the state that an update or an `init` function returns
 
-ENDS = "ends"
-"""The slot of the value that `until` returned."""
+ENDS = "ends"  # the slot of the value that `until` returned
 
 
 def slot_of(name: str, stage: StageSpec) -> str:

@@ -23,14 +23,12 @@ from pipedist.errors import LocalProtocolError
 from pipedist.runs.programs import CallKey
 from pipedist.scheduler.commands import CallsQuarantined, Cause
 
-FILE = "quarantine.jsonl"
-"""Name of the file in the output folder."""
+FILE = "quarantine.jsonl"  # name of the file in the output folder
 
 INPUTS_MAX = 1000
 """Number of quarantined elements of a pass recorded with their input; later ones are recorded without it."""
 
-INPUT_CHARS_MAX = 65_536
-"""Longest recorded input of an element, as JSON."""
+INPUT_CHARS_MAX = 65_536  # longest recorded input of an element, as JSON
 
 
 class QuarantinedElement(Struct, frozen=True):

@@ -44,8 +44,7 @@ class KeptShard(Struct, frozen=True):
         return lo - int(before), hi - int(until)
 
 
-Part = tuple[KeptShard, int, int]
-"""The elements at positions [lo, hi) of a shard."""
+Part = tuple[KeptShard, int, int]  # the elements at positions [lo, hi) of a shard
 
 
 def kept_shards(
@@ -137,11 +136,9 @@ class StepCutter:
         self._batch = batch
         self._replicas = replicas
         self._first = 0
-        self._number = 0
-        """The step that is cut next."""
+        self._number = 0  # the step that is cut next
         self._epoch = 0
-        self._room = batch
-        """Number of elements that the step lacks."""
+        self._room = batch  # number of elements that the step lacks
         self._open: list[Part] = []
         self._bytes = 0.0
 

@@ -147,8 +147,7 @@ class _Lookup:
         self._key = key
         self._stack = stack
         self._pass = _pass(plan, key)
-        self._is_cut_off = False
-        """The pass that makes the values which the call reads is incomplete."""
+        self._is_cut_off = False  # the pass that makes the values which the call reads is incomplete
 
     def _journal(self, pass_: PassPlan) -> _ReadOnlyPassJournal:
         before = self._history.passes.get(pass_.key, PassHistory())

@@ -41,8 +41,7 @@ from pipedist.runs.run_header import described, stamp_of
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder
 
-SPARES_MAX = 16
-"""Number of spares; the oldest ones are dropped."""
+SPARES_MAX = 16  # number of spares; the oldest ones are dropped
 
 
 class EarlierPass(Struct, frozen=True):

@@ -116,8 +116,7 @@ class Run(AsyncOnly):
         """The finished run found in the folder; its results are returned, and nothing is executed."""
         self._cluster: Cluster | None = None
         self._plan: Plan | None = None
-        self._supply: Supply | None = None
-        """The GPUs of this host, if the spec needs any."""
+        self._supply: Supply | None = None  # the GPUs of this host, if the spec needs any
 
     @cached_property
     def _main_scope(self) -> anyio.CancelScope:

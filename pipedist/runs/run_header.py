@@ -29,8 +29,7 @@ from pipedist.runs.identity import (
     stamps,
 )
 
-LAST_WRITES_S = 10
-"""Longest time that functions of a killed run write after its last commit, in seconds."""
+LAST_WRITES_S = 10  # longest time that functions of a killed run write after its last commit, in seconds
 
 
 def ended_ns(journal: Path, *, finished: bool = False) -> int:

@@ -25,14 +25,12 @@ from pipedist.runs.programs import CallKey
 if TYPE_CHECKING:
     from pipedist.runs.pass_journal import PassJournal
 
-LOG: Final = "versions."
-"""Prefix of the names of the logs; a number follows."""
+LOG: Final = "versions."  # prefix of the names of the logs; a number follows
 
 VERSION_BYTES_MAX: Final = 2**16
 """Larger values are not kept, because writing them with each step would cost too much."""
 
-PART_BYTES_MAX: Final = 2**25
-"""Size at which a part of the log is full; there are at most two parts."""
+PART_BYTES_MAX: Final = 2**25  # size at which a part of the log is full; there are at most two parts
 
 
 class StateHistory:

@@ -17,11 +17,9 @@ from pipedist.errors import UsageError
 from pipedist.plan import PassPlan, Plan
 from pipedist.spec import RunSpec
 
-ITEMS_MAX = 64
-"""Number of items that can wait for a slow subscriber before the pass waits too."""
+ITEMS_MAX = 64  # number of items that can wait for a slow subscriber before the pass waits too
 
-ITEM_BYTES_MAX = 64 * 2**20
-"""Total size of these items, unless a single item is larger."""
+ITEM_BYTES_MAX = 64 * 2**20  # total size of these items, unless a single item is larger
 
 
 class Step(Struct, frozen=True):
@@ -79,15 +77,12 @@ class Subscription:
                 raise UsageError(f"stage {name!r} has no value per replica: stream it with `steps`")
         self._items: deque[tuple[Step | Part, int]] = deque()
         self._bytes = 0
-        self._changed: anyio.Event | None = None
-        """Set with the next change; None if no task waits for one."""
+        self._changed: anyio.Event | None = None  # set with the next change; None if no task waits for one
         self._ended = False
         self._left = False
         self._released = False
-        self._given = 0
-        """Number of items that the subscriber has finished, because it asked for the next one."""
-        self.mark = 0
-        """Number of items put in so far."""
+        self._given = 0  # number of items that the subscriber has finished, because it asked for the next one
+        self.mark = 0  # number of items put in so far
 
     def put(self, item: Step | Part, size: int) -> None:
         """Add an item of `size` bytes; drop it if the subscriber has left."""

@@ -37,8 +37,7 @@ from pipedist.spec import StateRef, UpdateSpec, references
 if TYPE_CHECKING:
     from pipedist.outputs.sink import Sink
 
-Fresh = Mapping[str, Sequence[Tree]]
-"""New values of stages, by name, in order."""
+Fresh = Mapping[str, Sequence[Tree]]  # new values of stages, by name, in order
 
 
 class Trainer:
@@ -136,12 +135,10 @@ class FeedingParticipant:
     def __init__(self, feed: GatedFeed, watched: frozenset[str], training: Trainer, epochs_max: int) -> None:
         self.feed = feed
         self.watched = watched
-        self.epochs = epochs_max
-        """Number of epochs, valid after the last step."""
+        self.epochs = epochs_max  # number of epochs, valid after the last step
         self._training = training
         self._evaluated = 0
-        self._admitted = (0, 0)
-        """The step and the epoch up to which steps are admitted."""
+        self._admitted = (0, 0)  # the step and the epoch up to which steps are admitted
         self._over = False
 
     async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
@@ -241,8 +238,7 @@ class HeldOutParticipant:
         self._done.set()
 
 
-TrainingParticipant = FeedingParticipant | HeldOutParticipant
-"""A pass's part in a training."""
+TrainingParticipant = FeedingParticipant | HeldOutParticipant  # a pass's part in a training
 
 Version = tuple[int, Tree]
 
@@ -261,8 +257,7 @@ class TrainingStates:
         self.latest: dict[str, Version] = {}
         self._spaces: dict[str, int] = {}
         self._handles: dict[str, PassHandle] = {}
-        self._reads: dict[str, tuple[str, ...]] = {}
-        """The states that the calls of an update read."""
+        self._reads: dict[str, tuple[str, ...]] = {}  # the states that the calls of an update read
 
     async def begin(self, values: Mapping[str, Tree], durable: Mapping[str, Version]) -> None:
         """Create the first version of every state, or restore the durable ones.

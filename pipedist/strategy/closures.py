@@ -45,10 +45,8 @@ class RemoteValue:
     __slots__ = ("_done", "_error", "_order", "_result", "label", "number")
 
     def __init__(self, number: int, label: str, order: CommitOrder) -> None:
-        self.number = number
-        """The number of closures that were scheduled before."""
-        self.label = label
-        """The function's name."""
+        self.number = number  # the number of closures that were scheduled before
+        self.label = label  # the function's name
         self._order = order
         self._done = anyio.Event()
         self._result: Tree = None

@@ -56,8 +56,7 @@ Result = tuple[Outcome, int]  # an outcome, and its size in bytes
 CANCEL_NS = 10**9
 """Time that a function which waits has to end, after it was cancelled for its time limit; then its worker is killed."""
 
-STORED_S_MIN = 0.001
-"""The value of a shorter call is not stored for a reuse."""
+STORED_S_MIN = 0.001  # the value of a shorter call is not stored for a reuse
 
 STORED_BYTES_PER_S = 4 * 2**20
 """The value of a call is stored if it has at most this many bytes per second of the call."""

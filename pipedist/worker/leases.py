@@ -32,8 +32,7 @@ class Leases:
         self._clock = clock
         self._code = code
         self._loop = PersistentLoop()
-        self.overlapping = OverlappingRuns(self._loop)
-        """The leases that overlap."""
+        self.overlapping = OverlappingRuns(self._loop)  # the leases that overlap
         self._passes: dict[int, PassExecutor | Unloadable] = {}  # the executor, or why there is none
         self._payloads: dict[int, Sequence[memoryview]] = {}  # shards of leases that have not begun
         self._members: dict[int, tuple[AssignGang, RelayBuffer]] = {}  # gang leases until they are dropped

@@ -53,8 +53,7 @@ class WorkerShare:
 
     def __init__(self, stage: StageProgram) -> None:
         self._stage = stage
-        self.sharing = 1
-        """Number of workers among which the limits are divided."""
+        self.sharing = 1  # number of workers among which the limits are divided
         self._running = 0
         self._queue: deque[asyncio.Future[None]] = deque()
         self._next_s = 0.0
