@@ -264,4 +264,4 @@ class Stepped:
             try:
                 value = yield waits_for
             except BaseException as thrown:
-                error = thrown
+                error = thrown.with_traceback(None)  # otherwise it would end with this frame, not the user's

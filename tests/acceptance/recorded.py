@@ -99,6 +99,8 @@ def record() -> list[Frames]:
     seen.append(
         (seal(pack(msg.Code(b"/spec", "ab" * 16, "1 file")), bytes(files[0])), *map(bytes, files[1:]))
     )
+    elements = encode([[0, 7, "an answer"], [0, 9, {"score": 0.5}]])
+    seen.append((seal(pack(msg.Elements(3, 5)), bytes(elements[0])), *map(bytes, elements[1:])))
     seen.append((seal(pack(msg.Share(1)), bytes(encode({"total": 45})[0])),))
     head = pack(msg.Results(1, 0, 1, 5))
     seen.append((seal(head, b"\x91\xc0", [Reference(1, 1, 0, 1, 65536), Reference(2, 1, 1, 2, 70000)]),))

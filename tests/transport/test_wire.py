@@ -23,6 +23,7 @@ FIELDS: dict[Any, st.SearchStrategy[Any]] = {
     bytes: st.binary(),
     tuple[str, ...]: st.lists(st.text()).map(tuple),
     tuple[bytes, ...]: st.lists(st.binary()).map(tuple),
+    tuple[tuple[int, str], ...]: st.lists(st.tuples(st.integers(0, 2**63 - 1), st.text())).map(tuple),
 }
 MESSAGES = st.one_of(
     *[
@@ -87,7 +88,7 @@ def test_a_message_beyond_the_limit_is_rejected_on_both_ends() -> None:
         unpack(bytes(LIMITS.head_bytes_max + 1))
 
 
-ASSIGN = [6, 1, 2, 3, 4, 0, 0]
+ASSIGN = [6, 1, 2, 3, 4, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -102,11 +103,11 @@ ASSIGN = [6, 1, 2, 3, 4, 0, 0]
         msgpack.packb([99, 1]),
         msgpack.packb(ASSIGN[:-1]),
         msgpack.packb([*ASSIGN, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, -1, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, 2**64 - 1, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, False, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, "0", 0]),
-        msgpack.packb([6, 1, 2, 3, 4, 0.0, 0]),
+        msgpack.packb([6, 1, 2, 3, 4, -1, 0, 0]),
+        msgpack.packb([6, 1, 2, 3, 4, 2**64 - 1, 0, 0]),
+        msgpack.packb([6, 1, 2, 3, 4, False, 0, 0]),
+        msgpack.packb([6, 1, 2, 3, 4, "0", 0, 0]),
+        msgpack.packb([6, 1, 2, 3, 4, 0.0, 0, 0]),
         msgpack.packb([3, b"bytes"]),
         msgpack.packb([3, ["list"]]),
         msgpack.packb([3, {"a": 1}]),
@@ -125,7 +126,7 @@ ASSIGN = [6, 1, 2, 3, 4, 0, 0]
         msgpack.packb([2, "c", 1.0, [b"a"] * 5000, 0.0, ""]),
         msgpack.packb([4, 1, "", 1]),
         msgpack.packb(ASSIGN) + b"\0",
-        b"\xdc\0\x07" + msgpack.packb(ASSIGN)[1:],
+        b"\xdc\0\x08" + msgpack.packb(ASSIGN)[1:],
         b"\x96\x02\xa1c\x01\xdd\xff\xff\xff\xff",
         b"\xdd\xff\xff\xff\xff",
         b"\xdb\xff\xff\xff\xff",
