@@ -137,6 +137,8 @@ def element_at(value: Tree, index: int) -> Tree:
 
 def batched(results: Sequence[Tree], ids: Sequence[int]) -> Tree:
     """Return the results of elements as a batch: each leaf is an array whose first axis is the elements."""
+    if not results:
+        return np.array([])  # fits all results; see `values.is_blank`
     flat = [trees.flatten(result) for result in results]
     structure = flat[0][1]
     for number, (leaves, other) in zip(ids, flat, strict=True):
@@ -147,16 +149,24 @@ def batched(results: Sequence[Tree], ids: Sequence[int]) -> Tree:
                 f"than that of element {ids[0]}; return the same keys and shapes for each element"
             )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return trees.unflatten(structure, [_stacked(column) for column in columns])
+    return trees.unflatten(structure, [_stacked(column, ids) for column in columns])
 
 
-def _stacked(column: Sequence[Any]) -> Any:
+def _stacked(column: Sequence[Any], ids: Sequence[int]) -> Any:
     kinds = set(map(type, column))
     if kinds <= {str, np.str_}:
         return ragged.of_texts([str.__str__(text) for text in column])
     if kinds <= {bytes, np.bytes_}:
         return ragged.objects([bytes(each) for each in column])
-    return np.stack([np.asarray(leaf) for leaf in column])
+    arrays = [np.asarray(leaf) for leaf in column]
+    dtype = arrays[0].dtype
+    for number, array in zip(ids, arrays, strict=True):
+        if not ragged.fit(array.dtype, dtype):
+            raise ValueError(
+                f"results of elements can't be batched: that of element {number} has dtype {array.dtype}, that of "
+                f"element {ids[0]} {dtype}; return the same dtype for each element, as with float(x)"
+            )
+    return np.stack(arrays)
 
 
 async def each_element(

@@ -123,3 +123,23 @@ def test_a_batch_is_divided_and_put_together() -> None:
         count_elements({"a": np.arange(3), "b": np.arange(2)})
     with pytest.raises(ValueError, match="without arrays or lists"):
         count_elements(3)
+
+
+@pytest.mark.parametrize(
+    ("results", "dtypes"),
+    [
+        ([1, 0.5], "float64, that of element 7 int64"),
+        (["a", 1], "int64, that of element 7 <U1"),
+        ([2, True], "bool, that of element 7 int64"),
+        ([{"n": 2**53 + 1}, {"n": 0.5}], "float64, that of element 7 int64"),
+        ([b"a", "a"], "<U1, that of element 7 |S1"),
+    ],
+)
+def test_results_of_different_dtypes_are_not_changed_to_one(results: list[Any], dtypes: str) -> None:
+    with pytest.raises(ValueError, match="that of element 8 has dtype") as caught:
+        batched(results, [7, 8])
+    assert dtypes in str(caught.value)
+
+
+def test_texts_in_arrays_may_have_different_lengths() -> None:
+    assert batched([np.array(["a"]), np.array(["bcd"])], [0, 1]).tolist() == [["a"], ["bcd"]]
