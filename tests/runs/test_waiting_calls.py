@@ -83,7 +83,9 @@ def test_only_the_element_that_fails_is_quarantined_and_others_are_called_once(t
     assert Counter(note.read_text().split()) == dict.fromkeys(map(str, range(16)), 1)
 
 
-def test_an_input_without_elements_gives_none_and_failures_are_those_of_their_elements(tmp_path: Path) -> None:
+def test_an_input_without_elements_gives_none_and_failures_are_those_of_their_elements(
+    tmp_path: Path,
+) -> None:
     spec = document("bad_element", n=24, batch=8, per="element", on_error="quarantine", of="x")
     spec["stages"]["x"] = {"run": f"{F}:above", "with": {"least": 13}}
     spec["stages"]["y"]["with"] = {"note": str(tmp_path / "note"), "bad": [14]}
