@@ -94,6 +94,16 @@ def test_an_input_without_elements_gives_none_and_failures_are_those_of_their_el
     assert [x["element"] for x in result.quarantined] == [14]
 
 
+def test_only_the_element_whose_result_differs_is_quarantined(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    spec = document("none_of", n=8, batch=8, per="element", on_error="quarantine")
+    spec["stages"]["y"]["with"] = {"note": str(note), "bad": 0}
+    result = pipedist.run(spec, workers=1)
+    assert result["out"].tolist() == [float(n) for n in range(1, 8)]
+    assert [x["element"] for x in result.quarantined] == [0]
+    assert Counter(note.read_text().split()) == dict.fromkeys(map(str, range(8)), 1)
+
+
 def test_the_failure_of_the_lowest_element_ends_the_run(tmp_path: Path) -> None:
     spec = document("bad_element", n=8, batch=8, per="element")
     spec["stages"]["y"]["with"] = {"note": str(tmp_path / "note"), "bad": [2, 5]}

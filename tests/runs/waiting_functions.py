@@ -103,3 +103,7 @@ async def timed_numbers(x: Any, ctx: Any) -> float:
 
 def above(x: np.ndarray, least: int) -> np.ndarray:
     return x[x >= least]
+
+
+async def none_of(x: Any, note: str, bad: int) -> float | None:
+    return None if await bad_element(x, note, []) == bad else float(x)
