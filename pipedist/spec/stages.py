@@ -281,7 +281,8 @@ class RunSpec(Section):
         default=None,
         description="`element`: the function is called with one element of its input at a time (an item of each "
         "list, an entry of each array), and the results of all elements are a batch again, in order: each number, "
-        "text or array of a result becomes an array with an entry for each element. `null`: with the whole input.",
+        "text or array of a result becomes an array with an entry for each element. "
+        "They must have the same keys, shapes and dtypes. `null`: with the whole input.",
         examples=["element"],
     )
     concurrency: Annotated[

@@ -324,11 +324,13 @@ class PassExecutor:
         failed = await waiting.each_element(
             rest, self._share(stage), execute, all_of_them=stage.program.quarantine
         )
+        made = [] if failed else [results[at] for at in range(size)]
+        failed = failed or waiting.unlike(made, ids)
         if failed:
-            if len(failed) <= CULPRITS_MAX:
+            if is_named and len(failed) <= CULPRITS_MAX:
                 call.culprits = tuple((at, f"{class_names(e)[1]}: {exception_text(e)}") for at, e in failed)
             raise failed[0][1]
-        return waiting.batched([results[at] for at in range(size)], ids)
+        return waiting.batched(made)
 
     async def _attempts(
         self,

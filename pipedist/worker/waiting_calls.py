@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -135,19 +135,39 @@ def element_at(value: Tree, index: int) -> Tree:
     return value[index] if isinstance(value, list) or np.ndim(value) else value
 
 
-def batched(results: Sequence[Tree], ids: Sequence[int]) -> Tree:
-    """Return the results of elements as a batch: each leaf is an array whose first axis is the elements."""
+def unlike(results: Sequence[Tree], ids: Sequence[int]) -> list[tuple[int, BaseException]]:
+    """Return the positions of the results that can't be in one batch with most others, and the errors."""
+    kinds = [_kind(result) for result in results]
+    found: list[tuple[int, BaseException]] = []
+    for usual, _ in Counter(kinds).most_common(1):
+        for at, kind in enumerate(kinds):
+            if kind != usual:
+                what = "dtype" if kind[:2] == usual[:2] else "structure or shape"
+                text = (
+                    f"results of elements can't be batched: that of element {ids[at]} has another {what} than that "
+                    f"of element {ids[kinds.index(usual)]}; return the same keys, shapes and dtypes for each "
+                    "element, as with float(x), and NaN or an empty text instead of None"
+                )
+                found.append((at, ValueError(text)))
+    return found
+
+
+def _kind(result: Tree) -> tuple[Any, ...]:
+    leaves, structure = trees.flatten(result)
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    dtypes = tuple(
+        "O" if x.dtype.kind in "UOT" else x.dtype.str.partition("S")[1] or x.dtype.str for x in arrays
+    )
+    return structure, tuple(x.shape for x in arrays), dtypes
+
+
+def batched(results: Sequence[Tree]) -> Tree:
+    """Return results that are alike as a batch: each leaf is an array whose first axis is the elements."""
+    if not results:
+        return np.array([])  # fits all results; see `values.is_blank`
     flat = [trees.flatten(result) for result in results]
-    structure = flat[0][1]
-    for number, (leaves, other) in zip(ids, flat, strict=True):
-        same = other == structure and [np.shape(x) for x in leaves] == [np.shape(x) for x in flat[0][0]]
-        if not same:
-            raise ValueError(
-                f"results of elements can't be batched: that of element {number} has another structure or shape "
-                f"than that of element {ids[0]}; return the same keys and shapes for each element"
-            )
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return trees.unflatten(structure, [_stacked(column) for column in columns])
+    return trees.unflatten(flat[0][1], [_stacked(column) for column in columns])
 
 
 def _stacked(column: Sequence[Any]) -> Any:

@@ -83,6 +83,27 @@ def test_only_the_element_that_fails_is_quarantined_and_others_are_called_once(t
     assert Counter(note.read_text().split()) == dict.fromkeys(map(str, range(16)), 1)
 
 
+def test_an_input_without_elements_gives_none_and_failures_are_those_of_their_elements(
+    tmp_path: Path,
+) -> None:
+    spec = document("bad_element", n=24, batch=8, per="element", on_error="quarantine", of="x")
+    spec["stages"]["x"] = {"run": f"{F}:above", "with": {"least": 13}}
+    spec["stages"]["y"]["with"] = {"note": str(tmp_path / "note"), "bad": [14]}
+    result = pipedist.run(spec, workers=1)
+    assert result["out"].tolist() == [13.0, *map(float, range(15, 24))]
+    assert [x["element"] for x in result.quarantined] == [14]
+
+
+def test_only_the_element_whose_result_differs_is_quarantined(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    spec = document("none_of", n=8, batch=8, per="element", on_error="quarantine")
+    spec["stages"]["y"]["with"] = {"note": str(note), "bad": 0}
+    result = pipedist.run(spec, workers=1)
+    assert result["out"].tolist() == [float(n) for n in range(1, 8)]
+    assert [x["element"] for x in result.quarantined] == [0]
+    assert Counter(note.read_text().split()) == dict.fromkeys(map(str, range(8)), 1)
+
+
 def test_the_failure_of_the_lowest_element_ends_the_run(tmp_path: Path) -> None:
     spec = document("bad_element", n=8, batch=8, per="element")
     spec["stages"]["y"]["with"] = {"note": str(tmp_path / "note"), "bad": [2, 5]}

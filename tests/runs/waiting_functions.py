@@ -99,3 +99,11 @@ async def ragged(x: Any) -> np.ndarray:
 async def timed_numbers(x: Any, ctx: Any) -> float:
     await asyncio.sleep(float(ctx.rng.random()) / 50)
     return float(np.sqrt(x) + ctx.rng.random())
+
+
+def above(x: np.ndarray, least: int) -> np.ndarray:
+    return x[x >= least]
+
+
+async def none_of(x: Any, note: str, bad: int) -> float | None:
+    return None if await bad_element(x, note, []) == bad else float(x)

@@ -19,6 +19,7 @@ from pipedist.worker.waiting_calls import (
     each_element,
     element_at,
     pause_s,
+    unlike,
 )
 
 
@@ -115,7 +116,7 @@ def test_a_batch_is_divided_and_put_together() -> None:
     assert count_elements(batch) == 3
     element = element_at(batch, 1)
     assert (element["a"], element["b"], element["c"][0].tolist()) == (1, "y", [0, 1, 0])
-    again = batched([element_at(batch, n) for n in range(3)], range(3))
+    again = batched([element_at(batch, n) for n in range(3)])
     assert again["a"].tolist() == [0, 1, 2]
     assert again["b"].tolist() == ["x", "y", "z"]
     assert np.array_equal(again["c"][0], np.eye(3))
@@ -123,3 +124,28 @@ def test_a_batch_is_divided_and_put_together() -> None:
         count_elements({"a": np.arange(3), "b": np.arange(2)})
     with pytest.raises(ValueError, match="without arrays or lists"):
         count_elements(3)
+
+
+@pytest.mark.parametrize(
+    ("results", "what"),
+    [
+        ([0.5, 1, 0.5], "dtype"),
+        (["a", 1, "abc"], "dtype"),
+        ([2, True, 3], "dtype"),
+        ([{"n": 0.5}, {"n": 2**53 + 1}, {"n": 2.5}], "dtype"),
+        ([b"abc", "a", b"a"], "dtype"),
+        ([0.5, None, 1.5], "structure or shape"),
+        (["a", np.array(["a"]), "b"], "structure or shape"),
+    ],
+)
+def test_a_result_that_differs_from_most_is_a_failure_of_its_element(results: list[Any], what: str) -> None:
+    for rows, at, other in ((results, 1, 6), ([results[1], results[0], results[2]], 0, 7)):
+        [(position, error)] = unlike(rows, [6, 7, 8])
+        assert position == at
+        assert f"that of element {6 + at} has another {what} than that of element {other}" in str(error)
+
+
+def test_texts_of_all_lengths_are_alike() -> None:
+    rows = [np.array(["a"]), np.array(["bcd"])]
+    assert not unlike(rows, [0, 1])
+    assert batched(rows).tolist() == [["a"], ["bcd"]]
