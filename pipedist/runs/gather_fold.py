@@ -76,10 +76,10 @@ class GatherFold(Fold):
         first, self._steps = self._steps, self._steps + len(steps)
         made = [part for parts in steps for part in parts]
         unlike = list({_look(part): part for part in made}.values())  # most are alike, and this is cheap
-        if any(map(is_blank, unlike)):
-            self._blank = next(filter(is_blank, unlike))
-            made = [None if is_blank(part) else part for part in made]
-            unlike = [part for part in unlike if not is_blank(part)]
+        if blank := [part for part in unlike if is_blank(part, self._axis)]:
+            self._blank = blank[0]
+            made = [None if is_blank(part, self._axis) else part for part in made]
+            unlike = [part for part in unlike if not is_blank(part, self._axis)]
         objects = max((trees.structure(part).num_nodes for part in unlike), default=0) * len(made)
         self._is_large = self._is_large or objects > THREAD_OBJECTS
         if self._per != "step" or not first:

@@ -421,6 +421,30 @@ async def test_a_result_without_rows_has_the_dtype_and_shape_of_the_others(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl", "npz"])
+@pytest.mark.parametrize("first", [True, False])
+async def test_leaves_without_rows_take_the_dtype_of_rows_in_files(
+    ending: str, first: bool, tmp_path: Path
+) -> None:
+    rows = {"id": np.array([7, 8]), "text": np.array(["a", "b"], object)}
+    blank = {"id": BLANK, "text": np.array([], object)}
+    sink = open_sink(tmp_path / f"g.{ending}", shape="run", gather=True, axis=0)
+    written = GatherFold("g", "run", 0, sink, keep=False)
+    for part in (blank, rows, blank) if first else (rows, blank):
+        await written.add(0, [[part]])
+    await written.finish(1)
+    path = sink.finish()
+    if ending == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        assert parquet.read_table(path).to_pydict() == {"id": [7, 8], "text": ["a", "b"]}
+    elif ending == "npz":
+        assert np.load(path)["id"].dtype == np.int64
+    else:
+        assert path.read_text().count("7") == 1
+        assert "7.0" not in path.read_text()
+
+
+@pytest.mark.asyncio
 async def test_results_that_all_have_no_rows_are_one_without_rows(tmp_path: Path) -> None:
     for blank in (BLANK, {"a": BLANK, "b": BLANK}):
         fold = GatherFold("g", "run", 0, None)
