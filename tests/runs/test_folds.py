@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -442,6 +443,32 @@ async def test_leaves_without_rows_take_the_dtype_of_rows_in_files(
     else:
         assert path.read_text().count("7") == 1
         assert "7.0" not in path.read_text()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ending", ["npz", "json"])
+async def test_a_leaf_without_rows_beside_rows_takes_the_dtype_of_others_in_files(
+    ending: str, tmp_path: Path
+) -> None:
+    sink = open_sink(tmp_path / f"g.{ending}", shape="run", gather=True, axis=0)
+    written = GatherFold("g", "run", 0, sink, keep=False)
+    blank = {"hits": BLANK, "read": np.array([5]), "text": BLANK}
+    found = {"hits": np.array([7, 8]), "read": np.array([6]), "text": np.array(["a\0"], object)}
+    found["text"] = np.array(["a", "b"]) if ending == "npz" else found["text"]
+    for part in (blank, found, blank):
+        await written.add(0, [[part]])
+    await written.finish(1)
+    path = sink.finish()
+    if ending == "npz":
+        with np.load(path) as values:
+            assert {name: values[name].tolist() for name in values} == {
+                "hits": [7, 8],
+                "read": [5, 6, 5],
+                "text": ["a", "b"],
+            }
+            assert values["hits"].dtype == np.int64
+    else:
+        assert json.loads(path.read_text()) == {"hits": [7, 8], "read": [5, 6, 5], "text": ["a\0"]}
 
 
 @pytest.mark.asyncio
