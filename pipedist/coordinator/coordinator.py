@@ -130,6 +130,7 @@ class Coordinator:
             log_sinks=self._log_sinks,
             rejections=self._rejections,
             passes=self._passes,
+            notices=notices,
         )
         self._failed: PipedistError | None = None
         self._timer: Timer | None = None

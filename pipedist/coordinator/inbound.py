@@ -16,7 +16,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from pipedist.coordinator.gang_relay import GangRelay
-from pipedist.coordinator.notices import printable
+from pipedist.coordinator.notices import Notices, printable
 from pipedist.coordinator.passes import OpenPasses
 from pipedist.coordinator.results import Chunk, open_chunk
 from pipedist.coordinator.worker_pool import WorkerPool
@@ -52,6 +52,7 @@ class Inbound:
         log_sinks: LogSinks,
         rejections: Rejections,
         passes: OpenPasses,
+        notices: Notices,
     ) -> None:
         self._post = post
         self._pool = pool
@@ -59,6 +60,7 @@ class Inbound:
         self._log_sinks = log_sinks
         self._rejections = rejections
         self._passes = passes
+        self._notices = notices
 
     def handle(self, peer: Peer, message: msg.Message, frames: list[memoryview]) -> None:
         match message:
@@ -78,6 +80,9 @@ class Inbound:
             case msg.DataVisible(pass_id):
                 if pass_id in self._passes.handles:
                     peer.sees.add(pass_id)
+            case msg.Retried(pass_id):
+                if pass_id in self._passes.handles:
+                    self._notices.add(self._passes.handles[pass_id].on_retried(message, peer.worker))
             case msg.LogLine():
                 self._log_sinks.emit(peer.worker, message)
             case msg.Heartbeat():

@@ -23,7 +23,7 @@ from pipedist.coordinator.results import Chunk, ElementStore, ResultStore, Slots
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import ElementRanges, Feed, ShardRead
-from pipedist.errors import LocalProtocolError, PipedistError, RunCancelled, RunDrained
+from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError, RunCancelled, RunDrained
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame
 from pipedist.protocol.program import Program, Shards, to_frames
@@ -425,6 +425,14 @@ class PassHandle:
                 self.counts.retries[stage, reason] += 1
             if text:
                 yield f"{self._place(stage, call)}: {text}; attempt {attempt + 1} begins on worker {worker}"
+
+    def on_retried(self, message: msg.Retried, worker: str) -> str:
+        """Count a call that its worker repeats, and return a line for the user."""
+        if message.stage not in self.policy.stages:
+            raise RemoteProtocolError(f"a retry of stage {message.stage!r}, which is not in the pass")
+        self.counts.retries[message.stage, "timeout" if message.timed_out else "error"] += 1
+        place = self._place(message.stage, message.call)
+        return f"{place}: {message.text}; attempt {message.attempt} begins on worker {worker}"
 
     def _place(self, stage: str, call: int) -> str:
         step, replica = divmod(call, self.settings.replicas)

@@ -20,7 +20,7 @@ result counts only while its lease is held.
 | Elements | worker -> scheduler | a list of [stage, element, result] |
 | Exchange | worker -> scheduler | the contribution of its replicas to a collective |
 | Relay | scheduler -> worker | the contribution of another member of the gang, unchanged |
-| Failed, Stalled, Cancelled, LogLine, Heartbeat, Goodbye | worker -> scheduler | - |
+| Failed, Retried, Stalled, Cancelled, LogLine, Heartbeat, Goodbye | worker -> scheduler | - |
 | Unbind, Cancel, Stop | scheduler -> worker | - |
 | Share | scheduler -> supervisor | a tree for every program of the cluster |
 """
@@ -279,6 +279,17 @@ class LogLine(Message, frozen=True, tag=11):
     step: Count
     replica: Count
     text: Text
+
+
+class Retried(Message, frozen=True, tag=27):
+    """Report that a function is called again, by the `retry` of its stage."""
+
+    pass_id: Count
+    call: Count
+    stage: Text
+    attempt: Count  # number of the next attempt, from 1
+    timed_out: bool
+    text: Text  # the exception of the last attempt, and its element if it has one
 
 
 class Heartbeat(Message, frozen=True, tag=12):

@@ -78,7 +78,7 @@ class Driver:
         self._lock = threading.Lock()  # held by the thread that uses `_machine` or `_socket`
         self._log_forwarder = LogForwarder(socket, self._lock)
         self._code = CodeStore("", "") if code is None else code
-        self._leases = Leases(self, threads, progress.clock, self._code)
+        self._leases = Leases(self, threads, progress.clock, self._code, self._log_forwarder.put)
         self._reports = ResultReporter(self._handle, ResultCache() if cache is None else cache)
         self._leave_reason = ""  # reason to leave as soon as possible; "": none
         self._interruptible = False  # whether the main thread only waits for a message

@@ -38,7 +38,7 @@ from pipedist.reduction.tree import Reduction
 from pipedist.worker import failures, process_setup
 from pipedist.worker.array_isolation import as_readonly, check_objects, take_ownership
 from pipedist.worker.context import Collectives, ReplicaContext, current
-from pipedist.worker.failures import CallFailure
+from pipedist.worker.failures import CULPRIT_CHARS_MAX, CallFailure
 from pipedist.worker.inputs import LeaseShards, Shard, ShardFinder, States
 from pipedist.worker.log_forwarding import importer
 from pipedist.worker.progress import StageClock, Stepped
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 Outcome = dict[str, Tree]  # the values that one call sends back: {slot: tree}
 Result = tuple[Outcome, int]  # an outcome, and its size in bytes
+
+OnRetry = Callable[[str, int, int, bool, str], None]
+"""Called before a further attempt, with stage, call, its number, whether the last one timed out, and its exception."""
 
 
 CANCEL_NS = 10**9
@@ -128,10 +131,17 @@ class Call:
 class PassExecutor:
     """Executes calls of one pass; `threads` is this process's number of BLAS and OpenMP threads."""
 
-    def __init__(self, program: Program, threads: int, clock: StageClock | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        threads: int,
+        clock: StageClock | None = None,
+        on_retry: OnRetry = lambda _stage, _call, _attempt, _timed_out, _text: None,
+    ) -> None:
         self.program = program
         self.clock = clock or StageClock()
         self._threads = threads
+        self._on_retry = on_retry
         self._stages = [Stage(stage, program.code) for stage in program.stages]
         self._records_stage = len(self._stages) > 1 or any(stage.limit_ns for stage in self._stages)
         """Whether to record the running stage (needed if there are several, or any has a timeout)."""
@@ -348,6 +358,10 @@ class PassExecutor:
                 rest_s = pause_s(stage.program, error, attempt, place)
                 if rest_s is None:
                     raise
+                text = "".join(f"element {number}: " for number in element)
+                text += f"{class_names(error)[1]}: {exception_text(error)}"[:CULPRIT_CHARS_MAX]
+                timed_out = isinstance(error, TimeoutError)
+                self._on_retry(stage.name, call.number, attempt + 1, timed_out, text)
             await asyncio.sleep(rest_s)
             attempt += 1
 

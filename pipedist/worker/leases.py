@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pipedist.errors import PipedistError, ProtocolError
-from pipedist.protocol.messages import AssignGang, Relay
+from pipedist.protocol.messages import AssignGang, Relay, Retried
 from pipedist.protocol.program import Shards, Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Begin, Execute
 from pipedist.worker.execution import PassExecutor
@@ -26,8 +26,16 @@ if TYPE_CHECKING:
 class Leases:
     """Stores what the machine's commands name, and makes the run of a lease."""
 
-    def __init__(self, client: RelayClient, threads: int, clock: StageClock, code: CodeStore) -> None:
+    def __init__(
+        self,
+        client: RelayClient,
+        threads: int,
+        clock: StageClock,
+        code: CodeStore,
+        report: Callable[[Retried], None],
+    ) -> None:
         self._client = client
+        self._report = report
         self._threads = threads
         self._clock = clock
         self._code = code
@@ -45,7 +53,11 @@ class Leases:
             self._code.announce()
         try:
             program = from_frames(frames, self._code.local_folder)
-            self._passes[pass_id] = PassExecutor(program, self._threads, self._clock)
+
+            def report(stage: str, call: int, attempt: int, timed_out: bool, text: str) -> None:
+                self._report(Retried(pass_id, call, stage, attempt, timed_out, text))
+
+            self._passes[pass_id] = PassExecutor(program, self._threads, self._clock, report)
         except Unloadable as error:
             self._passes[pass_id] = error
 

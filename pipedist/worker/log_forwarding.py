@@ -28,7 +28,7 @@ from typing import Protocol, TextIO
 from msgspec import Struct
 
 from pipedist.protocol.codec import Frame
-from pipedist.protocol.messages import LogLine, Message
+from pipedist.protocol.messages import LogLine, Message, Retried
 from pipedist.transport.dealer import ConnectionLost
 from pipedist.worker.context import current
 
@@ -204,11 +204,11 @@ class LogForwarder:
     def __init__(self, socket: Socket, lock: threading.Lock) -> None:
         self._socket = socket
         self._lock = lock
-        self._lines: deque[LogLine] = deque(maxlen=LOG_LINES_WAITING_MAX)
+        self._lines: deque[LogLine | Retried] = deque(maxlen=LOG_LINES_WAITING_MAX)
         self._closed = False
         self.fault: BaseException | None = None  # of the connection; the main thread raises it afterwards
 
-    def put(self, line: LogLine) -> None:
+    def put(self, line: LogLine | Retried) -> None:
         """Send a line at once if the socket is free, else queue it."""
         self._lines.append(line)
         if self.fault is None and self._lock.acquire(blocking=False):

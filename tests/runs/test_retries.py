@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -88,3 +89,36 @@ def test_modules_on_a_relative_import_path_are_found(tmp_path: Path) -> None:
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout == "[0, -2, -4, -6]\n", done.stderr
+
+
+async def answers(element: int, folder: str) -> int:
+    """Raise, and hang, each once."""
+    for number, failure in ((3, "raise"), (5, "hang")):
+        marker = Path(folder) / failure
+        if element == number and not marker.exists():
+            marker.touch()
+            if failure == "raise":
+                raise ConnectionError("no reply")
+            await asyncio.sleep(600)
+    return 2 * element
+
+
+def test_attempts_within_a_call_have_lines_and_counts_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = document(tmp_path)
+    spec["dataset"] = {"range": 8, "batch": 8}
+    spec["stages"]["y"] = {
+        "run": answers,
+        "with": {"folder": str(tmp_path)},
+        "per": "element",
+        "timeout_s": 0.5,
+        "retry": {"attempts": 3, "backoff_s": 0.01},
+    }
+    result = pipedist.run(spec, workers=1)
+    assert result["out"].tolist() == list(range(0, 16, 2))
+    assert result.retries == {"y": {"error": 1, "timeout": 1}}
+    for text in ("element 3: ConnectionError: no reply", "element 5: TimeoutError: timed out after 0.5 s"):
+        (line,) = [line for line in caplog.messages if text in line]
+        assert line.startswith("pipedist: stage y, step 0, replica 0: element ")
+        assert line.endswith("; attempt 2 begins on worker w0")
