@@ -486,6 +486,22 @@ async def test_results_that_all_have_no_rows_are_one_without_rows(tmp_path: Path
     assert np.load(sink.finish()).shape == (0,)
 
 
+@pytest.mark.asyncio
+async def test_a_value_without_rows_is_the_first_one_of_its_step_or_run() -> None:
+    narrow = {"id": BLANK, "text": np.array([], "<U1")}
+    wide = {"id": BLANK, "text": np.array([], "<U9")}
+    for batches in ([[[narrow], [wide]]], [[[narrow]], [[wide]]]):
+        fold = GatherFold("g", "run", 0, None)
+        for steps in batches:
+            await fold.add(0, steps)
+        await fold.finish(1)
+        assert fold.result["text"].dtype == "<U1"
+    fold = GatherFold("g", "step", 0, None)
+    await fold.add(0, [[narrow], [None], [wide]])
+    await fold.finish(1)
+    assert [step and step["text"].dtype.str for step in fold.result] == ["<U1", None, "<U9"]
+
+
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
 @pytest.mark.parametrize("rows", [np.array([5, 6]), np.array([[5, 6], [7, 8]]), np.array([1.5], np.float32)])
 def test_a_reduction_leaves_results_without_rows_out(op: str, rows: Any) -> None:
