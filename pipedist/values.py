@@ -285,14 +285,16 @@ def _plain_array(part: Any) -> np.ndarray[Any, Any]:
     return np.asarray(part)
 
 
-def is_blank(value: Tree) -> bool:
-    """Return whether all leaves are `np.array([])`, the result of a function that found no row in a shard.
+def is_blank(value: Tree, axis: int = 0) -> bool:
+    """Return whether no leaf has rows, and one is `np.array([])`, as a function returns that found none in a shard.
 
-    It has neither the dtype nor the shape of rows, so it fits all others, and adds nothing to them.
+    That leaf has neither the dtype nor the shape of rows, so it fits all others, and adds nothing to them.
     """
     leaves = [value] if type(value) is np.ndarray else trees.flatten(value)[0]
-    return bool(leaves) and all(
-        type(leaf) is np.ndarray and leaf.shape == (0,) and leaf.dtype == np.float64 for leaf in leaves
+    blank = [type(leaf) is np.ndarray and ragged.is_blank(leaf) for leaf in leaves]
+    return any(blank) and all(
+        is_bare or (type(leaf) is np.ndarray and -leaf.ndim <= axis < leaf.ndim and not leaf.shape[axis])
+        for leaf, is_bare in zip(leaves, blank, strict=True)
     )
 
 

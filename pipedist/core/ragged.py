@@ -64,6 +64,11 @@ def narrowed(array: Array) -> Array:
     return array.astype(object) if array.dtype.kind == "U" and _are_wasteful([array]) else array
 
 
+def is_blank(array: Array) -> bool:
+    """Return whether an array is `np.array([])`, which has neither the dtype nor the shape of rows."""
+    return array.shape == (0,) and array.dtype == np.float64
+
+
 def fit(a: np.dtype[Any], b: np.dtype[Any]) -> bool:
     """Return whether arrays of two dtypes can be concatenated: equal ones, or texts."""
     kinds = {a.kind, b.kind}

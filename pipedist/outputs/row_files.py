@@ -340,9 +340,10 @@ def _cell(value: encoding.Json) -> str:
 
 def _plain_cell(cell: Any) -> Any:
     """Return a cell of an object array in the form in which pyarrow reads it."""
-    return (
-        cell.tolist() if isinstance(cell, np.ndarray) and (cell.ndim > 1 or cell.dtype.kind == "O") else cell
-    )
+    if not isinstance(cell, np.ndarray | np.datetime64):
+        return cell
+    # pyarrow can't read NumPy's dates in an array of objects
+    return cell.tolist() if cell.ndim > 1 or cell.dtype.kind == "O" or cell.dtype.str[1:] == "M8[D]" else cell
 
 
 def _quoted(text: str) -> str:

@@ -289,6 +289,7 @@ class Piecewise:
         self._label = label
         self._leaves = leaves
         self.spools: dict[str, Any] = {}
+        self._blank: set[str] = set()  # the leaves that had no other piece than `np.array([])`
 
     def append(self, piece: Tree, *, stack: bool = False, as_json: bool = False) -> None:
         """Append the next piece.
@@ -299,13 +300,19 @@ class Piecewise:
         """
         for leaf, name in zip(self._leaves.take(piece), self._leaves.names, strict=True):
             spool = self.spools.get(name)
-            if spool is None:
+            is_blank = not stack and ragged.is_blank(leaf)
+            if spool is not None and is_blank:
+                continue
+            if spool is None or name in self._blank:
+                if spool is not None:
+                    spool.close()
                 file: IO[bytes] = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(self._path.parent))  # noqa: SIM115
                 label = f"{self._label}: leaf {name!r}"
                 if as_json and leaf.dtype.kind in "OU" and leaf.ndim and self._axis % leaf.ndim == 0:
                     spool = self.spools[name] = JsonSpool(file, label)
                 else:
                     spool = self.spools[name] = ArraySpool(file, axis=self._axis, label=label)
+                (self._blank.add if is_blank else self._blank.discard)(name)
             spool.append(leaf[None] if stack else leaf)
 
     def tree(self) -> Tree:

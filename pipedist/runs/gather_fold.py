@@ -56,7 +56,7 @@ class GatherFold(Fold):
         """An outline (shape and dtype) of the scope's first component, which the others must match."""
         self._head_place = ""  # step and replica of that component
         self._blank: Tree = None
-        """A component without rows, dtype and shape, which is the value if there is no other; None: there was none."""
+        """The scope's first component without rows, dtype and shape, which is the value if there is no other."""
         self._fitting: set[object] = set()  # kinds of components that match it
         self._steps = 0
         self._is_large = False  # whether the parts of a message have had more than THREAD_OBJECTS leaves
@@ -76,10 +76,10 @@ class GatherFold(Fold):
         first, self._steps = self._steps, self._steps + len(steps)
         made = [part for parts in steps for part in parts]
         unlike = list({_look(part): part for part in made}.values())  # most are alike, and this is cheap
-        if any(map(is_blank, unlike)):
-            self._blank = next(filter(is_blank, unlike))
-            made = [None if is_blank(part) else part for part in made]
-            unlike = [part for part in unlike if not is_blank(part)]
+        if blank := [part for part in unlike if is_blank(part, self._axis)]:
+            self._blank = blank[0] if self._blank is None else self._blank
+            made = [None if is_blank(part, self._axis) else part for part in made]
+            unlike = [part for part in unlike if not is_blank(part, self._axis)]
         objects = max((trees.structure(part).num_nodes for part in unlike), default=0) * len(made)
         self._is_large = self._is_large or objects > THREAD_OBJECTS
         if self._per != "step" or not first:
@@ -161,11 +161,12 @@ class GatherFold(Fold):
     async def _scope_value(self) -> Tree:
         parts, self._parts, self._whole = self._parts, [], 0
         others = self._head if self._streams else [part for part in parts if part is not None]
+        blank, self._blank = self._blank, None
         self._head, self._fitting = [], set()
-        if self._blank is not None and not others:
+        if blank is not None and not others:
             if self._streams and self._sink is not None:
-                await append_to(self._sink, self._blank)
-            return self._blank
+                await append_to(self._sink, blank)
+            return blank
         return await in_thread_if(self._is_large or is_large(parts), self._together, parts)
 
     async def _deliver(self, value: Tree) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import datetime as dt
 import itertools
 import json
 import os
@@ -103,6 +104,11 @@ def pieces(tree: Any, cuts: list[int]) -> list[Any]:
         ("a.parquet", {"x": np.array([1.5]), "s": np.array(["é"])}, {"s": ["é"], "x": [1.5]}),
         ("a.parquet", np.array([b"\x01"]), {"value": [b"\x01"]}),
         ("a.parquet", 3, {"value": [3]}),
+        (
+            "a.parquet",
+            [{"day": np.datetime64("2026-01-02"), "days": np.array(["2026-01-03"], "M8[D]")}],
+            {"day": [dt.date(2026, 1, 2)], "days": [[dt.date(2026, 1, 3)]]},
+        ),
     ],
 )
 def test_one_value(tmp_path: Path, name: str, value: Any, expected: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -421,6 +422,56 @@ async def test_a_result_without_rows_has_the_dtype_and_shape_of_the_others(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("ending", ["parquet", "csv", "jsonl", "npz"])
+@pytest.mark.parametrize("first", [True, False])
+async def test_leaves_without_rows_take_the_dtype_of_rows_in_files(
+    ending: str, first: bool, tmp_path: Path
+) -> None:
+    rows = {"id": np.array([7, 8]), "text": np.array(["a", "b"], object)}
+    blank = {"id": BLANK, "text": np.array([], object)}
+    sink = open_sink(tmp_path / f"g.{ending}", shape="run", gather=True, axis=0)
+    written = GatherFold("g", "run", 0, sink, keep=False)
+    for part in (blank, rows, blank) if first else (rows, blank):
+        await written.add(0, [[part]])
+    await written.finish(1)
+    path = sink.finish()
+    if ending == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        assert parquet.read_table(path).to_pydict() == {"id": [7, 8], "text": ["a", "b"]}
+    elif ending == "npz":
+        assert np.load(path)["id"].dtype == np.int64
+    else:
+        assert path.read_text().count("7") == 1
+        assert "7.0" not in path.read_text()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ending", ["npz", "json"])
+async def test_a_leaf_without_rows_beside_rows_takes_the_dtype_of_others_in_files(
+    ending: str, tmp_path: Path
+) -> None:
+    sink = open_sink(tmp_path / f"g.{ending}", shape="run", gather=True, axis=0)
+    written = GatherFold("g", "run", 0, sink, keep=False)
+    blank = {"hits": BLANK, "read": np.array([5]), "text": BLANK}
+    found = {"hits": np.array([7, 8]), "read": np.array([6]), "text": np.array(["a\0"], object)}
+    found["text"] = np.array(["a", "b"]) if ending == "npz" else found["text"]
+    for part in (blank, found, blank):
+        await written.add(0, [[part]])
+    await written.finish(1)
+    path = sink.finish()
+    if ending == "npz":
+        with np.load(path) as values:
+            assert {name: values[name].tolist() for name in values} == {
+                "hits": [7, 8],
+                "read": [5, 6, 5],
+                "text": ["a", "b"],
+            }
+            assert values["hits"].dtype == np.int64
+    else:
+        assert json.loads(path.read_text()) == {"hits": [7, 8], "read": [5, 6, 5], "text": ["a\0"]}
+
+
+@pytest.mark.asyncio
 async def test_results_that_all_have_no_rows_are_one_without_rows(tmp_path: Path) -> None:
     for blank in (BLANK, {"a": BLANK, "b": BLANK}):
         fold = GatherFold("g", "run", 0, None)
@@ -433,6 +484,22 @@ async def test_results_that_all_have_no_rows_are_one_without_rows(tmp_path: Path
     await written.add(0, [[BLANK], [BLANK]])
     await written.finish(1)
     assert np.load(sink.finish()).shape == (0,)
+
+
+@pytest.mark.asyncio
+async def test_a_value_without_rows_is_the_first_one_of_its_step_or_run() -> None:
+    narrow = {"id": BLANK, "text": np.array([], "<U1")}
+    wide = {"id": BLANK, "text": np.array([], "<U9")}
+    for batches in ([[[narrow], [wide]]], [[[narrow]], [[wide]]]):
+        fold = GatherFold("g", "run", 0, None)
+        for steps in batches:
+            await fold.add(0, steps)
+        await fold.finish(1)
+        assert fold.result["text"].dtype == "<U1"
+    fold = GatherFold("g", "step", 0, None)
+    await fold.add(0, [[narrow], [None], [wide]])
+    await fold.finish(1)
+    assert [step and step["text"].dtype.str for step in fold.result] == ["<U1", None, "<U9"]
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max", "prod"])
