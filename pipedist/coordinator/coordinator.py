@@ -188,9 +188,7 @@ class Coordinator:
         self._pool.kill(worker)
 
     async def restart(self, worker: str) -> None:
-        peer = self._pool.of(worker)
-        self._pool.kill(worker)
-        await self._pool.wait_for_next(worker, -1 if peer is None else peer.incarnation)
+        await self._pool.restart(worker)
 
     def cut(self, worker: str) -> None:
         """Cut the connection to a worker: it is replaced."""

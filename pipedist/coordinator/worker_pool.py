@@ -144,6 +144,13 @@ class WorkerPool(WorkerRegistry):
                 raise self._error
             await self._changed.wait()
 
+    async def restart(self, worker: str) -> None:
+        """Kill a worker's process, which may not have joined yet, and wait until the next one has joined."""
+        peer = self.of(worker)
+        before = max(self._started.get(worker, -1), -1 if peer is None else peer.incarnation)
+        self.kill(worker)
+        await self.wait_for_next(worker, before)
+
     async def wait_for_next(self, worker: str, incarnation: int) -> None:
         """Wait until a later incarnation has joined; raise the error of `fail`."""
         while (peer := self.of(worker)) is None or peer.incarnation <= incarnation:

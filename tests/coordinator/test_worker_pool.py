@@ -122,6 +122,24 @@ def test_a_crash_that_a_supervisor_reports_is_no_graceful_leave(
     assert record.events[-1] == ev.WorkerLost("far", 0, "signal 11 (SIGSEGV)", graceful=not crashed)
 
 
+@pytest.mark.asyncio
+async def test_a_restart_waits_for_the_next_process_of_a_worker_that_has_not_joined(
+    pool: WorkerPool, record: Record
+) -> None:
+    pool.start("w0", 0)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        restarted = tasks.create_task(pool.restart("w0"))
+        await asyncio.sleep(0)
+        assert record.killed == [("w0", None)]
+        pool.on_hello(b"a", replace(make_hello("w0", 0), boot="here"))  # sent before the signal came
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert not restarted.done()
+        pool.on_exit(WorkerExit("w0", 0, 9, None, 9, "signal 9 (SIGKILL)", None))
+        pool.start("w0", 1)
+        pool.on_hello(b"b", replace(make_hello("w0", 1), boot="here"))
+
+
 def test_an_exit_reports_the_running_call(pool: WorkerPool, record: Record) -> None:
     pool.start("w0", 0)
     pool.on_exit(WorkerExit("w0", 0, 9, None, 11, "signal 11 (SIGSEGV)", (3, 41)))
