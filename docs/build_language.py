@@ -195,7 +195,10 @@ struct. In `.jsonl` they are texts, base64 and lists, and a record is an object 
 one value. `.npy` and `.npz` hold texts of one width: texts for which that would be wasteful, and values that
 end with a zero, are an error that names the other formats.
 
-Values per step or per epoch are lines in `.jsonl` and `.csv`, and are stacked in `.npy` and `.npz`.
+Values of a reduction per step or per epoch are lines in `.jsonl` and `.csv`, and are stacked in `.npy` and `.npz`.
+
+`np.array([])`, the result of a function that found no row in a shard, takes the dtype and shape of the results of
+other shards in a gather, and in a reduction along an axis.
 """
 
 
