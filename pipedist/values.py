@@ -299,7 +299,7 @@ def is_blank(value: Tree, axis: int = 0) -> bool:
 
 
 def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axis: int, names: Sequence[str]) -> Any:
-    found = [(part, name) for part, name in zip(parts, names, strict=True) if not is_blank(part)]
+    found = [(part, name) for part, name in zip(parts, names, strict=True) if not ragged.is_blank(part)]
     if 0 < len(found) < len(parts):
         parts, names = zip(*found, strict=True)
     first = parts[0]

@@ -16,7 +16,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from pipedist.coordinator.gang_relay import GangRelay
-from pipedist.coordinator.notices import Notices, printable
+from pipedist.coordinator.notices import LOGGER, Notices, printable
 from pipedist.coordinator.passes import OpenPasses
 from pipedist.coordinator.results import Chunk, open_chunk
 from pipedist.coordinator.worker_pool import WorkerPool
@@ -27,7 +27,6 @@ from pipedist.protocol.codec import decode
 from pipedist.scheduler import Event
 from pipedist.scheduler import events as ev
 
-LOGGER = "pipedist.cluster"  # the logger of rejections; without a handler its lines go to stderr
 _REASONS_MAX = 8  # distinct reasons that are logged; after that, the total is logged each time it doubles
 _DIGITS_MAX = 9  # maximum digits of the number of a gang's member
 LogSink = Callable[[str, msg.LogLine], None]  # gets each line that a replica function prints: (worker, line)

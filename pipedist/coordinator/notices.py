@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+LOGGER = "pipedist.cluster"  # of these lines and of rejections; without a handler its lines go to stderr
+
 LINES_MAX = 20  # lines at once; after these, one line every LINE_S seconds, which counts those between
 LINE_S = 5.0
 
@@ -18,7 +20,7 @@ def printable(text: str) -> str:
 
 
 class Notices:
-    """Logs lines as warnings of the logger `pipedist.cluster`, which without a handler go to standard error."""
+    """Logs lines as warnings."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._clock_s = clock_s
@@ -38,4 +40,4 @@ class Notices:
         self._lines -= 1
         more = f" ({self._skipped:,} such lines before it were skipped)" if self._skipped else ""
         self._skipped = 0
-        logging.getLogger("pipedist.cluster").warning("pipedist: %s%s", printable(text), more)
+        logging.getLogger(LOGGER).warning("pipedist: %s%s", printable(text), more)

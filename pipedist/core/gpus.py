@@ -80,7 +80,7 @@ def installed(environment: Mapping[str, str]) -> tuple[int, str]:
 
 
 def owned(gpus: tuple[str, ...], each: float, workers: int) -> tuple[tuple[str, ...], ...]:
-    """Return the GPUs of each worker, in order, () after they are used up; floor(1 / each) workers share one."""
+    """Return the GPUs of each worker, in order; () if none is left. With `each` <= 1/2, workers share a GPU."""
     if each >= 1:
         size = math.ceil(each)
         groups = [gpus[at : at + size] for at in range(0, len(gpus) - size + 1, size)]

@@ -86,9 +86,9 @@ def concatenate(parts: Sequence[Array], axis: int = 0) -> Array:
 def stack(cells: Sequence[Any]) -> Array:
     """Stack arrays or scalars along a new first axis; texts and bytes keep zeros at their ends."""
     types = set(map(type, cells))
-    if types == {np.str_}:
-        return of_texts(list(map(str.__str__, cells)))  # `str` drops zeros at the end
-    if types == {np.bytes_}:
+    if types and types <= {str, np.str_}:
+        return of_texts(list(map(str.__str__, cells)))  # `str(...)` of a np.str_ drops zeros at the end
+    if types and types <= {bytes, np.bytes_}:
         return objects(list(map(bytes, cells)))
     return concatenate([np.asarray(cell)[None] for cell in cells])
 

@@ -167,16 +167,7 @@ def batched(results: Sequence[Tree]) -> Tree:
         return np.array([])  # fits all results; see `values.is_blank`
     flat = [trees.flatten(result) for result in results]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return trees.unflatten(flat[0][1], [_stacked(column) for column in columns])
-
-
-def _stacked(column: Sequence[Any]) -> Any:
-    kinds = set(map(type, column))
-    if kinds <= {str, np.str_}:
-        return ragged.of_texts([str.__str__(text) for text in column])
-    if kinds <= {bytes, np.bytes_}:
-        return ragged.objects([bytes(each) for each in column])
-    return np.stack([np.asarray(leaf) for leaf in column])
+    return trees.unflatten(flat[0][1], [ragged.stack(column) for column in columns])
 
 
 async def each_element(

@@ -8,7 +8,8 @@ import pytest
 
 from pipedist import ConnectCluster
 from pipedist.cluster.remote import server_keys
-from pipedist.coordinator.inbound import LOGGER, Rejections
+from pipedist.coordinator.inbound import Rejections
+from pipedist.coordinator.notices import LOGGER
 from pipedist.errors import RemoteProtocolError
 from pipedist.transport.dealer import Dealer
 from pipedist.transport.keys import new_keys
