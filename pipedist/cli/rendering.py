@@ -21,6 +21,7 @@ import numpy as np
 from pipedist.cli.progress import duration
 from pipedist.core.types import Tree
 from pipedist.outputs import encoding
+from pipedist.runs.timings import Timings, brief
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -97,6 +98,10 @@ def render(
         reasons = ", ".join(f"{count:,} {_REASONS[reason]}" for reason, count in counts.items())
         calls = _counted(sum(counts.values()), "call")
         console.print(Text(f"stage {stage}: {calls} executed again ({reasons})"))
+    if isinstance(timings, Timings) and timings.stages:
+        console.print(_stages_table(timings), "", sep="\n")
+    if isinstance(timings, Timings) and timings.limit:
+        console.print(Text(timings.limit))
     if timings:
         times = (f"{name.removesuffix('_s')} {duration(seconds)}" for name, seconds in timings.items())
         console.print(Text(", ".join(times)))
@@ -132,6 +137,21 @@ def _records_table(name: str, found: Records) -> Table:
     for row in found.rows:
         inner.add_row(*map(Text, row))
     return inner
+
+
+def _stages_table(timings: Timings) -> Table:
+    from rich.text import Text
+
+    table = _table()
+    table.add_column("stages")
+    for title in ("calls", "elements/s", "busy", "median", "longest call"):
+        table.add_column(title, justify="right")
+    for stage in timings.stages:
+        longest = f"{stage.slowest} {brief(stage.max_s)}" if stage.slowest else ""
+        numbers = (f"{stage.calls:,}", f"{stage.elements_per_s:,.0f}")
+        times = (brief(stage.busy_s), brief(stage.p50_s))
+        table.add_row(*map(Text, (stage.name, *numbers, *times, longest)))
+    return table
 
 
 def shown(path: Path) -> str:

@@ -227,7 +227,7 @@ def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: flo
             for name in outcome.spec.stages  # results of an earlier run may have another order
             if name in result
         ]
-        write_out(render(rows, result.ledger.to_json(), {**result.timings, **total}, result.retries))
+        write_out(render(rows, result.ledger.to_json(), result.timings.with_parts(total), result.retries))
     if result.quarantined:
         write_error(_quarantine_text(result, replays=options.key_file is None))
 

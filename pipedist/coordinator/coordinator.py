@@ -27,6 +27,7 @@ from pipedist.coordinator.failures import FailurePolicy
 from pipedist.coordinator.gang_relay import GangRelay, SegmentPool
 from pipedist.coordinator.inbound import Inbound, LogSink, LogSinks, Rejections
 from pipedist.coordinator.launcher import Launcher, WorkerExit
+from pipedist.coordinator.measurements import PassRecord
 from pipedist.coordinator.notices import Notices
 from pipedist.coordinator.outbound import CommandExecutor, StateVersions
 from pipedist.coordinator.pass_handle import Arrival, OnQuarantine, PassHandle
@@ -75,7 +76,7 @@ class Coordinator:
         notify: Callable[[str], None] = lambda _text: None,  # line about an accepted worker that differs
     ) -> None:
         limits = limits or SchedulerLimits()
-        notices = Notices()
+        notices = self._notices = Notices()
         self._router = router_factory(
             on_message=self._on_message, on_reject=self._on_reject, on_lost=self._on_lost
         )
@@ -90,7 +91,7 @@ class Coordinator:
             heartbeat_timeout_s=limits.heartbeat_timeout_s,
             rejoin_s=rejoin_s,
             on_death=lambda *death: self._passes.on_death(*death),
-            on_leave=lambda *gone: self._passes.forget_cached(*gone),
+            on_leave=lambda *gone: self._passes.on_leave(*gone),
             on_reject=self._on_reject,
             force=force,
             threads=threads,
@@ -227,6 +228,7 @@ class Coordinator:
         on_arrival: Arrival | None = None,
         on_quarantine: OnQuarantine | None = None,  # called before their step is visible
         stamp: str = "",
+        record: PassRecord | None = None,
     ) -> PassHandle:
         """Open a pass; raise WorkersLost, RunCancelled if the cluster is not open, or UnsendableError.
 
@@ -241,7 +243,7 @@ class Coordinator:
         policy = FailurePolicy(program, dict(retries or {}), frozenset(quarantine))
         number = self._passes.last + 1
         handle = PassHandle(
-            self.post, number, name, program, settings, policy, feed, on_arrival, on_quarantine, stamp
+            self.post, number, name, program, settings, policy, feed, on_arrival, on_quarantine, stamp, record
         )
         self._passes.open(handle)
         return handle
@@ -266,6 +268,11 @@ class Coordinator:
         sink; it may be called twice.
         """
         return self._log_sinks.add(sink)
+
+    def add_notice_sink(self, sink: Callable[[str], None]) -> Callable[[], None]:
+        """Have `sink` called with each line about a death or a repeated call; return what removes it."""
+        self._notices.sinks.append(sink)
+        return lambda: self._notices.sinks.remove(sink)
 
     # -- the pump --------------------------------------------------------------------------
 

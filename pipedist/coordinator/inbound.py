@@ -113,6 +113,8 @@ class Inbound:
         if handle is not None:  # otherwise the scheduler drops them: they need no decoding
             chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
             size = chunk.size
+            if handle.record is not None:
+                handle.record.returned(peer.worker, results, size)
         self._post(ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, results.busy_ns, size), chunk)
 
     def _on_elements(self, peer: Peer, message: msg.Elements, frames: Sequence[memoryview]) -> None:
@@ -135,6 +137,8 @@ class Inbound:
             peer.worker, peer.incarnation, failed.lease, failed.call, aborted=failed.aborted
         )
         if handle is not None:
+            if handle.record is not None:
+                handle.record.raised(peer.worker, failed)
             handle.on_raised(failed)
             event = handle.policy.apply(event, failed)
             self._gangs.failed(failed)

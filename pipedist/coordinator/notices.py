@@ -27,8 +27,11 @@ class Notices:
         self._lines = float(LINES_MAX)
         self._counted_s = clock_s()
         self._skipped = 0
+        self.sinks: list[Callable[[str], None]] = []  # get every line
 
     def add(self, text: str) -> None:
+        for sink in self.sinks:
+            sink(text)
         now_s = self._clock_s()
         self._lines = min(LINES_MAX, self._lines + (now_s - self._counted_s) / LINE_S)
         self._counted_s = now_s

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pipedist.coordinator.gang_relay import GangRelay
 from pipedist.coordinator.inbound import Rejections
+from pipedist.coordinator.measurements import SpanEnd, frame_bytes
 from pipedist.coordinator.notices import Notices
 from pipedist.coordinator.pass_handle import PassHandle, ReadJob
 from pipedist.coordinator.passes import OpenPasses
@@ -90,6 +91,9 @@ class CommandExecutor:
             case cmd.SendCancel(worker, lease):
                 self._leases.withdraw(worker, lease)
                 self._pool.send(worker, msg.Cancel(lease))
+                for handle in self._handles.values():
+                    if handle.record is not None:
+                        handle.record.ended(worker, lease, SpanEnd.CANCELLED)
             case cmd.StepFailed(pass_id, step, failures):
                 self._handles[pass_id].step_failed(step, failures[0])
             case cmd.SizeCall(pass_id, call):
@@ -126,6 +130,16 @@ class CommandExecutor:
 
         def send(payloads: list[list[Frame]]) -> None:
             sent = sum(end - start for start, end in command.elements)
+            if handle.record is not None:
+                handle.record.sent(
+                    worker,
+                    lease,
+                    lo,
+                    hi,
+                    attempt=command.attempt,
+                    bytes_in=frame_bytes(payloads[0]),
+                    overlaps=command.sharing > 0,
+                )
             head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent, command.sharing)
             self._pool.send(worker, head, payloads[0])
 
@@ -144,6 +158,9 @@ class CommandExecutor:
 
         def send(payloads: list[list[Frame]]) -> None:
             for member, (worker, lease, lo, hi) in enumerate(parts):
+                if handle.record is not None:
+                    size = frame_bytes(payloads[member])
+                    handle.record.sent(worker, lease, lo, hi, attempt=attempt, bytes_in=size)
                 head = msg.AssignGang(lease, pass_id, lo, hi, attempt, serial, member, len(parts), segment)
                 self._pool.send(worker, head, payloads[member])
 

@@ -19,6 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from pipedist.coordinator.failures import DeathOutcome, FailurePolicy, call_error
+from pipedist.coordinator.measurements import PassRecord
 from pipedist.coordinator.results import Chunk, ElementStore, ResultStore, Slots, key_of
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.types import Tree
@@ -84,6 +85,7 @@ class PassHandle:
         on_arrival: Arrival | None,
         on_quarantine: OnQuarantine | None = None,
         stamp: str = "",
+        record: PassRecord | None = None,
     ) -> None:
         if settings.ordered != (feed is not None):
             raise LocalProtocolError("a pass with a feed must be ordered, and one without a feed must not")
@@ -106,6 +108,7 @@ class PassHandle:
         self._feed = feed
         self._on_arrival = on_arrival
         self._on_quarantine = on_quarantine
+        self.record = record
         self._store = ResultStore()
         self.elements = ElementStore()
         self._lacking: set[int] = set()  # calls without quarantined elements: only their elements are kept
@@ -295,10 +298,13 @@ class PassHandle:
     async def _offer(self, feed: Feed) -> bool:
         """Offer the requested steps; return whether there may be more."""
         while self._demand > 0:
+            since = 0 if self.record is None else self.record.recorder.now()
             batches = await feed.pull(self._demand)
             if not batches:
                 self._post(ev.StepsEnded(self.id))
                 return False
+            if self.record is not None:
+                self.record.offered(batches[-1].last, since)
             for batch in batches:
                 self._demand -= batch.last - batch.first
                 self.counts.elements_offered += batch.elements
@@ -470,7 +476,10 @@ class PassHandle:
             for step in range(first, last):
                 self._finish(step, None)
             return
-        self.counts.elements_visible += self._feed.elements(first, last)
+        elements = self._feed.elements(first, last)
+        self.counts.elements_visible += elements
+        if self.record is not None:
+            self.record.completed(last, elements)
         for call in [call for call in self._lacking if call < last * self.settings.replicas]:
             self._lacking.discard(call)
             self.elements.drop(call, call + 1)

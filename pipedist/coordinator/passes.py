@@ -70,5 +70,9 @@ class OpenPasses:
         for event in self._cached.add(hello, by_key):
             self._post(event)
 
-    def forget_cached(self, worker: str, incarnation: int) -> None:
+    def on_leave(self, worker: str, incarnation: int) -> None:
+        """Forget the cached results of a worker that is gone."""
         self._cached.forget(worker, incarnation)
+        for handle in self.handles.values():
+            if handle.record is not None:
+                handle.record.recorder.left(worker)

@@ -41,6 +41,7 @@ def run_document(
     error: BaseException | None = None,
     quarantined: Sequence[Mapping[str, Any]] = (),
     retries: Mapping[str, Mapping[str, int]] = {},
+    measurements: Mapping[str, Json] = {},
 ) -> Json:
     """Return the document of a run that has ended.
 
@@ -52,6 +53,7 @@ def run_document(
         error: the error that ended the run.
         quarantined: `{element, stage, cause}` of each quarantined element.
         retries: number of calls that were executed again, by stage and reason.
+        measurements: timings by stage and worker.
 
     Raises:
         OutputError: a result has no JSON form; the text names the stage and the path in its value.
@@ -70,6 +72,8 @@ def run_document(
         "ledger": dict(ledger),
         "timings": to_json(dict(timings)),
     }
+    if measurements:
+        document["measurements"] = dict(measurements)
     if error is not None:
         document["error"] = error_document(error)
     if retries:

@@ -121,6 +121,11 @@ class RunFolder:
         return self.path / PRIVATE / LIVE
 
     @property
+    def timings(self) -> Path:
+        """The folder of the measurements of the run, one file for each process that executed it."""
+        return self.path / PRIVATE / "timings"
+
+    @property
     def values(self) -> Path:
         """The folder of the run's values that are too large for its document."""
         return self.path / PRIVATE / VALUES / self.run_id

@@ -23,6 +23,7 @@ from pipedist.runs.pass_journal import PASS_STATE
 from pipedist.runs.quarantine import PassQuarantine, QuarantinedElement
 from pipedist.runs.result import Ledger, Progress, StageCount
 from pipedist.runs.subscription import Subscription
+from pipedist.runs.timings import Measurements
 from pipedist.runs.training import Trainer
 from pipedist.spec import GatherSpec
 
@@ -49,6 +50,7 @@ class Execution:
         journal: RunJournal | None = None,
     ) -> None:
         self.timings: dict[str, float] = {}  # seconds, by phase
+        self.measurements = Measurements()
         self._plan = plan
         self._coordinator = coordinator
         self._folder = folder
@@ -234,6 +236,7 @@ class Execution:
             steps_max=steps_max,
             journal=self._journal,
             durable=durable,
+            recorder=self.measurements.recorder,
         )
         stack.callback(execution.leave)
         self._counts[pass_] = execution.handle

@@ -41,6 +41,7 @@ from pipedist.scheduler import PassSettings
 
 if TYPE_CHECKING:
     from pipedist.coordinator.diagnostics import Waiting
+    from pipedist.coordinator.measurements import Recorder
     from pipedist.outputs import RunFolder
     from pipedist.runs.pass_journal import PassJournal, PendingSnapshot, RunJournal, Versioned
 
@@ -80,8 +81,10 @@ class PassExecution:
         steps_max: int | None,
         journal: RunJournal | None,
         durable: PassJournal | None,
+        recorder: Recorder,
     ) -> None:
         self._plan = plan
+        self._record = recorder.begin_pass(pass_.name, pass_.runs, plan.spec.replicas, pass_.phase)
         self._pass = pass_
         self.name = pass_.name
         self._coordinator = coordinator
@@ -204,6 +207,7 @@ class PassExecution:
             feed=self._feed,
             on_arrival=_announcer(self._subscription, self._replicas),
             stamp=stamp,
+            record=self._record,
         )
         if self._durable is not None:
             self._durable.on_committed = handle.settle

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipedist.core.types import Tree
 from pipedist.runs.identity import listed
 from pipedist.runs.quarantine import FILE as QUARANTINE
+from pipedist.runs.timings import Timings
 from pipedist.spec import RunSpec, Spec
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Result(Mapping[str, Tree]):
         by_stage: the values.
         files: absolute paths of the written files, by stage.
         ledger: counts of elements.
-        timings: seconds, by part of the run.
+        timings: seconds by part of the run, with details by stage and worker.
         retries: by stage, the number of calls that were executed again, by reason: "error", "timeout", "death" (of
             the worker), "slow" (executed a second time beside the first, which took far longer than others).
         notice: a message about the output folder for the user, or "".
@@ -117,7 +118,7 @@ class Result(Mapping[str, Tree]):
     by_stage: Mapping[str, Tree]
     files: Mapping[str, Path]
     ledger: Ledger
-    timings: Mapping[str, float]
+    timings: Timings
     retries: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notice: str = ""
     restored: Mapping[str, Any] | None = None
@@ -146,6 +147,7 @@ class Result(Mapping[str, Tree]):
             stored=self.stored,
             quarantined=self.quarantined,
             retries=self.retries,
+            measurements=self.timings.details(),
         )
 
     def __getitem__(self, stage: str) -> Tree:
@@ -194,7 +196,7 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
         by_stage={n: places.get(n, value) for n, value in document["results"].items()},
         files=files,
         ledger=Ledger(**document["ledger"]),
-        timings=document["timings"],
+        timings=Timings.of(document["timings"], document.get("measurements", {})),
         retries=document.get("retries", {}),
         quarantined=document.get("quarantined", []),
         quarantine_file=finished.files.get(QUARANTINE),

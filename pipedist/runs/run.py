@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +36,14 @@ from pipedist.runs.quarantine import FILE as QUARANTINE
 from pipedist.runs.quarantine import write_file
 from pipedist.runs.result import Ledger, Progress, Result, files_of, restored
 from pipedist.runs.subscription import Part, Step, Stream, Subscription
+from pipedist.runs.timings import (
+    INTERVAL_S,
+    SAVING_S_MAX,
+    SHARE_MAX,
+    Measurements,
+    next_number,
+    write_timings,
+)
 from pipedist.spec import Spec, load, with_cluster
 
 if TYPE_CHECKING:
@@ -426,12 +434,15 @@ class Run(AsyncOnly):
         folder = self._folder
         coordinator = self._cluster.coordinator
         self._execution = Execution(self.plan, coordinator, folder, self._subscription, self._journal)
+        recorder = self._execution.measurements.recorder
+        stop_marks = coordinator.add_notice_sink(recorder.mark)
         try:
             with self._main_scope:
                 if self._journal is not None and self._journal.is_resumed:
                     await self._cluster.gather()
-                await self._execution.run()
-                self._result = await self._make_result(self._execution, folder)
+                async with self._saving(self._execution.measurements):
+                    await self._execution.run()
+                    self._result = await self._make_result(self._execution, folder)
         except Exception as error:
             if isinstance(error, CallError) and folder is not None and self._can_replay:
                 error.replay = replay_of(self.plan, error, folder.path)
@@ -442,6 +453,41 @@ class Run(AsyncOnly):
                     folder.fail(resumable=self.resumable)
         else:
             self._end(None)
+        finally:
+            stop_marks()
+
+    @contextlib.asynccontextmanager
+    async def _saving(self, measurements: Measurements) -> AsyncIterator[None]:
+        """Write the measurements into the folder, now and then and at the end."""
+        if self._folder is None:
+            yield
+            return
+        folder = self._folder.timings
+        number = await anyio.to_thread.run_sync(next_number, folder)
+
+        writing = anyio.Lock()
+
+        async def write(*, is_over: bool) -> float:
+            async with writing:
+                measured = measurements.measured(self.id, self.name, is_over=is_over)
+                return await anyio.to_thread.run_sync(write_timings, folder, number, measured)
+
+        async def write_regularly() -> None:
+            pause_s = INTERVAL_S
+            with scope, contextlib.suppress(OSError):  # a full disk ends only this
+                while True:
+                    await anyio.sleep(pause_s)
+                    pause_s = max(INTERVAL_S, await write(is_over=False) / SHARE_MAX)
+
+        assert self._tasks is not None  # since the run was entered
+        scope = anyio.CancelScope()
+        self._tasks.start_soon(write_regularly, name=f"measurements of {self.name}")
+        try:
+            yield
+        finally:
+            scope.cancel()
+            with anyio.move_on_after(SAVING_S_MAX, shield=True), contextlib.suppress(OSError):
+                await write(is_over=True)
 
     def _end(self, error: BaseException | None) -> None:
         self._error = self._error or error
@@ -459,14 +505,14 @@ class Run(AsyncOnly):
             await anyio.to_thread.run_sync(write_file, folder.staged(QUARANTINE), quarantine)
         results = execution.results()
         stored = {} if folder is None else await anyio.to_thread.run_sync(self._store, folder, results, files)
-        timings = {**execution.timings, "total": time.monotonic() - self._began}
+        parts = {**execution.timings, "total": time.monotonic() - self._began}
         result = Result(
             name=self.name,
             run_id=self.id,
             by_stage=results,
             files=files,
             ledger=execution.ledger(),
-            timings=timings,
+            timings=execution.measurements.timings(parts),
             retries=execution.retries(),
             notice=self.notice,
             quarantined=[each.entry() for _, each in quarantine],

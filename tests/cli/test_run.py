@@ -42,7 +42,7 @@ def test_json_is_exactly_one_document(pipedist: Command, spec: Path, tmp_path: P
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert done.stdout.count("\n") == 1
-    assert set(document) == {"format", "run", "name", "results", "ledger", "timings"}
+    assert set(document) == {"format", "run", "name", "results", "ledger", "timings", "measurements"}
     assert document["format"] == 1
     assert document["name"] == "squares"
     assert document["results"] == {

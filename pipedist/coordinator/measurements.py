@@ -1,0 +1,401 @@
+"""Measurements of a run: when ranges of calls were sent, executed and returned, and what they cost.
+
+Rules
+-----
+* A SPAN is a range of calls of one lease that one message reported, or that ended otherwise. Calls shorter than a
+  message takes (some 10 ms) share one, and count with their mean duration.
+* All times are nanoseconds of the driver's monotonic clock since the recorder was made. Clocks of workers are not
+  compared with it: a span is finished when its results arrive, and started its busy time before that.
+* At most `SPANS_MAX` spans are kept: when there are more, the older half is thinned, by joining neighbours of the
+  same pass and worker. The totals of each pass and worker are exact.
+* Nothing here decides anything: a run without a recorder is the same run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from operator import itemgetter
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from pipedist.protocol.codec import Frame
+from pipedist.protocol.messages import Failed, Results
+
+SPANS_MAX = 2**17  # 12 MiB
+MARKS_MAX = 4096  # maximum number of marks; the first half and the latest ones are kept
+WORKERS_MAX = 1024  # workers with totals of their own; later ones count as "others"
+MEMORY_STEPS_MAX = 4096  # maximum number of recorded growths of memory
+MEMORY_GROWTH = 1.02  # a smaller growth is not recorded
+OTHERS = "others"
+
+_DURATIONS_PER_OCTAVE = 8
+_OCTAVES = 42  # of nanoseconds: up to an hour and more; the last one has everything above
+_TEXT_MAX = 300
+_ATTEMPT_MAX = 255
+_OFFERS_KEPT = 64  # offers are forgotten when there are more, and their steps are complete
+_SPANS_FIRST = 1024
+
+
+class SpanEnd(IntEnum):
+    """How a span ended."""
+
+    DONE = 0
+    FAILED = 1
+    TIMED_OUT = 2
+    LOST = 3  # its worker died
+    CANCELLED = 4  # by the scheduler, also because another worker was faster
+
+
+SPAN = np.dtype(
+    [
+        ("pass", "u2"),
+        ("worker", "u2"),
+        ("outcome", "u1"),
+        ("attempt", "u1"),
+        ("merged", "u4"),  # spans that this one replaces
+        ("lo", "i8"),
+        ("hi", "i8"),  # the calls are in [lo, hi); all of them, if none is merged
+        ("calls", "i8"),
+        ("queued", "i8"),  # when the first step could be executed
+        ("sent", "i8"),
+        ("started", "i8"),
+        ("finished", "i8"),
+        ("busy", "i8"),
+        ("bytes_out", "i8"),
+    ]
+)
+
+
+class Mark(Struct, frozen=True):
+    """An event: the death of a worker, or a repeated call."""
+
+    at_ns: int
+    text: str  # for people
+
+
+class DurationHistogram:
+    """A histogram of durations of calls, with eight buckets for each power of two."""
+
+    def __init__(self, counts: NDArray[np.int64] | None = None) -> None:
+        self.counts = np.zeros(_OCTAVES * _DURATIONS_PER_OCTAVE, np.int64) if counts is None else counts
+
+    def add(self, duration_ns: float, calls: int) -> None:
+        bucket = int(math.log2(duration_ns) * _DURATIONS_PER_OCTAVE) if duration_ns > 1 else 0
+        self.counts[min(bucket, len(self.counts) - 1)] += calls
+
+    def quantile_s(self, q: float) -> float:
+        """Return the duration below which a share `q` of the calls is, within 5 percent, in seconds."""
+        total = int(self.counts.sum())
+        if not total:
+            return 0.0
+        bucket = int(np.searchsorted(np.cumsum(self.counts), q * total))
+        return float(2 ** ((bucket + 0.5) / _DURATIONS_PER_OCTAVE) * 1e-9)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Totals of the calls of one pass on one worker."""
+
+    calls: int = 0  # that returned
+    failed: int = 0  # that raised, or exceeded their time limit
+    repeated: int = 0  # attempts after the first
+    busy_ns: int = 0
+    reading_ns: int = 0  # the part of the busy time for reading shards
+    input_wait_ns: int = 0  # idle, because no step could be executed yet
+    driver_wait_ns: int = 0  # idle, although steps could be executed
+    bytes_in: int = 0
+    bytes_out: int = 0
+    first_ns: int = -1
+    last_ns: int = 0
+
+
+@dataclass(slots=True)
+class OpenLease:
+    """A lease that is sent and not over."""
+
+    record: PassRecord
+    worker: int
+    lo: int
+    hi: int
+    attempt: int
+    overlaps: bool  # its calls wait, and overlap with those of other leases
+    queued: int
+    sent: int
+    left: int  # calls that have not returned
+
+
+@dataclass(slots=True)
+class _WorkerState:
+    """The state of a worker, for the time that it is idle."""
+
+    leases: int = 0
+    idle_since: int = -1  # -1: it has leases, or has had none yet
+    last_finished: int = 0
+    memory_bytes: int = 0
+
+
+class PassRecord:
+    """The measurements of one pass; its methods are called as things happen."""
+
+    def __init__(
+        self, recorder: Recorder, number: int, name: str, stages: Sequence[str], replicas: int, phase: int
+    ) -> None:
+        self.name = name
+        self.stages = tuple(stages)
+        self.replicas = replicas
+        self.phase = phase
+        self.totals: dict[int, Totals] = {}  # by worker
+        self.elements = 0  # of completed steps
+        self.durations = DurationHistogram()
+        self.stages_ns = [0] * len(stages)  # busy time by stage, if there are several
+        self.slowest = (0, -1, -1)  # duration, first call and worker of the span with the longest calls
+        self.recorder = recorder
+        self._number = number
+        # Last step, beginning of its wait, and time of each offer whose steps are not complete
+        self._offers: list[tuple[int, int, int]] = []
+
+    def offered(self, last: int, since: int) -> None:
+        """Record that steps before `last` can be executed; their input was waited for `since` a time."""
+        self._offers.append((last, since, self.recorder.now()))
+
+    def completed(self, last: int, elements: int) -> None:
+        """Record that all steps before `last` are complete, `elements` more."""
+        self.elements += elements
+        if len(self._offers) > _OFFERS_KEPT and self._offers[_OFFERS_KEPT // 2][0] <= last:
+            del self._offers[: bisect_right(self._offers, last, key=itemgetter(0))]
+
+    def sent(
+        self,
+        worker: str,
+        lease: int,
+        lo: int,
+        hi: int,
+        *,
+        attempt: int,
+        bytes_in: int,
+        overlaps: bool = False,
+    ) -> None:
+        """Record a lease of calls [lo, hi)."""
+        recorder = self.recorder
+        now, number = recorder.now(), recorder.number_of(worker)
+        place = bisect_right(self._offers, lo // self.replicas, key=itemgetter(0))
+        _, since, queued = self._offers[place] if place < len(self._offers) else (0, now, now)
+        recorder.open[worker, lease] = OpenLease(
+            self, number, lo, hi, attempt, overlaps, queued, now, hi - lo
+        )
+        state, totals = recorder.states[number], self._of(number)
+        if state.idle_since >= 0:
+            idle = now - state.idle_since
+            for_input = max(0, min(queued, now) - max(since, state.idle_since))
+            totals.input_wait_ns += for_input
+            totals.driver_wait_ns += idle - for_input
+            state.idle_since = -1
+        state.leases += 1
+        totals.bytes_in += bytes_in
+        totals.repeated += hi - lo if attempt else 0
+
+    def returned(self, worker: str, results: Results, bytes_out: int) -> None:
+        """Record results of calls of a lease."""
+        opened = self.recorder.open.get((worker, results.lease))
+        if opened is None:
+            return
+        now, state, totals = (
+            self.recorder.now(),
+            self.recorder.states[opened.worker],
+            self._of(opened.worker),
+        )
+        calls = results.hi - results.lo
+        if opened.overlaps:  # each call has waited since it was sent, and the worker for all of them at once
+            duration = now - opened.sent
+            busy = min(duration, now - state.last_finished)
+            started = opened.sent
+        else:
+            busy = min(results.busy_ns, now - opened.sent)
+            duration = busy // calls
+            started = now - busy
+        totals.calls += calls
+        totals.busy_ns += busy
+        totals.bytes_out += bytes_out
+        self.durations.add(duration, calls)
+        if duration > self.slowest[0]:
+            self.slowest = (duration, results.lo, opened.worker)
+        self._add(opened, results.lo, results.hi, started, now, busy, bytes_out, SpanEnd.DONE)
+        self._release(opened, worker, results.lease, calls)
+
+    def raised(self, worker: str, failed: Failed) -> None:
+        """Record a call of a lease that failed."""
+        opened = self.recorder.open.get((worker, failed.lease))
+        if opened is not None:
+            self._of(opened.worker).failed += 1
+            timed_out = failed.name == "TimeoutError" and failed.module == "builtins"
+            outcome = SpanEnd.TIMED_OUT if timed_out else SpanEnd.FAILED
+            self._end(opened, failed.call, failed.call + 1, outcome)
+            self._release(opened, worker, failed.lease, 1)
+
+    def ended(self, worker: str, lease: int, outcome: SpanEnd) -> None:
+        """Record that the calls of a lease that have not returned will not."""
+        opened = self.recorder.open.get((worker, lease))
+        if opened is not None:
+            self._end(opened, opened.hi - opened.left, opened.hi, outcome)
+            self._release(opened, worker, lease, opened.left)
+
+    def _end(self, opened: OpenLease, lo: int, hi: int, outcome: SpanEnd) -> None:
+        now, state = self.recorder.now(), self.recorder.states[opened.worker]
+        started = opened.sent if opened.overlaps else max(opened.sent, state.last_finished)
+        self._add(opened, lo, hi, started, now, now - started, 0, outcome)
+
+    def _release(self, opened: OpenLease, worker: str, lease: int, calls: int) -> None:
+        opened.left -= calls
+        if opened.left > 0:
+            return
+        del self.recorder.open[worker, lease]
+        state = self.recorder.states[opened.worker]
+        state.leases -= 1
+        if not state.leases:
+            state.idle_since = self.recorder.now()
+
+    def _of(self, worker: int) -> Totals:
+        totals = self.totals.get(worker)
+        if totals is None:
+            totals = self.totals[worker] = Totals()
+        return totals
+
+    def _add(
+        self,
+        opened: OpenLease,
+        lo: int,
+        hi: int,
+        started: int,
+        finished: int,
+        busy: int,
+        bytes_out: int,
+        outcome: SpanEnd,
+    ) -> None:
+        totals = self._of(opened.worker)
+        totals.first_ns = started if totals.first_ns < 0 else min(totals.first_ns, started)
+        totals.last_ns = finished
+        self.recorder.states[opened.worker].last_finished = finished
+        times = (opened.queued, opened.sent, started, finished, busy)
+        attempt = min(opened.attempt, _ATTEMPT_MAX)
+        span = (self._number, opened.worker, outcome, attempt, 1, lo, hi, hi - lo, *times, bytes_out)
+        self.recorder.add(span)
+
+
+class Recorder:
+    """The measurements of a run."""
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._began_ns = clock_ns()
+        self.began_at = time.time()  # seconds, wall clock
+        self.passes: list[PassRecord] = []
+        self.workers: list[str] = []  # names by number
+        self.states: list[_WorkerState] = []  # by number
+        self.open: dict[tuple[str, int], OpenLease] = {}  # by worker and lease
+        self.marks: list[Mark] = []
+        self.marks_skipped = 0
+        self.memory: list[tuple[int, int, int]] = []  # time, worker, bytes
+        self._numbers: dict[str, int] = {}
+        self._spans = np.zeros(_SPANS_FIRST, SPAN)
+        self._count = 0
+
+    def now(self) -> int:
+        """Return the nanoseconds since the run began."""
+        return self._clock_ns() - self._began_ns
+
+    @property
+    def spans(self) -> NDArray[np.void]:
+        """The spans, in order of their ends."""
+        return self._spans[: self._count]
+
+    def begin_pass(self, name: str, stages: Sequence[str], replicas: int, phase: int) -> PassRecord:
+        record = PassRecord(self, len(self.passes), name, stages, replicas, phase)
+        self.passes.append(record)
+        return record
+
+    def number_of(self, worker: str) -> int:
+        number = self._numbers.get(worker)
+        if number is None:
+            if len(self.workers) == WORKERS_MAX:
+                return WORKERS_MAX - 1
+            number = len(self.workers)
+            is_last = number == WORKERS_MAX - 1
+            if not is_last:
+                self._numbers[worker] = number
+            self.workers.append(OTHERS if is_last else worker)
+            self.states.append(_WorkerState())
+        return number
+
+    def mark(self, text: str) -> None:
+        """Record an event, as a line for people."""
+        if len(self.marks) == MARKS_MAX:
+            del self.marks[MARKS_MAX // 2]
+            self.marks_skipped += 1
+        self.marks.append(Mark(self.now(), text[:_TEXT_MAX]))
+
+    def left(self, worker: str) -> None:
+        """Record that a worker is gone; its leases are lost."""
+        for name, lease in [place for place in self.open if place[0] == worker]:
+            self.open[name, lease].record.ended(name, lease, SpanEnd.LOST)
+        if worker in self._numbers:
+            self.states[self._numbers[worker]].idle_since = -1
+
+    def grown(self, worker: str, memory_bytes: int) -> None:
+        """Record the largest memory of a worker so far."""
+        number = self.number_of(worker)
+        state = self.states[number]
+        if memory_bytes > state.memory_bytes * MEMORY_GROWTH:
+            state.memory_bytes = memory_bytes
+            if len(self.memory) < MEMORY_STEPS_MAX:
+                self.memory.append((self.now(), number, memory_bytes))
+
+    def add(self, span: tuple[int, ...]) -> None:
+        """Add a span: the values of the fields of `SPAN`."""
+        if self._count == len(self._spans):
+            if self._count == SPANS_MAX:
+                thinned = thin(self._spans[: SPANS_MAX // 2])
+                rest = self._spans[SPANS_MAX // 2 :].copy()
+                self._count = len(thinned) + len(rest)
+                self._spans[: len(thinned)] = thinned
+                self._spans[len(thinned) : self._count] = rest
+            else:
+                self._spans = np.concatenate([self._spans, np.zeros(len(self._spans), SPAN)])
+        self._spans[self._count] = span
+        self._count += 1
+
+
+def frame_bytes(frames: Sequence[Frame]) -> int:
+    return sum(memoryview(frame).nbytes for frame in frames)
+
+
+def thin(spans: NDArray[np.void]) -> NDArray[np.void]:
+    """Join pairs of successive spans of each pass and worker, and return half as many, in order of their ends.
+
+    Spans that failed are joined only with others of the same outcome. If none can be joined, the older half is dropped.
+    """
+    order = np.lexsort((spans["finished"], spans["outcome"], spans["worker"], spans["pass"]))
+    ordered = spans[order]
+    joined, second = ordered[0::2].copy(), ordered[1::2]
+    size = len(second)
+    same = np.ones(size, bool)
+    for key in ("pass", "worker", "outcome"):
+        same &= joined[key][:size] == second[key]
+    first = joined[:size][same]
+    other = second[same]
+    for key in ("merged", "calls", "busy", "bytes_out"):
+        first[key] += other[key]
+    for key in ("lo", "queued", "sent", "started"):
+        first[key] = np.minimum(first[key], other[key])
+    for key in ("hi", "finished", "attempt"):
+        first[key] = np.maximum(first[key], other[key])
+    joined[np.flatnonzero(same)] = first
+    kept = np.concatenate([joined, second[~same]])
+    kept = kept[np.argsort(kept["finished"], kind="stable")]
+    return kept[len(kept) // 2 :] if len(kept) == len(spans) else kept

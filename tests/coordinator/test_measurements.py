@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipedist.coordinator import measurements
+from pipedist.coordinator.measurements import PassRecord, Recorder, SpanEnd, thin
+from pipedist.protocol.messages import Failed, Results
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ns = 1_000
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def at(self, ns: int) -> None:
+        self.ns = 1_000 + ns
+
+
+def begun(replicas: int = 1) -> tuple[Clock, Recorder, PassRecord]:
+    clock = Clock()
+    recorder = Recorder(clock)
+    return clock, recorder, recorder.begin_pass("x", ["x"], replicas, 0)
+
+
+def failed(lease: int, call: int, name: str = "ValueError") -> Failed:
+    return Failed(lease, call, "x", "builtins", name, "", "", True)
+
+
+def test_a_span_has_the_times_of_its_calls() -> None:
+    clock, recorder, record = begun(replicas=2)
+    record.offered(4, since=0)
+    clock.at(100)
+    record.sent("w0", 1, 0, 4, attempt=0, bytes_in=10)
+    clock.at(1_000)
+    record.returned("w0", Results(1, 0, 4, 600), 50)
+    (span,) = recorder.spans
+    names = ("lo", "hi", "calls", "queued", "sent", "started", "finished", "busy", "bytes_out", "outcome")
+    assert [int(span[name]) for name in names] == [0, 4, 4, 0, 100, 400, 1_000, 600, 50, SpanEnd.DONE]
+    totals = record.totals[0]
+    assert (totals.calls, totals.busy_ns, totals.bytes_in, totals.bytes_out) == (4, 600, 10, 50)
+    assert record.slowest == (150, 0, 0)
+    assert recorder.open == {}
+
+
+def test_idle_time_is_divided_by_what_the_worker_waited_for() -> None:
+    clock, _, record = begun()
+    record.offered(1, since=0)
+    record.sent("w0", 1, 0, 1, attempt=0, bytes_in=0)
+    clock.at(100)
+    record.returned("w0", Results(1, 0, 1, 100), 0)
+    clock.at(400)  # the scheduler asked for steps at 150, and the input came at 400
+    record.offered(2, since=150)
+    clock.at(450)
+    record.sent("w0", 2, 1, 2, attempt=0, bytes_in=0)
+    totals = record.totals[0]
+    assert (totals.input_wait_ns, totals.driver_wait_ns) == (250, 100)
+
+
+def test_calls_that_overlap_keep_their_worker_busy_once() -> None:
+    clock, _, record = begun()
+    record.offered(2, since=0)
+    record.sent("w0", 1, 0, 1, attempt=0, bytes_in=0, overlaps=True)
+    record.sent("w0", 2, 1, 2, attempt=0, bytes_in=0, overlaps=True)
+    clock.at(1_000)
+    record.returned("w0", Results(1, 0, 1, 0), 0)
+    clock.at(1_500)
+    record.returned("w0", Results(2, 1, 2, 0), 0)
+    assert record.totals[0].busy_ns == 1_500
+    assert record.slowest == (1_500, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "end"), [("ValueError", SpanEnd.FAILED), ("TimeoutError", SpanEnd.TIMED_OUT)]
+)
+def test_a_failed_call_is_a_span_of_its_own(name: str, end: SpanEnd) -> None:
+    clock, recorder, record = begun()
+    record.sent("w0", 1, 0, 3, attempt=1, bytes_in=0)
+    clock.at(10)
+    record.returned("w0", Results(1, 0, 1, 10), 0)
+    clock.at(30)
+    record.raised("w0", failed(1, 1, name))
+    assert [(int(s["lo"]), int(s["started"]), int(s["outcome"])) for s in recorder.spans][1] == (1, 10, end)
+    assert (record.totals[0].failed, record.totals[0].repeated) == (1, 3)
+
+
+def test_the_calls_of_a_lost_worker_are_lost() -> None:
+    clock, recorder, record = begun()
+    record.sent("w0", 1, 0, 4, attempt=0, bytes_in=0)
+    record.sent("w1", 2, 4, 8, attempt=0, bytes_in=0)
+    clock.at(10)
+    record.returned("w0", Results(1, 0, 1, 10), 0)
+    recorder.left("w0")
+    lost = recorder.spans[-1]
+    assert (int(lost["lo"]), int(lost["hi"]), int(lost["outcome"])) == (1, 4, SpanEnd.LOST)
+    assert list(recorder.open) == [("w1", 2)]
+    record.returned("w0", Results(1, 1, 2, 10), 0)  # a late message: the lease is over
+    assert len(recorder.spans) == 2
+
+
+def test_quantiles_are_within_five_percent() -> None:
+    _, _, record = begun()
+    for milliseconds in range(1, 1001):
+        record.durations.add(milliseconds * 1e6, 1)
+    assert record.durations.quantile_s(0.5) == pytest.approx(0.5, rel=0.06)
+    assert record.durations.quantile_s(0.95) == pytest.approx(0.95, rel=0.06)
+
+
+def test_thinning_keeps_sums_failures_and_the_newest_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurements, "SPANS_MAX", 4096)
+    clock, recorder, record = begun()
+    for call in range(20_000):
+        record.sent(f"w{call % 3}", call, call, call + 1, attempt=0, bytes_in=0)
+        clock.at(10 * call + 7)
+        if call == 77:
+            record.raised(f"w{call % 3}", failed(call, call))
+        else:
+            record.returned(f"w{call % 3}", Results(call, call, call + 1, 5), 1)
+    spans = recorder.spans
+    assert len(spans) <= 4096
+    assert spans["calls"].sum() == 20_000
+    assert spans["bytes_out"].sum() == 19_999
+    assert (spans["outcome"] == SpanEnd.FAILED).sum() == 1
+    assert (np.diff(spans["finished"]) >= 0).all()
+    assert (spans["merged"][-2048:] == 1).all(), "the newest spans keep their detail"
+    assert sum(totals.calls for totals in record.totals.values()) == 19_999
+
+
+def test_thinning_always_makes_room() -> None:
+    spans = np.zeros(10, measurements.SPAN)
+    spans["worker"] = np.arange(10)  # no two can be joined
+    assert len(thin(spans)) < 10
+
+
+def test_state_is_bounded_by_numbers_not_by_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurements, "WORKERS_MAX", 8)
+    monkeypatch.setattr(measurements, "MARKS_MAX", 16)
+    monkeypatch.setattr(measurements, "MEMORY_STEPS_MAX", 16)
+    _, recorder, record = begun()
+    for number in range(100):
+        record.offered(number + 1, since=0)
+        record.sent(f"w{number}", number, number, number + 1, attempt=0, bytes_in=0)
+        record.returned(f"w{number}", Results(number, number, number + 1, 0), 0)
+        record.completed(number + 1, 1)
+        recorder.grown(f"w{number}", 2**number)
+        recorder.mark(f"worker w{number} is lost")
+    assert recorder.workers == [f"w{n}" for n in range(7)] + ["others"]
+    assert len(record.totals) == 8
+    assert record.totals[7].calls == 93
+    assert len(recorder.memory) == 16
+    assert (len(recorder.marks), recorder.marks_skipped) == (16, 84)
+    assert recorder.marks[-1].text == "worker w99 is lost"
+    assert len(record._offers) <= measurements._OFFERS_KEPT + 1
+    assert recorder.open == {}

@@ -1,0 +1,191 @@
+"""Timings of runs in real processes: what they count, and which sentence they lead to. No test compares durations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import pipedist
+from pipedist.coordinator.measurements import SPAN, SpanEnd
+from pipedist.errors import UsageError
+from pipedist.runs.timings import (
+    FILES_MAX,
+    StageTimings,
+    Timings,
+    WorkerTimings,
+    limit_of,
+    next_number,
+    read_timings,
+)
+from tests.runs.test_feeds import until
+
+F = "tests.runs.functions"
+
+
+def document(
+    run: str, *, n: int = 40, name: str = "timed", outputs: bool = True, **with_: Any
+) -> dict[str, Any]:
+    spec: dict[str, Any] = {
+        "pipedist": 1,
+        "name": name,
+        "dataset": {"range": n, "batch": 4},
+        "replicas": 2,
+        "stages": {"y": {"run": f"{F}:{run}", "with": with_, "retries": 1}, "out": {"gather": 0, "of": "y"}},
+    }
+    return spec | ({"outputs": {"out": "out.npy"}} if outputs else {})
+
+
+def test_a_result_has_the_timings_of_stages_and_workers(tmp_path: Path) -> None:
+    result = pipedist.run(document("double"), workers=2, output=tmp_path)
+    (stage,) = result.timings.stages
+    assert (stage.name, stage.calls, stage.elements, stage.failed, stage.repeated) == ("y", 20, 40, 0, 0)
+    assert 0 < stage.p50_s <= stage.p95_s <= stage.max_s <= stage.seconds
+    assert stage.slowest.startswith("y/")
+    assert stage.elements_per_s == pytest.approx(40 / stage.seconds)
+    assert sum(worker.calls for worker in result.timings.workers) == 20
+    assert stage.busy_s == pytest.approx(sum(worker.busy_s for worker in result.timings.workers))
+    assert set(result.timings) == {"phase 1", "total"}
+    assert result.document["measurements"]["stages"][0]["calls"] == 20
+    again = pipedist.run(document("double"), workers=2, output=tmp_path, resume=True)
+    assert again.timings.stages == result.timings.stages, "the finished run has kept them"
+    (measured,) = read_timings(tmp_path / ".pipedist/timings")
+    assert measured.is_over
+    assert measured.spans["calls"].sum() == 20
+    assert measured.stages == list(result.timings.stages)
+
+
+def test_failed_attempts_and_deaths_are_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    result = pipedist.run(
+        document("fails_on_eleven_once", folder=str(folder)), workers=2, output=tmp_path / "out"
+    )
+    (stage,) = result.timings.stages
+    assert (stage.calls, stage.failed, stage.repeated) == (20, 1, 1)
+    folder = tmp_path / "deaths"
+    folder.mkdir()
+    pipedist.run(document("dies_once", folder=str(folder)), workers=2, output=tmp_path / "dead")
+    (measured,) = read_timings(tmp_path / "dead/.pipedist/timings")
+    spans = measured.spans
+    assert spans["calls"][spans["outcome"] == SpanEnd.DONE].sum() == 20
+    assert (spans["outcome"] == SpanEnd.LOST).any()
+    assert any("died: signal 9" in mark.text for mark in measured.marks)
+
+
+@pytest.mark.asyncio
+async def test_the_measurements_of_a_running_run_are_on_disk(tmp_path: Path) -> None:
+    """They are there before the run ends, as after a kill."""
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    spec = document("waits_in_step", folder=str(folder), step=2)
+    path = tmp_path / "out/.pipedist/timings"
+    async with (
+        pipedist.open(spec, workers=2, output=tmp_path / "out") as run,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(run.results)
+        await until(lambda: path.exists() and any(each.stages for each in read_timings(path)))
+        assert not read_timings(path)[0].is_over
+        tasks.cancel_scope.cancel()
+
+
+def test_a_resumed_run_adds_a_file_and_old_ones_go(tmp_path: Path) -> None:
+    for number in range(1, 20):
+        (tmp_path / f"{number}.msgpack").touch()
+    assert next_number(tmp_path) == 20
+    assert len(list(tmp_path.iterdir())) == FILES_MAX - 1
+
+
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "1.msgpack").write_bytes(b"\x00nothing")
+    with pytest.raises(UsageError, match=r"1\.msgpack can't be read: .* The run's results are not affected"):
+        read_timings(tmp_path)
+
+
+def stage(**fields: Any) -> StageTimings:
+    zeros = dict.fromkeys(StageTimings.__struct_fields__, 0)
+    texts = {"name": "y", "slowest": "y/3/1", "slowest_worker": "w0", "stages_s": {}}
+    return StageTimings(**(zeros | texts | fields))
+
+
+def worker(name: str, **fields: Any) -> WorkerTimings:
+    return WorkerTimings(**(dict.fromkeys(WorkerTimings.__struct_fields__, 0) | {"name": name} | fields))
+
+
+def spans(*ends: tuple[int, float, float]) -> Any:
+    """Return spans of (worker, started, finished) in seconds."""
+    found = np.zeros(len(ends), SPAN)
+    for span, (number, started, finished) in zip(found, ends, strict=True):
+        span["worker"], span["started"], span["finished"] = number, started * 1e9, finished * 1e9
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ends", "busy", "more", "driver_s", "seconds", "text"),
+    [
+        ([(0, 0, 9), (1, 0, 10)], (9, 9), {}, 1, 10, "Workers were busy 90% of the time: more workers"),
+        (
+            [(0, 0, 9), (1, 0, 10)],
+            (9, 9),
+            {"reading_s": 8},
+            1,
+            10,
+            "90% of the time, 89% of that with reading",
+        ),
+        (
+            [(0, 0, 2), (1, 0, 10)],
+            (2, 9),
+            {},
+            1,
+            10,
+            "For the last 8.0 s only w1 was busy; the longest call was y/3/1",
+        ),
+        (
+            [(0, 0, 9), (1, 0, 10)],
+            (2, 2),
+            {},
+            9,
+            10,
+            "The driver was busy 90% of the time, workers 20%: larger",
+        ),
+        (
+            [(0, 0, 9), (1, 0, 10)],
+            (2, 2),
+            {"input_wait_s": 5},
+            1,
+            10,
+            "Workers waited for input 50% of the time",
+        ),
+        (
+            [(0, 0, 9), (1, 0, 10)],
+            (5, 5),
+            {},
+            1,
+            10,
+            "Workers were busy 50% of the time, and the driver 10% of it.",
+        ),
+        ([(0, 0, 1), (1, 0, 1)], (1, 1), {}, 1, 10, "Calls ran for 1.0 s of 10.0 s: starting the workers"),
+        ([], (1, 1), {}, 1, 10, ""),
+    ],
+)
+def test_the_limit_is_named(
+    ends: list[tuple[int, float, float]],
+    busy: tuple[float, float],
+    more: dict[str, float],
+    driver_s: float,
+    seconds: float,
+    text: str,
+) -> None:
+    workers = [worker(f"w{n}", busy_s=each, **more) for n, each in enumerate(busy)]
+    found = limit_of(spans(*ends), [stage(max_s=8.0)], workers, driver_s, seconds)
+    assert text in found if text else not found
+
+
+def test_timings_survive_their_plain_form() -> None:
+    timings = Timings({"total": 1.0}, [stage(calls=3)], [worker("w0")], "A sentence.")
+    assert Timings.of(timings.parts, timings.details()) == timings
+    assert dict(timings) == {"total": 1.0}
