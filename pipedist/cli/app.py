@@ -264,6 +264,24 @@ def why(run: str, as_json: bool) -> None:
 
 
 @app.command()
+@_run
+@click.option(
+    "--output", "-o", metavar="FILE", default="report.html", show_default=True, help="The page to write."
+)
+def report(run: str, output: str) -> None:
+    """Write a report of a run: one HTML page that needs no network.
+
+    It shows the plan, a timeline of the workers, timings by stage, quarantined elements, outputs and logs. RUN is the
+    output folder of a run that has finished, failed or was interrupted, or of one that is executing.
+
+    Exit codes: 0 the page is written; 2 there is no run.
+    """
+    from pipedist.cli.commands import write_report
+
+    _end(lambda: write_report(run, output))
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of specs, for editors."""
     from pipedist.cli.commands import print_schema

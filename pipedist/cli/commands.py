@@ -87,6 +87,22 @@ def audit_run(run: str) -> int:
     return terminal.FAILED if found.problems else terminal.OK
 
 
+def write_report(run: str, output: str) -> int:
+    """Write the report of the run in an output folder."""
+    from pipedist.core.files import replace_file
+    from pipedist.report import collect, page
+
+    text = page(collect(Path(run)))
+    try:
+        replace_file(Path(output), text.encode())
+    except OSError as error:
+        raise UsageError(
+            f"can't write {output}: {error.strerror or error}. Give another --output FILE"
+        ) from None
+    write_out(f"{output}\n")
+    return terminal.OK
+
+
 def new_key_files(output: str) -> int:
     """Create the keys of a cluster: one file for the run's host, and one beside it for those of its workers.
 

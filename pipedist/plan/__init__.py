@@ -8,6 +8,15 @@ driver process.
 
 from pipedist.plan.compiler import compile_plan
 from pipedist.plan.model import DEFAULT_COLLECTIVES, PassPlan, Plan
-from pipedist.plan.view import as_json, as_mermaid, as_text
+from pipedist.plan.view import as_graph, as_json, as_mermaid, as_text
 
-__all__ = ["DEFAULT_COLLECTIVES", "PassPlan", "Plan", "as_json", "as_mermaid", "as_text", "compile_plan"]
+__all__ = [
+    "DEFAULT_COLLECTIVES",
+    "PassPlan",
+    "Plan",
+    "as_graph",
+    "as_json",
+    "as_mermaid",
+    "as_text",
+    "compile_plan",
+]

@@ -201,37 +201,80 @@ def _waits(plan: Plan, name: str) -> str:
     return "".join(f", {word} {', '.join(names)}" for word, names in parts if names)
 
 
-def as_mermaid(plan: Plan) -> str:
+def as_graph(plan: Plan) -> dict[str, list[dict[str, Any]]]:
+    """Return the graph of a plan, for pictures.
+
+    Returns:
+        `nodes`: name, kind (dataset, run, fold, update or output), phase (from 0; None for datasets and outputs) and
+        lines of text; `edges`: source and target by name, and kind (data, stream, with, state or after). The name of
+        an output is its path, after ">".
+    """
     spec = plan.spec
-    ids = {name: f"n{i}" for i, name in enumerate([*spec.datasets, *spec.stages])}
-    lines = ["flowchart LR"]
+    nodes: list[dict[str, Any]] = []
+
+    def add(name: str, kind: str, phase: int | None, *lines: str) -> None:
+        nodes.append({"name": name, "kind": kind, "phase": phase, "lines": [name.removeprefix(">"), *lines]})
+
     for name, dataset in spec.datasets.items():
-        lines.append(f'  {ids[name]}[("{name}<br/>{dataset.kind}, batch {dataset.batch}")]')
+        add(name, "dataset", None, f"{dataset.kind}, batch {dataset.batch}")
     for number, phase in enumerate(plan.phases):
-        lines.append(f'  subgraph phase{number + 1}["phase {number + 1}"]')
         for pass_ in phase:
             for name in pass_.runs:
                 at_once = " at once" if pass_.gang else ""
-                label = f"{name}<br/>{_quoted(plan.functions[name].label)}<br/>x {spec.replicas}{at_once}"
-                lines.append(f'    {ids[name]}["{label}"]')
+                add(name, "run", number, plan.functions[name].label, f"x {spec.replicas}{at_once}")
             for name in pass_.folds:
-                stage = spec.stages[name]
-                verb = "gather" if isinstance(stage, GatherSpec) else "reduce"
-                lines.append(f'    {ids[name]}{{{{"{name}<br/>{verb}"}}}}')
+                add(name, "fold", number, "gather" if isinstance(spec.stages[name], GatherSpec) else "reduce")
             for name in pass_.updates:
-                label = f"{name}<br/>{_quoted(plan.functions[name].label)}<br/>{_WHEN[plan.states[name].per]}"
-                lines.append(f'    {ids[name]}[["{label}"]]')
-        lines.append("  end")
+                add(name, "update", number, plan.functions[name].label, _WHEN[plan.states[name].per])
     streamed = {name for p in plan.passes if plan.maker(p) is not None for name in p.runs}
     streamed -= {name for p in plan.passes for name in p.runs if spec.stages[name].of in p.runs}
+    edges: list[dict[str, str]] = []
+
+    def link(source: str, target: str, kind: str) -> None:
+        edges.append({"source": source, "target": target, "kind": kind})
+
     for name, stage in spec.stages.items():
-        arrow = "-->|stream|" if name in streamed else "-->"
-        lines.append(f"  {ids[stage.of]} {arrow} {ids[name]}")
-        lines += [f"  {ids[ref]} -.->|with| {ids[name]}" for ref in _awaited(plan, name)]
-        lines += [f"  {ids[ref]} -.->|state| {ids[name]}" for ref in plan.spec.links[name].reads]
-        lines += [f"  {ids[other]} -.->|after| {ids[name]}" for other in _after(plan, name)]
+        link(stage.of, name, "stream" if name in streamed else "data")
+        for kind, others in (
+            ("with", _awaited(plan, name)),
+            ("state", spec.links[name].reads),
+            ("after", _after(plan, name)),
+        ):
+            for other in others:
+                link(other, name, kind)
     for name, path in spec.outputs.items():
-        lines += [f'  {ids[name]} --> o{ids[name]}[/"{_quoted(path)}"/]']
+        add(f">{path}", "output", None)
+        link(name, f">{path}", "data")
+    return {"nodes": nodes, "edges": edges}
+
+
+_SHAPES = {
+    "dataset": '[("{}")]',
+    "run": '["{}"]',
+    "fold": '{{{{"{}"}}}}',
+    "update": '[["{}"]]',
+    "output": '[/"{}"/]',
+}
+_ARROWS = {"data": "-->", "stream": "-->|stream|"}
+
+
+def as_mermaid(plan: Plan) -> str:
+    graph = as_graph(plan)
+    ids = {node["name"]: f"n{number}" for number, node in enumerate(graph["nodes"])}
+
+    def drawn(node: dict[str, Any]) -> str:
+        label = "<br/>".join(map(_quoted, node["lines"]))
+        return ids[node["name"]] + _SHAPES[node["kind"]].format(label)
+
+    lines = ["flowchart LR", *(f"  {drawn(node)}" for node in graph["nodes"] if node["kind"] == "dataset")]
+    for number in range(len(plan.phases)):
+        lines.append(f'  subgraph phase{number + 1}["phase {number + 1}"]')
+        lines += [f"    {drawn(node)}" for node in graph["nodes"] if node["phase"] == number]
+        lines.append("  end")
+    lines += [f"  {drawn(node)}" for node in graph["nodes"] if node["kind"] == "output"]
+    for edge in graph["edges"]:
+        arrow = _ARROWS.get(edge["kind"], f"-.->|{edge['kind']}|")
+        lines.append(f"  {ids[edge['source']]} {arrow} {ids[edge['target']]}")
     return "\n".join(lines)
 
 

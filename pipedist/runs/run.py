@@ -30,6 +30,7 @@ from pipedist.plan import Plan, compile_plan
 from pipedist.plan.compiler import needs_gpus, supply_for
 from pipedist.protocol import messages as msg
 from pipedist.runs.execution import Execution
+from pipedist.runs.identity import SpecSource
 from pipedist.runs.pass_folds import per_of
 from pipedist.runs.programs import replay_of
 from pipedist.runs.quarantine import FILE as QUARANTINE
@@ -208,7 +209,7 @@ class Run(AsyncOnly):
         if self._output is None and not (self._spec.outputs or self._resume or self._restart):
             return  # the run writes nothing
         from pipedist.outputs import FinishedRun, open_folder  # most embedded runs write no files
-        from pipedist.runs.identity import SpecSource, digest
+        from pipedist.runs.identity import digest
         from pipedist.runs.resume import explain, open_journal, since
 
         outputs = files_of(self._spec)
@@ -462,7 +463,11 @@ class Run(AsyncOnly):
         if self._folder is None:
             yield
             return
+        from pipedist.runs.about import write_about  # only runs with a folder need it
+
+        source, path = SpecSource.of(*self._given), self._folder.path
         folder = self._folder.timings
+        await anyio.to_thread.run_sync(write_about, folder.parent, self.plan, source, path)
         number = await anyio.to_thread.run_sync(next_number, folder)
 
         writing = anyio.Lock()

@@ -1,0 +1,10 @@
+"""Reports of runs: one HTML page with everything that a run's folder has.
+
+Entry points: `collect` (`data.py`) reads a folder into plain JSON values, and `page` (`page.py`) makes a page of them,
+with the script and the style that are beside it.
+"""
+
+from pipedist.report.data import collect
+from pipedist.report.page import page
+
+__all__ = ["collect", "page"]

@@ -1,0 +1,91 @@
+"""What a run was: its spec, command, plan and environment, written into its folder for reports.
+
+Reports read it without importing the user's modules, also if the run was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pipedist.cluster.base import usable_cores
+from pipedist.core.platform_id import Platform
+from pipedist.outputs.encoding import to_json
+from pipedist.outputs.run_record import write_json
+from pipedist.plan import Plan, as_graph, as_json
+from pipedist.runs.identity import SpecSource
+from pipedist.spec import GatherSpec, ReduceSpec
+
+FILE = "about.json"
+
+SPEC_CHARS_MAX = 256 * 1024  # a longer spec is not kept
+
+_PACKAGES = ("anyio", "pyzmq", "msgspec", "pyarrow", "pandas", "polars", "scipy", "torch", "jax", "cupy")
+
+
+def write_about(folder: Path, plan: Plan, source: SpecSource, output: Path) -> None:
+    """Write what a run is into its private folder."""
+    here = Platform.here()
+    write_json(
+        folder / FILE,
+        to_json(
+            {
+                "format": 1,
+                "command": _command(plan, source, output),
+                "spec": _spec_text(source),
+                "spec_file": source.source,
+                "environment": {
+                    "pipedist": here.pipedist,
+                    "python": here.python,
+                    "numpy": here.numpy,
+                    **_packages(),
+                    "processor": here.cpu,
+                    "cores": usable_cores(),
+                    "system": f"{os.uname().sysname} {os.uname().release}",
+                    "host": socket.gethostname(),
+                },
+                "plan": as_json(plan),
+                "graph": as_graph(plan),
+                # how often a stage has a value
+                "pers": {name: _per(plan, name) for name in plan.spec.stages},
+            }
+        ),
+    )
+
+
+def _command(plan: Plan, source: SpecSource, output: Path) -> str:
+    if not source.source:
+        return ""
+    words = ["pipedist", "run", os.path.relpath(source.source), "--workers", str(plan.workers)]
+    for each in source.sets:
+        words += ["--set", each]
+    return shlex.join([*words, "--output", os.path.relpath(output)])
+
+
+def _spec_text(source: SpecSource) -> str:
+    try:
+        text = Path(source.source).read_text() if source.source else ""
+    except (OSError, ValueError):  # it was read before: it has just been moved
+        return ""
+    return text if len(text) <= SPEC_CHARS_MAX else ""
+
+
+def _packages() -> dict[str, str]:
+    """Return the versions of the packages that this process has imported."""
+    found = {}
+    for name in _PACKAGES:
+        if sys.modules.get("zmq" if name == "pyzmq" else name) is not None:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                continue
+    return found
+
+
+def _per(plan: Plan, name: str) -> str:
+    stage = plan.spec.stages[name]
+    return stage.per if isinstance(stage, ReduceSpec | GatherSpec) else "run"
