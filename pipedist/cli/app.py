@@ -89,6 +89,37 @@ _cluster = click.option(
 )
 
 
+def _live_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option(
+            "--live-key", "live_key", metavar="FILE", default="", help="Key of the certificate, PEM."
+        ),
+        click.option(
+            "--live-cert",
+            "live_cert",
+            metavar="FILE",
+            default="",
+            help="Certificate of the page's server, PEM.",
+        ),
+        click.option(
+            "--live-token-file",
+            "live_token_file",
+            metavar="FILE",
+            default="",
+            help="Token of the page's address.",
+        ),
+        click.option(
+            "--live-address",
+            metavar="HOST:PORT",
+            default="127.0.0.1:0",
+            show_default=True,
+            help="Where the page is served. Addresses that other hosts can reach need the three options below.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version",
@@ -131,6 +162,10 @@ def app() -> None:
     is_flag=True,
     help="With --resume: keep results although their functions, or files that these read, have changed.",
 )
+@click.option(
+    "--live", is_flag=True, help="Serve a page of the run while it executes, and print its address."
+)
+@_live_options
 def run(resume: bool, reuse: bool, **options: Any) -> None:
     """Execute the spec in the YAML file SPEC, and print its results.
 
@@ -279,6 +314,25 @@ def report(run: str, output: str) -> None:
     from pipedist.cli.commands import write_report
 
     _end(lambda: write_report(run, output))
+
+
+@app.command()
+@_run
+@click.option(
+    "--web", is_flag=True, help="Serve the report as a page that is updated, instead of the terminal."
+)
+@_live_options
+def watch(run: str, web: bool, **options: str) -> None:
+    """Show a run that another process executes, until it ends.
+
+    RUN is its output folder.
+
+    Exit codes: 0 the run has finished; 1 it failed or was interrupted; 2 there is no run.
+    """
+    from pipedist.cli.watch_command import watch as watch_terminal
+    from pipedist.cli.watch_command import watch_web
+
+    _end(lambda: watch_web(run, **options) if web else watch_terminal(run))
 
 
 @app.command()

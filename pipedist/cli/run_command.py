@@ -18,6 +18,8 @@ from pipedist.errors import PipedistError, RunCancelled, UsageError
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from anyio.abc import Process
+
     from pipedist.protocol import messages
     from pipedist.runs.result import Result
     from pipedist.runs.run import Run
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 QUARANTINED_SHOWN = 5
 _REFRESH_S = 0.2
+LIVE_END_S = 8.0  # for the pages of a run to get its last state
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,11 @@ class RunOptions:
     key_file: str | None = None
     force: bool = False
     force_code: bool = False
+    live: bool = False
+    live_address: str = ""
+    live_token_file: str = ""
+    live_cert: str = ""
+    live_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +75,12 @@ def execute(options: RunOptions) -> int:
     began = time.monotonic()
     if options.output == "":  # an unset shell variable; the current folder is `.`
         raise UsageError("--output is empty. Give a folder, such as --output out/NAME")
+
+    if options.live:
+        from pipedist.report.live import LiveOptions
+
+        addresses = (options.live_address, options.live_token_file, options.live_cert, options.live_key)
+        LiveOptions(*addresses).checked()
 
     def show(text: str) -> None:
         write_error(text + "\n")
@@ -137,7 +151,9 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
     gc.freeze()
     opened.compile()  # imports the user's modules, which may take long: a signal ends the process
     with interruption.lifetime():
-        async with opened as run:
+        async with LivePage(options) as live, opened as run:
+            if options.live:
+                await live.start(run)
             if run.notice:
                 write_error(f"pipedist: {run.notice}\n")
             reporter = open_reporter(run.name)
@@ -154,6 +170,47 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
                 reporter.close()
             assert outcome is not None, "the run ended without an outcome"
             return outcome
+
+
+class LivePage:
+    """The process that serves the live page of a run; it ends after the run."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._options = options
+        self._process: Process | None = None
+
+    async def __aenter__(self) -> LivePage:
+        return self
+
+    async def start(self, run: Run) -> None:
+        """Start to serve the page; its address is printed on stderr."""
+        import subprocess
+        import sys
+
+        import anyio
+
+        if run.folder is None:
+            raise UsageError("--live needs an output folder: add --output DIR")
+        options = self._options
+        command = [sys.executable, "-m", "pipedist", "watch", str(run.folder), "--web"]
+        for name in ("live_address", "live_token_file", "live_cert", "live_key"):
+            if getattr(options, name):
+                command += [f"--{name.replace('_', '-')}", getattr(options, name)]
+        self._process = await anyio.open_process(
+            command, stdin=subprocess.DEVNULL, stdout=sys.__stderr__, stderr=None, start_new_session=True
+        )
+
+    async def __aexit__(self, *_error: object) -> None:
+        import anyio
+
+        if self._process is None:
+            return
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(LIVE_END_S):
+                await self._process.wait()
+            if self._process.returncode is None:
+                self._process.kill()
+            await self._process.aclose()
 
 
 def _keyed(options: RunOptions, key_file: str) -> Spec:

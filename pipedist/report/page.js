@@ -138,6 +138,13 @@ function plan() {
   }
   const columns = [];
   for (const node of byName.values()) (columns[node.column] ??= []).push(node);
+  for (const column of columns) {  // in the order of what they follow, so that few arrows cross
+    const place = (node) => {
+      const sources = forward.filter((edge) => edge.target === node.name).map((edge) => byName.get(edge.source).place);
+      return sources.length ? sources.reduce((sum, each) => sum + each, 0) / sources.length : 0;
+    };
+    column.sort((a, b) => place(a) - place(b)).forEach((node, index) => { node.place = index - (column.length - 1) / 2; });
+  }
   const width = (text) => text.length * 7.1 + 22;
   let x = 10;
   const rows = Math.max(...columns.map((column) => column.length));

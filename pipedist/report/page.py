@@ -25,14 +25,8 @@ def page(data: dict[str, Any], *, stream: str = "") -> str:
         stream: the address, relative to the page, of server-sent events with newer data; "": none.
     """
     script, style = _part("page.js"), _part("page.css")
-    connect = "'self'" if stream else "'none'"
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{_digest(script)}'; style-src 'sha256-{_digest(style)}'; "
-        f"img-src data:; connect-src {connect}; "
-        "base-uri 'none'; form-action 'none'"
-    )
     fields = {
-        "policy": html.escape(policy),
+        "policy": html.escape(content_policy(connects=bool(stream))),
         "title": html.escape(f"{data['name']}: {data['state']}"),
         "version": html.escape(__version__),
         "stream": html.escape(stream),
@@ -41,6 +35,16 @@ def page(data: dict[str, Any], *, stream: str = "") -> str:
         "data": embedded(data),
     }
     return re.sub("@@([a-z]+)@@", lambda found: fields[found[1]], _part("page.html"))
+
+
+def content_policy(*, connects: bool) -> str:
+    """Return the Content-Security-Policy of a page, which may get data from its own server if it `connects`."""
+    connect = "'self'" if connects else "'none'"
+    script, style = _digest(_part("page.js")), _digest(_part("page.css"))
+    return (
+        f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src data:; "
+        f"connect-src {connect}; base-uri 'none'; form-action 'none'"
+    )
 
 
 def embedded(data: dict[str, Any]) -> str:

@@ -281,6 +281,11 @@ class Run(AsyncOnly):
         return self._plan
 
     @property
+    def folder(self) -> Path | None:
+        """The output folder, None if the run writes nothing."""
+        return None if self._folder is None else self._folder.path
+
+    @property
     def notice(self) -> str:
         """A message about the output folder for the user, or ""."""
         return self._journal_notice or ("" if self._folder is None else self._folder.notice)
