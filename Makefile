@@ -176,6 +176,10 @@ test-jax: $(INSTALLED)  ## Install jax for the CPU, and run the tests that need 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check jax
 	$(BIN)/python -m pytest -q -m jax tests/values
 
+.PHONY: browser
+browser:  ## Install the browser that the tests of pages use (Debian, as root).
+	apt-get install --yes --no-install-recommends chromium chromium-driver
+
 .PHONY: test-engines
 test-engines:  ## Test the launchers ray and dask with real clusters, in .venv-engines (1 GiB).
 	@test -x .venv-engines/bin/python || $(PYTHON) -m venv .venv-engines

@@ -1,7 +1,7 @@
 """Reports of runs: one HTML page with everything that a run's folder has.
 
 Entry points: `collect` (`data.py`) reads a folder into plain JSON values, and `page` (`page.py`) makes a page of them,
-with the script and the style that are beside it.
+with the script and the style beside it. Its code runs in a process of its own, which reads the folder.
 """
 
 from pipedist.report.data import collect

@@ -1,4 +1,4 @@
-"""What a report shows, read from a run's folder into plain JSON values.
+"""The data of a report, read from a run's folder into plain JSON values.
 
 Everything has a limit, so that the page of a run with many calls stays small: spans are thinned as they are in the
 folder, curves have at most `POINTS_MAX` points, and previews the first rows.
@@ -21,6 +21,7 @@ from pipedist.coordinator.measurements import thin
 from pipedist.errors import UsageError
 from pipedist.outputs.run_record import LIVE, PRIVATE, RunRecord, read_record
 from pipedist.report.previews import curves, preview
+from pipedist.runs.about import FAILURE_FILE
 from pipedist.runs.about import FILE as ABOUT
 from pipedist.runs.diagnostics import query_status
 from pipedist.runs.quarantine import FILE as QUARANTINE
@@ -63,7 +64,7 @@ def collect(path: Path, *, live: bool = False) -> Data:
         "run": record.run,
         "name": processes[-1].name if processes else path.name,
         "state": state,
-        "error": _error(private),
+        "failure": _json(private / FAILURE_FILE).get("text"),
         "about": about,
         "status": status,
         "ledger": document.get("ledger"),
@@ -98,10 +99,6 @@ def _status(folder: Path) -> Data | None:
         return None if reply is None else json.loads(reply)
     except ValueError:  # the run ended while it replied
         return None
-
-
-def _error(private: Path) -> Data | None:
-    return _json(private / "error.json") or None
 
 
 def _process(measured: Measured) -> Data:

@@ -104,7 +104,7 @@ function overview() {
   }
   const limit = data.processes.at(-1)?.limit;
   return section("Summary",
-    data.error ? el("pre", { class: "bad" }, data.error.text) : null,
+    data.failure ? el("pre", { class: "bad" }, data.failure) : null,
     el("div", { class: "tiles" }, ...tiles),
     limit ? el("p", { class: "limit" }, limit) : null);
 }

@@ -143,7 +143,7 @@ def curves(
         try:
             named = list(islice(_series(path, results[stage], outputs.get(stage)), CURVES_MAX))
         except (OSError, ValueError, ImportError):
-            continue  # the output's own preview says what is wrong with it
+            continue  # the preview of the output reports the problem
         lines = [
             {"name": name, "values": [float(x) if np.isfinite(x) else None for x in y], "every": every}
             for name, (y, every) in ((name, _thinned(values)) for name, values in named)

@@ -1,6 +1,6 @@
-"""What a run was: its spec, command, plan and environment, written into its folder for reports.
+"""The description of a run for reports: its spec, command, plan and environment.
 
-Reports read it without importing the user's modules, also if the run was killed.
+It is written into the run's folder. Reports read it without importing the user's modules, also if the run was killed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from pipedist.runs.identity import SpecSource
 from pipedist.spec import GatherSpec, ReduceSpec
 
 FILE = "about.json"
+FAILURE_FILE = "failure.json"
 
+FAILURE_CHARS_MAX = 64 * 1024
 SPEC_CHARS_MAX = 256 * 1024  # a longer spec is not kept
 
 _PACKAGES = ("anyio", "pyzmq", "msgspec", "pyarrow", "pandas", "polars", "scipy", "torch", "jax", "cupy")
 
 
 def write_about(folder: Path, plan: Plan, source: SpecSource, output: Path) -> None:
-    """Write what a run is into its private folder."""
+    """Write what a run is into its private folder, and forget why an earlier process failed."""
+    (folder / FAILURE_FILE).unlink(missing_ok=True)
     here = Platform.here()
     write_json(
         folder / FILE,
@@ -55,6 +58,12 @@ def write_about(folder: Path, plan: Plan, source: SpecSource, output: Path) -> N
             }
         ),
     )
+
+
+def write_failure(folder: Path, error: BaseException) -> None:
+    """Write why a run failed into its private folder."""
+    text = f"{type(error).__name__}: {error}"[:FAILURE_CHARS_MAX]
+    write_json(folder / FAILURE_FILE, {"text": text})
 
 
 def _command(plan: Plan, source: SpecSource, output: Path) -> str:

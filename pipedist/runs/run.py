@@ -455,8 +455,11 @@ class Run(AsyncOnly):
             self._end(error)
             # after a journal error the run stays unfinished, so that it can be resumed
             if folder is not None and not isinstance(error, RunCancelled | JournalError):
+                from pipedist.runs.about import write_failure  # imported already
+
                 with contextlib.suppress(OutputError):  # the run then stays unfinished
                     folder.fail(resumable=self.resumable)
+                    write_failure(folder.timings.parent, error)
         else:
             self._end(None)
         finally:

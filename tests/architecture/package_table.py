@@ -26,6 +26,7 @@ RUNS_IN = {
     "spec": "driver",
     "strategy": "driver",
     "testing": "driver of a test",
+    "report": "the process of a report or live page",
     "transport": "driver and worker",
     "worker": "worker; its supervisor",
 }

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("coordinator",),
     ("cluster",),
     ("strategy", "runs"),
-    ("testing",),
+    ("testing", "report"),
     ("cli", "__init__"),
 )
 """The lowest layer first. Packages of one layer do not import each other."""

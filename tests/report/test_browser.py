@@ -1,0 +1,146 @@
+"""The report and the live page in a real browser, at two widths, light and dark.
+
+`PIPEDIST_SCREENSHOTS=FOLDER` keeps the pictures.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pipedist.report import collect, page
+from tests.report.jobs import finished
+from tests.report.test_live import WAIT_S, executing
+
+if TYPE_CHECKING:
+    from selenium.webdriver import Chrome
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("chromium") is None or shutil.which("chromedriver") is None,
+    reason="needs the browser chromium and its driver: sudo make browser",
+)
+
+SWITCHES = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chrome]:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(shutil.which("chromium"))
+    for switch in SWITCHES:
+        options.add_argument(switch)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(str(shutil.which("chromedriver"))))
+    try:
+        yield driver
+    finally:
+        driver.quit()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    finished(folder / "out")
+    path = folder / "report.html"
+    path.write_text(page(collect(folder / "out")))
+    return path
+
+
+def emulate(browser: Chrome, width: int, scheme: str) -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+
+def keep(browser: Chrome, name: str) -> None:
+    import base64
+
+    folder = os.environ.get("PIPEDIST_SCREENSHOTS")
+    if folder:
+        shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
+        (Path(folder) / f"{name}.png").write_bytes(base64.b64decode(shot["data"]))
+
+
+def problems(browser: Chrome) -> list[Any]:
+    """Return what the console has: errors of the script, refused resources, violations of the policy."""
+    return [entry for entry in browser.get_log("browser") if "favicon" not in entry["message"]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_report_is_drawn(browser: Chrome, report: Path, width: int, scheme: str) -> None:
+    emulate(browser, width, scheme)
+    browser.get(report.as_uri())
+    titles = [each.text for each in browser.find_elements("tag name", "h2")]
+    assert titles == [
+        "Summary", "Plan", "Stages", "Timeline", "Over time", "Workers", "Deaths and repeated calls",
+        "Values over the training", "Quarantine: 1 elements", "Outputs", "How to reproduce it",
+    ]  # fmt: skip
+    assert browser.title == "job: finished", "markup in the data is text"
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width, "nothing overflows"
+    canvas = "const c = document.querySelector('canvas');"
+    drawn = f"{canvas} return c.getContext('2d').getImageData(0, 0, c.width, c.height)"
+    colors = browser.execute_async_script(
+        f"const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => {{ "
+        f"const image = (() => {{ {drawn} }})(); done(new Set(new Uint32Array(image.data.buffer)).size); }}))"
+    )
+    assert colors > 10, "the timeline has calls of several colours"
+    background = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert (background == "rgb(255, 255, 255)") == (scheme == "light")
+    assert problems(browser) == []
+    keep(browser, f"report-{width}-{scheme}")
+
+
+def test_the_timeline_names_calls_and_zooms(browser: Chrome, report: Path) -> None:
+    from selenium.webdriver import ActionChains
+
+    emulate(browser, 1280, "light")
+    browser.get(report.as_uri())
+    canvas = browser.find_element("tag name", "canvas")
+    tip = browser.find_element("id", "tip")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    width = canvas.size["width"]
+    texts = set()
+    for x in range(-width // 2 + 70, width // 2 - 10, 12):
+        ActionChains(browser, duration=0).move_to_element_with_offset(canvas, x, -12).perform()
+        texts.add(tip.text)
+    assert any("parts -> losses on w" in text and "from step" in text for text in texts)
+    buttons = browser.find_elements("css selector", ".tools button")
+    before = browser.execute_script("return document.querySelector('canvas').toDataURL()")
+    buttons[0].click()
+    changed = browser.execute_async_script(
+        "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => "
+        "done(document.querySelector('canvas').toDataURL())))"
+    )
+    assert changed != before
+    assert problems(browser) == []
+
+
+def test_the_live_page_follows_its_run_to_the_end(browser: Chrome, tmp_path: Path) -> None:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    emulate(browser, 1280, "light")
+    with executing(tmp_path) as run:
+        browser.get(run.url)
+        assert browser.title == "waiting: running"
+        state = browser.find_element("class name", "state")
+        assert state.text == "running"
+        keep(browser, "live-1280-light")
+        run.let_go()
+        WebDriverWait(browser, WAIT_S).until(
+            lambda driver: driver.find_element("class name", "state").text == "finished"
+        )
+        assert "out.npy" in browser.find_element("tag name", "main").text
+        assert run.end()[0] == 0
+    assert problems(browser) == []
