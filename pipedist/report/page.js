@@ -484,7 +484,7 @@ function quarantine() {
   const found = data.quarantine;
   if (!found.count) return null;
   const more = found.count > found.rows.length ? ` (the first ${count(found.rows.length)} are shown)` : "";
-  return section(`Quarantine: ${count(found.count)} elements${more}`, table([["element", 1], ["call"], ["cause"], ["input"]],
+  return section(`Quarantine: ${count(found.count)} element${found.count === 1 ? "" : "s"}${more}`, table([["element", 1], ["call"], ["cause"], ["input"]],
     found.rows.map((row) => [row.element, el("code", {}, row.call), row.cause, el("code", {}, row.input === "null" ? row.note : row.input)])));
 }
 

@@ -110,11 +110,11 @@ def _array(array: NDArray[Any]) -> Json:
             _cell(each) for each in np.ravel(array[:ROWS_MAX] if array.ndim else array)[:ROWS_MAX].tolist()
         ],
     }
-    if array.dtype.kind not in "iuf" or array.size < 2:
+    if array.dtype.kind not in "iuf" or array.size < BINS:
         return head
     flat = np.ravel(array)[:: max(1, array.size // SAMPLES_MAX)].astype(np.float64)
     finite = flat[np.isfinite(flat)]
-    if len(finite) < 2 or finite.min() == finite.max():
+    if len(finite) < BINS or finite.min() == finite.max():
         return head
     counts, edges = np.histogram(finite, bins=BINS)
     histogram = {"counts": counts.tolist(), "low": float(edges[0]), "high": float(edges[-1])}

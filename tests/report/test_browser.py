@@ -85,7 +85,7 @@ def test_the_report_is_drawn(browser: Chrome, report: Path, width: int, scheme: 
     titles = [each.text for each in browser.find_elements("tag name", "h2")]
     assert titles == [
         "Summary", "Plan", "Stages", "Timeline", "Over time", "Workers", "Deaths and repeated calls",
-        "Values over the training", "Quarantine: 1 elements", "Outputs", "How to reproduce it",
+        "Values over the training", "Quarantine: 1 element", "Outputs", "How to reproduce it",
     ]  # fmt: skip
     assert browser.title == "job: finished", "markup in the data is text"
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width, "nothing overflows"
