@@ -19,10 +19,11 @@ from pipedist.protocol.codec import Frame, encode
 from pipedist.protocol.program import Program, Shards, from_frames, load_tree, to_frames
 from pipedist.runs.programs import NEW, init_program, reduction_of
 from pipedist.spec import ReduceSpec, StageSpec
-from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
+from pipedist.worker.execution import Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
 from pipedist.worker.lease_run import LeaseRun, PersistentLoop, cancel_tasks
+from pipedist.worker.stages import Call
 
 _SLICE_S, _SLICE_BYTES = 1e6, 2**62  # limits of a slice that no call exceeds
 

@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipedist.core.types import Tree
 from pipedist.protocol.program import Shards
 from pipedist.worker import failures
-from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
+from pipedist.worker.execution import Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
 from pipedist.worker.progress import Stepped
+from pipedist.worker.stages import Call
 
 if TYPE_CHECKING:
     import asyncio

@@ -11,17 +11,37 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipedist.core import ragged, trees
+from pipedist.core.remote_errors import class_names, exception_text
 from pipedist.core.types import Tree
 from pipedist.errors import RetryAfter
+from pipedist.protocol.messages import CULPRITS_MAX
 from pipedist.protocol.program import StageProgram
+from pipedist.worker import process_setup
+from pipedist.worker.array_isolation import as_readonly, take_ownership
+from pipedist.worker.context import ReplicaContext, current
+from pipedist.worker.failures import CULPRIT_CHARS_MAX
+from pipedist.worker.progress import StageClock, Stepped
+from pipedist.worker.stages import Call, Stage
+
+OnRetry = Callable[[str, int, int, bool, str], None]
+"""Called before a further attempt, with stage, call, its number, whether the last one timed out, and its exception."""
+
+
+Elements = range | NDArray[np.int64] | None  # ids in the dataset
+
+CANCEL_NS = 10**9
+"""Time that a function which waits has to end, after it was cancelled for its time limit; then its worker is killed."""
 
 BACKOFF_S_MAX = 60.0
 RETRY_AFTER_S_MAX = 3600.0  # a longer request of a function is a failure
@@ -98,6 +118,112 @@ class WorkerShare:
                 max(now, self._next_s) + self.sharing / self._stage.calls_per_s,
             )
             await asyncio.sleep(max(0.0, begin - now))
+
+
+# -- calls of a stage ---------------------------------------------------------------------
+
+_keys = count(1 << 62)  # of functions with a time limit: a worker's clock is common to its passes
+
+
+class WaitingStage:
+    """Calls the function of a stage for calls that are tasks of an event loop."""
+
+    def __init__(self, stage: Stage, seed: int, clock: StageClock, on_retry: OnRetry) -> None:
+        self.share = WorkerShare(stage.program)
+        self._stage = stage
+        self._seed = seed
+        self._clock = clock
+        self._on_retry = on_retry
+
+    async def elements(
+        self,
+        call: Call,
+        elements: Elements,
+        value: Tree,
+        done: Mapping[int, Tree],
+        context: Callable[[Elements, int], ReplicaContext],
+    ) -> Tree:
+        """Call the function with each element that is not done, and return all results as a batch."""
+        size = count_elements(value)
+        is_named = elements is not None and len(elements) == size
+        ids = [int(each) for each in elements] if is_named and elements is not None else range(size)
+        results = {at: done[element] for at, element in enumerate(ids) if is_named and element in done}
+
+        async def execute(at: int) -> None:
+            id_ = ids[at]
+            own = np.array([id_]) if is_named else None
+            result = await self.attempts(call, element_at(value, at), partial(context, own, id_), (id_,))
+            box = [result]
+            del result
+            results[at] = take_ownership(box)[0]
+            if is_named:
+                call.fresh.append([call.place - 1, ids[at], results[at]])
+
+        rest = [at for at in range(size) if at not in results]
+        failed = await each_element(rest, self.share, execute, all_of_them=self._stage.program.quarantine)
+        made = [] if failed else [results[at] for at in range(size)]
+        failed = failed or unlike(made, ids)
+        if failed:
+            if is_named and len(failed) <= CULPRITS_MAX:
+                call.culprits = tuple((at, f"{class_names(e)[1]}: {exception_text(e)}") for at, e in failed)
+            raise failed[0][1]
+        return batched(made)
+
+    async def attempts(
+        self, call: Call, value: Tree, context: Callable[[], ReplicaContext], element: tuple[int, ...] = ()
+    ) -> Tree:
+        """Call the function until it returns, at most as often as its `retry` allows.
+
+        Each attempt gets the same value and random numbers.
+        """
+        stage = self._stage
+        if not stage.waits:
+            return await self._attempt(call, value, context())
+        place: tuple[int | str, ...] = (self._seed, stage.name, call.step, call.replica, *element)
+        attempt = 1
+        while True:
+            await self.share.turn()
+            try:
+                return await self._attempt(call, as_readonly(value), context())
+            except Exception as error:
+                rest_s = pause_s(stage.program, error, attempt, place)
+                if rest_s is None:
+                    raise
+                text = "".join(f"element {number}: " for number in element)
+                text += f"{class_names(error)[1]}: {exception_text(error)}"[:CULPRIT_CHARS_MAX]
+                timed_out = isinstance(error, TimeoutError)
+                self._on_retry(stage.name, call.number, attempt + 1, timed_out, text)
+            await asyncio.sleep(rest_s)
+            attempt += 1
+
+    async def _attempt(self, call: Call, value: Tree, ctx: ReplicaContext) -> Tree:
+        """Call the function once; cancel it after its time limit."""
+        stage = self._stage
+        key, limit_s, limit = next(_keys), stage.limit_ns / 1e9, None
+        token = current.set(ctx)
+        call.in_user_code = True
+        if stage.is_class:
+            stage.make_instance(0)
+        if stage.limit_ns:
+            hung_ns = stage.limit_ns + (CANCEL_NS if call.lease and stage.is_async else 0)
+            self._clock.start(call.number, call.place, hung_ns, lease=call.lease, key=key)
+        try:
+            result = stage.call(value, ctx, 0)
+            if hasattr(type(result), "__await__"):
+                begin = call.begin_step if call.lease else None
+                result = Stepped(result, self._clock, key, begin) if stage.limit_ns or begin else result
+                async with asyncio.timeout(limit_s or None) as limit:
+                    result = await result
+            return result
+        except TimeoutError as error:
+            if limit is not None and limit.expired():
+                raise TimeoutError(f"timed out after {limit_s:g} s") from error
+            raise
+        finally:
+            if process_setup.is_copy:
+                process_setup.end_copy(stage.name)
+            self._clock.stop(key)
+            current.reset(token)
 
 
 # -- elements ----------------------------------------------------------------------------
