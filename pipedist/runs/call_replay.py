@@ -98,6 +98,7 @@ def execute(replay: CallReplay) -> Replayed:
         fields = [sent.ids, sent.locations, sent.values, sent.states]
         shards = Shards(*load_tree(_received(encode(fields)), "the arguments of this call"))
         executor.use(shards.states or {}, replay.states)
+        executor.use_quota(executor.program.limits, 1)
         outcomes, failures = _run(executor, shards, replay, stack)
         for number in [n for n in outcomes if not failures]:
             emitted = {slot: value for slot, value in outcomes[number].items() if slot in replay.emitted}

@@ -181,8 +181,11 @@ class PassExecution:
         stamp = self._durable.stamp if self._durable is not None and keep else ""
         if self._durable is not None and keep:
             self._calls = FinishedCallLog(self._durable)
+        program = pass_program(
+            self._plan, self._pass, self._feed.reader, self._values, streamed, self._storable
+        )
         handle = self._coordinator.open_pass(
-            pass_program(self._plan, self._pass, self._feed.reader, self._values, streamed, self._storable),
+            program,
             name=self.name,
             settings=PassSettings(
                 self._replicas,
@@ -191,6 +194,7 @@ class PassExecution:
                 speculation=0.0 if once or isinstance(speculation, str) else float(speculation),
                 at_once=at_once,
                 concurrency=concurrency,
+                limits=program.limits,
                 quarantine=bool(quarantine) and quarantine.issuperset(self._pass.runs),
                 quarantine_max=self._plan.quarantine_max(self._pass.dataset),
                 quarantined=0 if found is None else len(found["quarantine"]),

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Token
 from functools import partial
+from operator import lt
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ from pipedist.worker.progress import StageClock
 from pipedist.worker.stages import Call, GangCallContext, Stage
 
 if TYPE_CHECKING:
-    from pipedist.worker.waiting_calls import OnRetry, WaitingStage
+    from pipedist.worker.waiting_calls import OnRetry, WaitingStage, WorkerShare
 
 
 Outcome = dict[str, Tree]  # the values that one call sends back: {slot: tree}
@@ -114,7 +115,9 @@ class PassExecutor:
         names = [stage.name for stage in program.stages] or [emit.slot for emit in program.emits]
         self.first_stage = names[0] if names else ""
         readers = [stage.of for stage in program.stages]
-        self._sharing = 1
+        self._limited = [stage.name for stage in program.stages if stage.is_limited]
+        self._quota, self._sharing = (0,) * len(self._limited), 1  # until `use_quota`
+        self._quota_is_unmet = False  # whether it is lower than before, and was not confirmed
         self._waiting_stages: dict[str, WaitingStage] = {}
         self.waits = any(stage.waits for stage in self._stages)
         """Whether its calls are tasks of an event loop, because they wait for elements, attempts or a rate."""
@@ -148,18 +151,30 @@ class PassExecutor:
             s.is_class and s.is_async for s in self._stages
         )
 
-    def share_with(self, workers: int) -> None:
-        """Set the number of workers among which the limits of stages are divided."""
-        self._sharing = workers
+    def use_quota(self, calls: tuple[int, ...], sharing: int) -> None:
+        """Set how much of the limits of stages the calls may use; see `messages.Quota`."""
+        self._quota_is_unmet = sharing > 0 and (self._quota_is_unmet or any(map(lt, calls, self._quota)))
+        self._quota, self._sharing = calls, sharing
         for waiting in self._waiting_stages.values():
-            waiting.share.sharing = workers
+            self._set_share(waiting.share)
+
+    def _set_share(self, share: WorkerShare) -> None:
+        share.use(dict(zip(self._limited, self._quota, strict=False)).get(share.stage.name, 0), self._sharing)
+
+    def quota_met(self) -> tuple[int, ...] | None:
+        """Return a quota that is lower than before, once no more calls run than it allows."""
+        shares = [waiting.share for waiting in self._waiting_stages.values()]
+        if not self._quota_is_unmet or any(share.running > share.calls_max for share in shares):
+            return None
+        self._quota_is_unmet = False
+        return self._quota
 
     def _waiting(self, stage: Stage) -> WaitingStage:
         if stage.name not in self._waiting_stages:
             from pipedist.worker.waiting_calls import WaitingStage  # most workers have no such stage
 
             waiting = WaitingStage(stage, self.program.seed, self.clock, self._on_retry)
-            waiting.share.sharing = self._sharing
+            self._set_share(waiting.share)
             self._waiting_stages[stage.name] = waiting
         return self._waiting_stages[stage.name]
 

@@ -29,6 +29,10 @@ class GangCallContext(NamedTuple):
     variables: ReplicaVariables | None
 
 
+class CallHeld(Exception):
+    """Ends a call whose next attempt or element does not begin, because its pass drains."""
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One call while it runs; `number` counts in the pass."""

@@ -2,17 +2,19 @@
 
 A function gets a whole value, or with `per: element` one element of it after another. Each call of it has its own
 time limit, after which it is cancelled, and its own further attempts. The waits between attempts depend on the
-spec's seed and the place of the call only. Limits over all workers are divided among them: each worker has at most
-its share of the calls at the same time, and starts calls at even intervals.
+spec's seed and the place of the call only. Limits over all workers are divided among those that have calls
+(`pipedist.scheduler.quotas`): each worker has at most its share of the calls at the same time, and starts calls at even
+intervals. When the run is stopped, what waits for an attempt, the rate or a place ends at once, as not begun.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import count
@@ -32,7 +34,7 @@ from pipedist.worker.array_isolation import as_readonly, take_ownership
 from pipedist.worker.context import ReplicaContext, current
 from pipedist.worker.failures import CULPRIT_CHARS_MAX
 from pipedist.worker.progress import StageClock, Stepped
-from pipedist.worker.stages import Call, Stage
+from pipedist.worker.stages import Call, CallHeld, Stage
 
 OnRetry = Callable[[str, int, int, bool, str], None]
 """Called before a further attempt, with stage, call, its number, whether the last one timed out, and its exception."""
@@ -69,25 +71,34 @@ def pause_s(
 
 
 class WorkerShare:
-    """This worker's share of the limits of a stage."""
+    """This worker's share of the limits of a stage: all of them until `use`."""
 
     def __init__(self, stage: StageProgram) -> None:
-        self._stage = stage
-        self.sharing = 1  # number of workers among which the limits are divided
-        self._running = 0
+        self.stage = stage
+        self.calls_max = stage.concurrency  # calls at the same time, if the stage limits them
+        self.running = 0
+        self._sharing = 1  # number of workers among which the rate is divided; 0: nothing begins any more
         self._queue: deque[asyncio.Future[None]] = deque()
-        self._next_s = 0.0
+        self._turns = asyncio.Lock()
+        self._last_s = -math.inf  # when the rate allowed a call
+        self._news = asyncio.Event()  # set when the share changes
+
+    def use(self, calls_max: int, sharing: int) -> None:
+        self.calls_max, self._sharing = calls_max, sharing
+        self._news.set()
+        self._news = asyncio.Event()
+        for _ in range(len(self._queue) if self.is_held else calls_max - self.running):
+            self._wake()
 
     @property
-    def calls_max(self) -> int:
-        """How many calls run at the same time; 0: no limit."""
-        limit = self._stage.concurrency
-        return max(1, limit // self.sharing) if limit else 0
+    def is_held(self) -> bool:
+        """Whether no further attempt or element begins."""
+        return not self._sharing
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait until a call may run, in the order of arrival."""
-        while self.calls_max and self._running >= self.calls_max:
+        """Wait until a call may run, in the order of arrival; if held, it must not begin."""
+        while self.stage.concurrency and self.running >= self.calls_max and not self.is_held:
             turn = asyncio.get_running_loop().create_future()
             self._queue.append(turn)
             try:
@@ -96,11 +107,11 @@ class WorkerShare:
                 if not turn.cancelled():  # its turn is that of the next one
                     self._wake()
                 raise
-        self._running += 1
+        self.running += 1
         try:
             yield
         finally:
-            self._running -= 1
+            self.running -= 1
             self._wake()
 
     def _wake(self) -> None:
@@ -110,14 +121,31 @@ class WorkerShare:
                 return
 
     async def turn(self) -> None:
-        """Wait until the rate allows another call; calls are not saved up."""
-        if self._stage.calls_per_s:
-            now = asyncio.get_running_loop().time()
-            begin, self._next_s = (
-                self._next_s,
-                max(now, self._next_s) + self.sharing / self._stage.calls_per_s,
-            )
-            await asyncio.sleep(max(0.0, begin - now))
+        """Wait until the rate allows another call, or raise CallHeld; calls are not saved up."""
+        rate = self.stage.calls_per_s
+        if not rate:
+            await self._until(lambda: 0.0)
+            return
+        arrived_s = asyncio.get_running_loop().time()
+        async with self._turns:
+            await self._until(lambda: self._last_s + self._sharing / rate)
+            self._last_s = max(arrived_s, self._last_s + self._sharing / rate)
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, or raise CallHeld."""
+        until = asyncio.get_running_loop().time() + seconds
+        await self._until(lambda: until)
+
+    async def _until(self, due: Callable[[], float]) -> None:
+        """Wait until the time `due`, which another share may change."""
+        loop = asyncio.get_running_loop()
+        while not self.is_held:
+            if (rest_s := due() - loop.time()) <= 0:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rest_s):
+                    await self._news.wait()
+        raise CallHeld
 
 
 # -- calls of a stage ---------------------------------------------------------------------
@@ -193,7 +221,7 @@ class WaitingStage:
                 text += f"{class_names(error)[1]}: {exception_text(error)}"[:CULPRIT_CHARS_MAX]
                 timed_out = isinstance(error, TimeoutError)
                 self._on_retry(stage.name, call.number, attempt + 1, timed_out, text)
-            await asyncio.sleep(rest_s)
+            await self.share.pause(rest_s)
             attempt += 1
 
     async def _attempt(self, call: Call, value: Tree, ctx: ReplicaContext) -> Tree:
@@ -306,18 +334,22 @@ async def each_element(
     """Execute a function for each index, as many at the same time as the share allows.
 
     Return the exceptions by index. If not `all_of_them`, no call begins after one that raised; those before it are
-    over, so the first exception does not depend on timing.
+    over, so the first exception does not depend on timing. Raise CallHeld if some calls do not begin for it.
     """
     failures: list[tuple[int, BaseException]] = []
-    rest = iter(indices)
+    rest, returned = iter(indices), 0
 
     async def work() -> None:
+        nonlocal returned
         while all_of_them or not failures:
             async with share.place():
-                if (index := next(rest, None)) is None or (failures and not all_of_them):
+                if share.is_held or (failures and not all_of_them) or (index := next(rest, None)) is None:
                     return
                 try:
                     await execute(index)
+                    returned += 1
+                except CallHeld:
+                    return
                 except asyncio.CancelledError as error:
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
@@ -327,6 +359,8 @@ async def each_element(
                     failures.append((index, error))
 
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(share.calls_max or len(indices), len(indices))):
+        for _ in range(min(share.stage.concurrency or len(indices), len(indices))):
             tasks.create_task(work())
+    if share.is_held and returned + len(failures) < len(indices):
+        raise CallHeld
     return sorted(failures, key=lambda each: each[0])

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -160,6 +161,57 @@ def test_a_rate_holds_over_all_workers(tmp_path: Path) -> None:
     times = sorted(map(float, note.read_text().split()))
     assert len(times) == 8
     assert times[-1] - began >= 3 / 4, "a worker has four calls at least, and begins four in a second"
+
+
+@pytest.mark.parametrize(("workers", "batch"), [(3, 2), (2, 4), (3, 1)])
+def test_concurrency_holds_exactly_over_the_workers_that_have_elements(
+    tmp_path: Path, workers: int, batch: int
+) -> None:
+    spec = document("meets", n=4 if batch > 1 else 12, batch=batch, per="element", concurrency=4)
+    spec["stages"]["y"]["with"] = {"folder": str(tmp_path), "count": 4}
+    assert pipedist.run(spec, workers=workers)["out"].tolist() == list(range(4 if batch > 1 else 12))
+
+
+@pytest.mark.parametrize("concurrency", [2, 5])
+def test_concurrency_is_not_exceeded_when_a_worker_dies(tmp_path: Path, concurrency: int) -> None:
+    spec = document("dies", n=40, batch=4, per="element", concurrency=concurrency)
+    spec["stages"]["y"]["with"] = {"folder": str(tmp_path), "most": concurrency}
+    assert pipedist.run(spec, workers=3)["out"].tolist() == list(range(40))
+    assert (tmp_path / "died").exists()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"retry": {"attempts": 3, "backoff_s": 60}},
+        {"retry": {"attempts": 3}, "with": {"seconds": 60}},
+        {"retry": {"attempts": 3, "backoff_s": 60}, "per": None},
+        {"rate": {"calls": 1, "per_s": 60}},
+    ],
+)
+def test_a_stop_does_not_wait_for_attempts_or_the_rate(tmp_path: Path, keys: dict[str, Any]) -> None:
+    note = tmp_path / "note"
+    spec = document("refuses", n=4, batch=4 if keys.get("per", "") is not None else 1, per="element")
+    spec["stages"]["y"] |= keys
+    spec["stages"]["y"]["with"] = {"note": str(note), "seconds": 0, **keys.get("with", {})}
+    spec["cluster"] = {"grace_s": 600}
+
+    async def main() -> None:
+        async with pipedist.open(spec, workers=1) as run:
+            with anyio.fail_after(20):
+                async with anyio.create_task_group() as tasks:
+
+                    async def stop() -> None:
+                        while not note.exists():  # noqa: ASYNC110 - written by another process
+                            await anyio.sleep(0.01)
+                        run.drain()
+
+                    tasks.start_soon(stop)
+                    with pytest.raises(pipedist.RunCancelled, match="the run was stopped"):
+                        await run.results()
+
+    anyio.run(main)
+    assert max(Counter(note.read_text().split()).values()) == 1
 
 
 @pytest.mark.parametrize(
