@@ -121,6 +121,12 @@ class Program(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
         """The calls at the same time of each limited stage, in order; 0: only its rate is limited."""
         return tuple(stage.concurrency for stage in self.stages if stage.is_limited)
 
+    @property
+    def call_s_max(self) -> float:
+        """The time after which a call ends by the timeouts of its stages, seconds; 0: no limit."""
+        limits = [stage.timeout_s for stage in self.stages]
+        return 0.0 if None in limits else sum(limit or 0.0 for limit in limits)
+
 
 class Shards(Struct, frozen=True):
     """The payload of an Assign: the shards of calls [lo, hi), one entry per call.

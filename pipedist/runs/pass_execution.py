@@ -192,6 +192,7 @@ class PassExecution:
                 gang=self._pass.gang,
                 first_step=self.steps,
                 speculation=0.0 if once or isinstance(speculation, str) else float(speculation),
+                call_s_max=program.call_s_max,
                 at_once=at_once,
                 concurrency=concurrency,
                 limits=program.limits,

@@ -61,6 +61,7 @@ class PassSettings(Struct, frozen=True):
     # A call that takes this many times as long as the 95th percentile gets a second attempt on an idle worker;
     # 0: never. Not for gangs
     speculation: float = 0.0
+    call_s_max: float = 0.0  # the time after which a call ends by the timeouts of its stages; 0: no limit
     # Calls that a worker executes at the same time, because they only wait; their leases overlap, and each is
     # reported by itself. 0: leases are executed one after the other
     at_once: int = 0
