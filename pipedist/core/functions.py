@@ -114,6 +114,16 @@ def uncallable(fn: Callable[..., Any], label: str) -> str:
     """Return why a function cannot serve a run stage, or "". (If it is a class, its instances are called.)"""
     if inspect.isclass(fn) and call_of(fn) is None:
         return f"class {label} has no __call__ method, so its instances can't be called"
+    called = call_of(fn) if inspect.isclass(fn) else fn
+    for kind, check in (
+        ("a generator", inspect.isgeneratorfunction),
+        ("an async generator", inspect.isasyncgenfunction),
+    ):
+        if check(called) or check(call_of(type(called))):
+            return (
+                f"{label} has a `yield`, so its calls return {kind}, not a value: "
+                "`return` a list or an array of all values"
+            )
     return ""
 
 

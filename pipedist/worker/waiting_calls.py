@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -68,6 +68,13 @@ def pause_s(
     digest = hashlib.sha256(repr((*place, attempt)).encode()).digest()
     jitter = 0.5 + int.from_bytes(digest[:8], "big") / 2**64
     return min(BACKOFF_S_MAX, stage.backoff_s * 2.0 ** min(attempt - 1, 60)) * jitter
+
+
+def _too_long(error: RetryAfter) -> ValueError:
+    return ValueError(
+        f"RetryAfter({error.seconds:g}): a call waits for its next attempt for at most {RETRY_AFTER_S_MAX:g} s; raise "
+        f"RetryAfter(min(seconds, {RETRY_AFTER_S_MAX:g})), or rerun with --resume after that time"
+    )
 
 
 class WorkerShare:
@@ -181,6 +188,12 @@ class WaitingStage:
             id_ = ids[at]
             own = np.array([id_]) if is_named else None
             result = await self.attempts(call, element_at(value, at), partial(context, own, id_), (id_,))
+            if isinstance(result, Iterator | AsyncIterator):
+                kind = type(result).__name__.replace("_", " ")
+                raise TypeError(
+                    f"{self._stage.program.function.label} returned an object of type {kind} for element {id_}, "
+                    "and its values can't be sent: return a list or an array of them"
+                )
             box = [result]
             del result
             results[at] = take_ownership(box)[0]
@@ -216,6 +229,8 @@ class WaitingStage:
             except Exception as error:
                 rest_s = pause_s(stage.program, error, attempt, place)
                 if rest_s is None:
+                    if isinstance(error, RetryAfter) and error.seconds > RETRY_AFTER_S_MAX:
+                        raise _too_long(error).with_traceback(error.__traceback__) from None
                     raise
                 text = "".join(f"element {number}: " for number in element)
                 text += f"{class_names(error)[1]}: {exception_text(error)}"[:CULPRIT_CHARS_MAX]

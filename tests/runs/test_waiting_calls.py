@@ -14,6 +14,7 @@ import pytest
 
 import pipedist
 from pipedist.plan import as_text, compile_plan
+from pipedist.plan.callables import exception_names
 from pipedist.runs.identity import meaning
 from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import open_replay
@@ -236,12 +237,71 @@ def test_mistakes_have_a_place(keys: dict[str, Any], message: str) -> None:
     assert "stages.y" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("TimeotError", "no exception 'TimeotError' is known (.|\\n)*did you mean 'TimeoutError'"),
+        (
+            ["KeyError", "asyncio.CanceledError"],
+            r"asyncio has no exception 'CanceledError'(.|\n)*CancelledError",
+        ),
+        ("htpx.ConnectError", "htpx can't be imported: No module named 'htpx'"),
+        ("os.path", "os has no exception 'path'"),
+    ],
+)
+def test_a_name_of_no_exception_is_an_error_of_the_plan(names: Any, message: str) -> None:
+    spec = load(document("element", per="element", retry={"attempts": 2, "on": names}))
+    with pytest.raises(pipedist.PlanError, match=f"stages.y.retry.on.*{message}"):
+        compile_plan(spec, workers=1)
+
+
+def test_an_exception_may_have_the_name_under_which_it_is_imported() -> None:
+    assert exception_names(["OSError", "CollectorError", "pipedist.RunCancelled"]) == (
+        "OSError",
+        "CollectorError",
+        "pipedist.RunCancelled",
+        "pipedist.errors.RunCancelled",
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"), [("generates", "a generator"), ("generates_late", "an async generator")]
+)
+def test_a_generator_function_is_an_error_of_the_plan(function: str, kind: str) -> None:
+    with pytest.raises(
+        pipedist.PlanError, match=f"has a `yield`, so its calls return {kind}, .*`return` a list"
+    ):
+        compile_plan(load(document(function, per="element")), workers=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("lazy", "lazy returned an object of type generator for element 0, .*: return a list"),
+        (
+            "late",
+            r"ValueError: RetryAfter\(4000\): .* at most 3600 s; raise RetryAfter\(min\(seconds, 3600\)\)",
+        ),
+    ],
+)
+def test_a_result_that_is_none_names_what_to_return(function: str, message: str) -> None:
+    with pytest.raises(pipedist.CallError, match=message) as caught:
+        pipedist.run(document(function, n=1, per="element", retry={"attempts": 2}), workers=1)
+    assert "cannot pickle" not in str(caught.value)
+
+
+def test_the_plan_counts_one_call_in_the_singular() -> None:
+    plan = compile_plan(load(document("element", rate={"calls": 1, "per_s": 2})), workers=1)
+    assert "at most 1 call per 2 s" in as_text(plan)
+    plan.close()
+
+
 def test_the_plan_shows_how_calls_wait() -> None:
     keys = {"per": "element", "concurrency": 8, "rate": {"calls": 50, "per_s": 2}, "retry": {"attempts": 3}}
     plan = compile_plan(load(document("element", **keys)), workers=2)
     line = next(line for line in as_text(plan).splitlines() if line.strip().startswith("run "))
     limits = (
-        "for each element, 8 elements at once over all workers, at most 50 calls per 2 s, up to 3 attempts"
+        "for each element, 8 elements at once over all workers, at most 50 elements per 2 s, up to 3 attempts"
     )
     assert line.endswith(f"waiting_functions:element of dataset, {limits}")
     plan.close()

@@ -149,3 +149,23 @@ async def refuses(x: Any, note: str, seconds: float) -> float:
     if x:
         raise ConnectionError("reset")
     return float(x)
+
+
+class CollectorError(Exception):
+    """An exception that only this module has."""
+
+
+def generates(x: Any) -> Any:
+    yield float(x)
+
+
+async def generates_late(x: Any) -> Any:
+    yield float(x)
+
+
+def lazy(x: Any) -> Any:
+    return (each for each in [x])
+
+
+async def late(x: Any) -> float:
+    raise pipedist.RetryAfter(4000)
