@@ -198,7 +198,7 @@ def test_a_stop_does_not_wait_for_attempts_or_the_rate(tmp_path: Path, keys: dic
     spec["cluster"] = {"grace_s": 600}
 
     async def main() -> None:
-        async with pipedist.open(spec, workers=1) as run:
+        async with pipedist.open(spec, workers=1, output=tmp_path / "out") as run:
             with anyio.fail_after(20):
                 async with anyio.create_task_group() as tasks:
 
@@ -212,7 +212,13 @@ def test_a_stop_does_not_wait_for_attempts_or_the_rate(tmp_path: Path, keys: dic
                         await run.results()
 
     anyio.run(main)
-    assert max(Counter(note.read_text().split()).values()) == 1
+    begun = Counter(note.read_text().split())
+    assert max(begun.values()) == 1
+    if "with" in keys:
+        Path(f"{note}-is-up").touch()
+        result = pipedist.run(spec, workers=1, output=tmp_path / "out", resume=True)
+        assert result["out"].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert (Counter(note.read_text().split()) - begun)["0"] == 0, "the finished element is kept"
 
 
 @pytest.mark.parametrize(

@@ -141,14 +141,12 @@ async def dies(x: Any, folder: str, most: int) -> float:
 
 
 async def refuses(x: Any, note: str, seconds: float) -> float:
-    """Fail for elements above 0, with a wait of `seconds`; 0: with an error of its own."""
+    """Fail for elements above 0 until a file says otherwise, with a wait of `seconds`; 0: with another error."""
     with open(note, "a") as file:
         file.write(f"{x}\n")
-    if x and seconds:
-        raise pipedist.RetryAfter(seconds)
-    if x:
-        raise ConnectionError("reset")
-    return float(x)
+    if x and not Path(f"{note}-is-up").exists():
+        raise pipedist.RetryAfter(seconds) if seconds else ConnectionError("reset")
+    return x * 1.0
 
 
 class CollectorError(Exception):

@@ -25,6 +25,8 @@ from pipedist.protocol.messages import (
     Goodbye,
     Hello,
     Message,
+    Quota,
+    QuotaMet,
     Refuse,
     Relay,
     Results,
@@ -189,6 +191,19 @@ def test_leases_that_overlap_end_with_their_pass() -> None:
     scenario.handle(Assign(1, 1, 0, 1, 0, overlaps=True))
     assert scenario.handle(Unbind(1)) == [commands.DropLease(1), commands.Apply(Unbind(1))]
     assert scenario.machine.state is events.ProtocolState.READY
+
+
+def test_a_quota_of_a_bound_pass_is_used_and_confirmed() -> None:
+    scenario = ready()
+    quota, met = Quota(1, (4, 0), 2), commands.Send(QuotaMet(1, (4, 0)))
+    assert scenario.handle(quota) == [commands.Apply(quota)]
+    assert scenario.handle(events.QuotaReached(1, (4, 0))) == [met]
+    for wrong, error in (
+        (Quota(9, (4,), 2), RemoteProtocolError),
+        (events.QuotaReached(9, (4,)), LocalProtocolError),
+    ):
+        with pytest.raises(error):
+            scenario.handle(wrong)
 
 
 @pytest.mark.parametrize(
