@@ -96,8 +96,8 @@ def render(
     console.print(Text(f"{_counted(ledger['elements'], 'element')}: {kinds}"))
     for stage, counts in retries.items():
         reasons = ", ".join(f"{count:,} {_REASONS[reason]}" for reason, count in counts.items())
-        calls = _counted(sum(counts.values()), "call")
-        console.print(Text(f"stage {stage}: {calls} executed again ({reasons})"))
+        attempts = _counted(sum(counts.values()), "attempt")
+        console.print(Text(f"stage {stage}: {attempts} did not count ({reasons})"))
     if isinstance(timings, Timings) and timings.stages:
         console.print(_stages_table(timings), "", sep="\n")
     if isinstance(timings, Timings) and timings.limit:

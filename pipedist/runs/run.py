@@ -113,6 +113,7 @@ class Run(AsyncOnly):
         self._subscription: Subscription | None = None
         self._has_begun = False
         self._finished = anyio.Event()
+        self._drained = anyio.Event()
         self._error: BaseException | None = None
         self._result: Result | None = None
         self._execution: Execution | None = None
@@ -181,6 +182,7 @@ class Run(AsyncOnly):
                     serve_status(self._folder.live, lambda: json.dumps(self.why()).encode())
                 )
             self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
+            _ = self._main_scope  # made in a task: `cancel` may be called outside of one
         except BaseException as error:  # also Ctrl-C while workers start
             if self._folder is not None and not self.resumable:  # nothing is committed
                 with contextlib.suppress(OutputError):
@@ -403,14 +405,15 @@ class Run(AsyncOnly):
         """Stop issuing calls; after `cluster.grace_s`, cancel the run."""
         if self._finished.is_set():
             return
-        if self._execution is None or self._tasks is None:
+        if self._execution is None:
             self.cancel()
             return
         self._execution.drain()
-        self._tasks.start_soon(self._cancel_after, self._spec.cluster.grace_s)
+        self._drained.set()  # not a new task: a signal handler's callback belongs to none
 
-    async def _cancel_after(self, grace_s: float) -> None:
-        with anyio.move_on_after(grace_s) as waiting:
+    async def _cancel_after_drain(self) -> None:
+        await self._drained.wait()
+        with anyio.move_on_after(self._spec.cluster.grace_s) as waiting:
             await self._finished.wait()
         if waiting.cancelled_caught:
             self.cancel()
@@ -434,6 +437,7 @@ class Run(AsyncOnly):
             self._end(None)
             return
         self._tasks.start_soon(self._main, name=f"run {self.name}")
+        self._tasks.start_soon(self._cancel_after_drain, name=f"end of {self.name}")
 
     async def _main(self) -> None:
         assert self._cluster is not None  # since the run was entered
