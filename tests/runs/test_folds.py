@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pipedist.core import trees
 from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
+from pipedist.protocol.codec import decode, encode
 from pipedist.protocol.program import ReaderConfig
 from pipedist.reduction.tree import FoldTree, Reduction
 from pipedist.runs import folds, gather_fold
@@ -512,3 +513,101 @@ def test_a_reduction_leaves_results_without_rows_out(op: str, rows: Any) -> None
         assert found.tolist() == expected.tolist()
     with pytest.raises((TypeError, ValueError)):  # a component, not rows
         reduce(op, PerReplica([BLANK, rows]), None, 2)
+
+
+def value_in(path: Path) -> list[Any]:
+    """Return the values of the steps in a file, as text or numbers."""
+    if path.suffix == ".parquet":
+        return pytest.importorskip("pyarrow.parquet").read_table(path)["value"].to_pylist()
+    if path.suffix == ".npz":
+        return np.load(path)["data"].tolist()
+    if path.suffix == ".npy":
+        return np.load(path).tolist()
+    text = path.read_text()
+    if path.suffix == ".json":
+        return json.loads(text)
+    return (
+        text.split()[1:]
+        if path.suffix == ".csv"
+        else [json.loads(row)["value"] for row in text.split("\n")[:-1]]
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("ending", ["npy", "npz", "csv", "parquet", "jsonl", "json"])
+async def test_steps_before_the_first_rows_have_the_dtype_of_these(
+    ending: str, killed: bool, tmp_path: Path
+) -> None:
+    reduction = Reduction.of("sum", 0)
+    steps = [[BLANK, BLANK], [BLANK], [np.array([2**60 + 1]), BLANK], [BLANK]]
+    sink = open_sink(tmp_path / f"s.{ending}", shape="per", gather=False)
+    fold = ReduceFold("s", "step", reduction, sink)
+    for at, parts in enumerate(steps):
+        if killed and at == 2:
+            sink.abort()
+            state, sink = fold.state(), open_sink(tmp_path / f"s.{ending}", shape="per", gather=False)
+            fold = ReduceFold("s", "step", reduction, sink)
+            await fold.restore(decode(encode(state)), ())
+        await fold.add(0, [[reduction.partial(part) for part in parts]])
+    await fold.finish(1)
+    assert [(value.dtype, int(value)) for value in fold.result] == [
+        (np.int64, each) for each in (0, 0, 2**60 + 1, 0)
+    ]
+    expected: list[Any] = [0, 0, 2**60 + 1, 0]
+    assert value_in(sink.finish()) == (list(map(str, expected)) if ending == "csv" else expected)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("op", "expected"), [("sum", 0), ("prod", 1), ("mean", np.nan)])
+async def test_a_leaf_without_rows_waits_beside_one_with_rows(op: str, expected: float) -> None:
+    reduction = Reduction.of(op, 0)
+    fold = ReduceFold("s", "step", reduction, None)
+    fold.watch()
+    hits = np.ones((2, 3), np.float32)
+    for part in ({"hits": BLANK, "n": np.array([1])}, {"hits": hits, "n": np.array([1])}):
+        await fold.add(0, [[reduction.partial(part)]])
+    await fold.add(0, [[reduction.partial({"hits": BLANK, "n": np.array([1])})]])
+    await fold.finish(1)
+    for value in (
+        fold.result[0],
+        fold.result[2],
+        fold.take_fresh()[2],
+    ):  # an update can't wait, but knows later
+        assert value["hits"].dtype == np.float32
+        np.testing.assert_array_equal(value["hits"], np.full(3, expected))
+
+
+@pytest.mark.asyncio
+async def test_steps_that_never_have_rows_are_float64(tmp_path: Path) -> None:
+    reduction = Reduction.of("sum", 0)
+    sink = open_sink(tmp_path / "s.npy", shape="per", gather=False)
+    fold = ReduceFold("s", "step", reduction, sink)
+    await fold.add(0, [[reduction.partial(BLANK)]] * (3 * folds.WAITING_MAX))  # equal ones take no memory
+    await fold.finish(1)
+    found = np.load(sink.finish())
+    assert found.dtype == np.float64
+    assert found.tolist() == [0] * (3 * folds.WAITING_MAX)
+
+
+@pytest.mark.asyncio
+async def test_values_that_wait_for_a_dtype_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "WAITING_MAX", 3)
+    reduction = Reduction.of("sum", 0)
+    fold = ReduceFold("s", "step", reduction, None)
+    for number in range(4):
+        await fold.add(0, [[reduction.partial({"hits": BLANK, "n": np.array([number])})]])
+    with pytest.raises(ValueError, match=r"'hits' had no rows in more than 3 values.*int64.*np.empty"):
+        await fold.add(0, [[reduction.partial({"hits": np.array([1]), "n": np.array([1])})]])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("op", ["min", "max"])
+async def test_a_first_call_without_rows_does_not_decide_whether_a_file_fits(op: str, tmp_path: Path) -> None:
+    reduction = Reduction.of(op, 0)
+    sink = open_sink(tmp_path / "s.npy", shape="run", gather=False)
+    fold = ReduceFold("s", "run", reduction, sink)
+    for part in (BLANK, np.array([4])):
+        await fold.add(0, [[reduction.partial(part)]])
+    await fold.finish(1)
+    assert np.load(sink.finish()) == 4
