@@ -145,7 +145,7 @@ def join_leaf(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any]:
     if code != b[0]:
         raise TypeError(
             f"components of dtypes {_kind_named(code).dtype.name} and {_kind_named(b[0]).dtype.name} "
-            "can't be reduced together; return one dtype on every replica"
+            "can't be reduced together; return one dtype in every call, as with x.astype(np.float64)"
         )
     y = b[2]
     if x is None or y is None:

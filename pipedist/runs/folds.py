@@ -14,8 +14,8 @@ the values that grow with the run.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack
 
@@ -76,6 +76,7 @@ class Fold(ABC):
         self._sink = sink
         self._epoch = 0
         self._fresh: list[Tree] | None = None  # values for `take_fresh`; None: `watch` was not called
+        self._delivered = 0  # number of values that were given to the sink
         self._misfit: OutputError | None = None
         """Why the file can't hold a value of the last scopes, which the fold keeps nevertheless."""
         self._nothing = 0
@@ -208,12 +209,14 @@ class Fold(ABC):
     async def _deliver(self, value: Tree) -> None:
         if self._sink is None or self._misfit is not None:
             return
+        place, self._delivered = self._delivered, self._delivered + 1
         try:
             await append_to(self._sink, value)
         except OutputError as error:
+            fault = error if self._per == "run" else OutputError(f"{error} ({self._per} {place})")
             if not self._is_finished:
-                raise
-            self._misfit = error
+                raise fault from error
+            self._misfit = fault
 
     @abstractmethod
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None: ...
@@ -293,6 +296,7 @@ class ReduceFold(Fold):
         self._assumed: set[str] = set()  # leaves that count as float64, because they had no rows for too long
         self._waiting: list[list[Any]] = []  # [partial, number of scopes in a row], in order
         self._last: Partial | None = None  # the partial of the scope that ends
+        self._taken = 0  # number of steps of the run
         self._begin()
 
     def _is_none(self, part: Partial) -> bool:
@@ -302,25 +306,61 @@ class ReduceFold(Fold):
     def _begin(self) -> None:
         self._steps: FoldTree[Partial] = FoldTree(self._reduction.combine)
         self._index = 0
+        self._codes: set[str] = set()  # the dtypes of the scope
+        self._first: tuple[str, Tree] | None = None  # place, dtypes and shapes of a part of the scope
+        self._misfits = ""  # its place and that of a part of another dtype
 
     async def _take(self, steps: Sequence[Sequence[Partial]]) -> None:
         if not self._fits:
             self._check_first(steps)
         leaves = sum(len(part[1]) for parts in steps for part in parts)
         is_large = leaves > THREAD_OBJECTS or _bytes_of(steps) > THREAD_BYTES
-        await in_thread_if(is_large, push_steps, self._reduction, self._steps, self._index, steps)
+        self._compare(steps)
+        with self._located():
+            await in_thread_if(is_large, push_steps, self._reduction, self._steps, self._index, steps)
         self._index += len(steps)
+        self._taken += len(steps)
 
     async def _scope_value(self) -> Tree:
         last = self._steps.state()[-1:]
         is_large = any(len(partial[1]) > THREAD_OBJECTS for _, partial in last)
-        partial = await in_thread_if(is_large, self._steps.result)
+        with self._located():
+            partial = await in_thread_if(is_large, self._steps.result)
         if self._per != "run":
             self._learn(partial)
             self._last = partial = self._typed(partial)
         value = await in_thread_if(is_large, self._reduction.finish, partial)
         self._begin()
         return value
+
+    def _compare(self, steps: Sequence[Sequence[Partial]]) -> None:
+        """Note the first part of the scope, and the first one of other dtypes, for errors."""
+        codes = {leaf[0] for parts in steps for _, leaves in parts for leaf in leaves}
+        if self._misfits or codes <= self._codes:
+            return
+        self._codes |= codes
+        for place, look in self._places(steps):
+            self._first = self._first or (place, look)
+            if look != self._first[1]:
+                self._misfits = f"{place} does not fit {self._first[0]}: "
+                return
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Begin errors of parts of different dtypes with their places."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            if not self._misfits:
+                raise
+            raise type(error)(f"{self._misfits}{error}") from error
+
+    def _places(self, steps: Sequence[Sequence[Partial]]) -> Iterator[tuple[str, Tree]]:
+        """Yield place, structure, dtypes and shapes of the parts that have rows."""
+        for step, parts in enumerate(steps, self._taken):
+            for replica, (skeleton, leaves) in enumerate(parts):
+                if all(leaf[1] for leaf in leaves):
+                    yield f"step {step}, replica {replica}", [skeleton, *map(look_of, leaves)]
 
     def _learn(self, partial: Partial | None) -> None:
         """Note the dtypes and shapes of leaves that have rows for the first time."""
@@ -382,13 +422,13 @@ class ReduceFold(Fold):
                 await super()._complete(value)
 
     def _scope_state(self) -> dict[str, Tree]:
-        dtypes = [self._looks, sorted(self._assumed), self._waiting]
+        dtypes = [self._looks, sorted(self._assumed), self._waiting, self._taken]
         return {"index": self._index, "nodes": self._steps.state(), "dtypes": dtypes}
 
     async def _restore_scope(self, state: dict[str, Tree]) -> None:
         self._index = state["index"]
         self._steps.restore(state["nodes"])
-        looks, assumed, waiting = state["dtypes"]
+        looks, assumed, waiting, self._taken = state["dtypes"]
         self._looks, self._assumed, self._waiting = (
             dict(looks),
             set(assumed),

@@ -611,3 +611,53 @@ async def test_a_first_call_without_rows_does_not_decide_whether_a_file_fits(op:
         await fold.add(0, [[reduction.partial(part)]])
     await fold.finish(1)
     assert np.load(sink.finish()) == 4
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ([{1: 2}], "step 0, replica 0: element 0 of the list has the key 1, .*text"),
+        ([{"a": 1}, None], "step 0, replica 0: element 1 of the list is a NoneType, and a record is a dict"),
+    ],
+)
+async def test_lists_that_are_no_records_are_reported_with_element_and_cause(part: Any, message: str) -> None:
+    fold = GatherFold("g", "run", 0, None)
+    with pytest.raises((ValueError, TypeError), match=message):
+        await fold.add(0, [[part]])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ending", ["csv", "parquet", "npy", "npz"])
+async def test_records_that_a_file_can_not_hold_are_reported_at_once(ending: str, tmp_path: Path) -> None:
+    sink = open_sink(tmp_path / f"g.{ending}", shape="run", gather=True)
+    fold = GatherFold("g", "run", 0, sink, keep=False)
+    with pytest.raises(OutputError, match=r"Write \.jsonl.*\(step 0, replica 0\)"):
+        await fold.add(0, [[[{}, {}] if ending in ("csv", "parquet") else [{"a": 1}]]])
+    sink.abort()
+
+
+@pytest.mark.asyncio
+async def test_dtypes_that_differ_are_reported_with_both_places() -> None:
+    reduction = Reduction.of("sum", 0)
+    parts = [np.array([1]), BLANK, np.array([1.5])]
+    fold: Any = ReduceFold("s", "run", reduction, None)
+    for part in parts:
+        await fold.add(0, [[reduction.partial(part)]])
+    with pytest.raises(TypeError, match=r"^step 2, replica 0 does not fit step 0, replica 0: .*astype"):
+        await fold.finish(1)
+    fold = GatherFold("g", "run", 0, None)
+    with pytest.raises(TypeError, match=r"step 2, replica 0: .*step 0, replica 0 has dtype int64.*astype"):
+        await fold.add(0, [[part] for part in parts])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ending", ["npy", "csv"])
+async def test_a_step_that_does_not_fit_its_file_is_named(ending: str, tmp_path: Path) -> None:
+    reduction = Reduction.of("sum", 0)
+    sink = open_sink(tmp_path / f"s.{ending}", shape="per", gather=False)
+    fold = ReduceFold("s", "step", reduction, sink)
+    steps = [[reduction.partial(part)] for part in (BLANK, BLANK, np.array([1]), np.array([1.5]))]
+    with pytest.raises(OutputError, match=r"first int64, now float64\. .*astype.* \(step 3\)"):
+        await fold.add(0, steps)
+    sink.abort()
