@@ -335,7 +335,7 @@ class ReduceFold(Fold):
 
     def _compare(self, steps: Sequence[Sequence[Partial]]) -> None:
         """Note the first part of the scope, and the first one of other dtypes, for errors."""
-        codes = {leaf[0] for parts in steps for _, leaves in parts for leaf in leaves}
+        codes = {leaf[0] for parts in steps for _, leaves in parts for leaf in leaves if leaf[1]}
         if self._misfits or codes <= self._codes:
             return
         self._codes |= codes
