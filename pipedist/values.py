@@ -199,6 +199,8 @@ def gather(tree: Tree, axis: int, replicas: int) -> Tree:
 
 def _leaf_by_leaf(fn: Callable[[Any], Any], tree: Tree) -> Tree:
     """Return the tree of `fn(leaf)`; errors begin with the path of the leaf, unless it is the whole tree."""
+    if type(tree) is PerReplica:  # a leaf, whose errors have no path
+        return fn(tree)
     leaves, treedef = trees.flatten(tree)
     results = []
     for leaf in leaves:

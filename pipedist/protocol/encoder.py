@@ -168,7 +168,7 @@ class _Encoder:
         if convert is not None:
             array = array.astype(convert)
         if size_bytes <= INLINE_BYTES_MAX:
-            return msgpack.ExtType(INLINE, prefix + array.tobytes())
+            return _extension(INLINE, prefix + array.tobytes())
         if size_bytes > LIMITS.frame_bytes_max:
             raise UnsuitableTree(f"an array of {size_bytes} bytes, the limit is {LIMITS.frame_bytes_max}")
         if not array.flags.c_contiguous:
@@ -181,7 +181,7 @@ class _Encoder:
             self._frames.append(view)
         else:
             place = PLACE.pack(*self._share(view, size_bytes))
-        return msgpack.ExtType(IN_FRAME, prefix + place)
+        return _extension(IN_FRAME, prefix + place)
 
     def _share(self, view: memoryview, size_bytes: int) -> tuple[int, int]:
         if self._shared_bytes + size_bytes > SHARED_FRAME_BYTES_MAX:
@@ -200,6 +200,11 @@ class _Encoder:
             self._frames[self._shared_number] = b"".join(self._shared)
             self._shared = []
             self._shared_bytes = 0
+
+
+def _extension(code: int, data: bytes) -> msgpack.ExtType:
+    """Return an extension type, without the checks of its class: they cost more than the rest of an array."""
+    return tuple.__new__(msgpack.ExtType, (code, data))
 
 
 def _objects(array: np.ndarray[Any, Any]) -> list[Any]:

@@ -336,7 +336,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, PerReplica):
                 split = True
-                if len(leaf) != self._replicas:
+                if len(leaf.components) != self._replicas:
                     raise ValueError(
                         f"an argument has {len(leaf)} components, but this strategy has {self._replicas} "
                         "replicas: it comes from another strategy"
@@ -345,11 +345,10 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
                 leaves[place] = argument(leaf)
         if not split:
             return [trees.unflatten(treedef, leaves)] * self._replicas
-        each = (
-            [leaf[replica] if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
-            for replica in range(self._replicas)
-        )
-        return [trees.unflatten(treedef, own) for own in each]
+        columns = [
+            leaf.components if isinstance(leaf, PerReplica) else (leaf,) * self._replicas for leaf in leaves
+        ]
+        return [trees.unflatten(treedef, own) for own in zip(*columns, strict=True)]
 
 
 async def _computed(compute: Callable[[], Tree], value: Tree) -> Tree:
@@ -364,6 +363,6 @@ async def _computed(compute: Callable[[], Tree], value: Tree) -> Tree:
 def _bytes_of(value: Tree) -> int:
     size = 0
     for leaf in (value,) if type(value) is PerReplica else trees.flatten(value)[0]:
-        for component in leaf if isinstance(leaf, PerReplica) else (leaf,):
+        for component in leaf.components if isinstance(leaf, PerReplica) else (leaf,):
             size += getattr(component, "nbytes", 0)
     return size

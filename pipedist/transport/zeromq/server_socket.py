@@ -30,6 +30,7 @@ from pipedist.transport.zeromq.connections import (
     event_of,
     hang_up,
     plain_address,
+    plain_send,
     size_of,
 )
 from pipedist.transport.zeromq.pump import Pump
@@ -177,6 +178,7 @@ class ServerSocket:
 
     def _open(self) -> None:
         self._socket = self._context.socket(zmq.ROUTER)
+        self._send = plain_send(self._socket)
         self._zap = (
             None if self._keys is None else ZapHandler(self._context, self._keys.clients, self._on_reject)
         )
@@ -272,7 +274,7 @@ class ServerSocket:
         try:
             for number, part in enumerate(parts):
                 flags = _MORE if number < last else _LAST
-                self._socket.send(part, flags, copy=size_of(part) <= COPY_BYTES_MAX)
+                self._send(part, flags, size_of(part) <= COPY_BYTES_MAX)
         except zmq.Again:
             return None
         except zmq.ZMQError as error:
