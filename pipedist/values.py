@@ -223,8 +223,9 @@ def _check_length(leaf: Any, replicas: int) -> None:
 
 
 def _reduce_leaf(reduction: Reduction, leaf: Any, replicas: int) -> Tree:
-    _check_length(leaf, replicas)
     if isinstance(leaf, PerReplica):
+        if len(leaf.components) != replicas:
+            _check_length(leaf, replicas)
         return _fold(reduction, leaf.components)
     return _fold(reduction, (leaf,)) if replicas == 1 else _reduce_plain(reduction, leaf)
 

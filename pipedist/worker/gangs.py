@@ -65,7 +65,7 @@ class GangRunFactory:
         *,
         bound: BoundVariables | None,
         begin: Callable[[int], None],
-        on_success: Callable[[], None],
+        on_success: Callable[[], None] | None,
     ) -> GangRun:
         """Return the run of a lease, or raise DevicesUnseen, and PipedistError if it cannot be executed."""
         program, lo, hi = executor.program, assigned.lo, assigned.hi
@@ -171,7 +171,7 @@ class GangRun:
     device_of: Callable[[int], str]  # this process's name of a replica's device; "": none
     bound: BoundVariables | None
     begin: Callable[[int], None]  # called with the number of a call before it runs
-    on_success: Callable[[], None]  # called when every call has returned
+    on_success: Callable[[], None] | None  # called when every call has returned
 
     def __post_init__(self) -> None:
         self._next = self.lo  # the first call that has neither been taken nor raised
@@ -240,7 +240,7 @@ class GangRun:
                 over[call.number] = self._failure(call, each)
             else:
                 over[call.number] = each
-        if not has_failed:
+        if self.on_success is not None and not has_failed:
             self.on_success()
         return over
 
