@@ -31,7 +31,6 @@ from pipedist.transport.zeromq.connections import (
     hang_up,
     plain_address,
     plain_send,
-    size_of,
 )
 from pipedist.transport.zeromq.pump import Pump
 
@@ -274,7 +273,8 @@ class ServerSocket:
         try:
             for number, part in enumerate(parts):
                 flags = _MORE if number < last else _LAST
-                self._send(part, flags, size_of(part) <= COPY_BYTES_MAX)
+                size_bytes = part.nbytes if type(part) is memoryview else len(part)
+                self._send(part, flags, size_bytes <= COPY_BYTES_MAX)
         except zmq.Again:
             return None
         except zmq.ZMQError as error:
@@ -291,6 +291,8 @@ class ServerSocket:
         Looking for messages may use up the edge that says that there is room again: so while something
         waits, it is tried again also without a wake-up.
         """
+        if self._is_open and not self._waiting:  # at most wake-ups
+            return
         for identity, outbox in list(self._waiting.items()):
             while outbox.messages:
                 sent = self._try_send(outbox.messages[0])
