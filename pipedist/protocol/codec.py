@@ -86,10 +86,14 @@ def decode(
     Otherwise they must have been imported in this process. Raise RemoteProtocolError if `encode` would not have written
     these frames, or a class is unknown in this process.
     """
-    header = frames[0] if len(frames) > 1 else b""
-    key = bytes(header) if 0 < len(header) <= _UNCHECKED_BYTES_MAX else b""
-    known = _layouts.get(key) if key else True
-    if type(known) is _Layout and (tree := known.tree(frames, limits)) is not None:
+    first = frames[0] if frames else b""
+    key = bytes(first) if 0 < memoryview(first).nbytes <= _UNCHECKED_BYTES_MAX else b""
+    known: _Layout | bool | None = True
+    if len(frames) > 1:
+        known = _layouts.get(key) if key else True
+        if type(known) is _Layout and (tree := known.tree(frames, limits)) is not None:
+            return tree
+    elif key and len(key) <= limits.header_bytes_max and (tree := _small_tree(key)) is not None:
         return tree
     try:
         decoder = _Decoder(frames, may_import, limits)
@@ -97,17 +101,34 @@ def decode(
         if known is None or known is False:
             _learn(key, decoder.arrays, tree, frames=len(frames) - 1, is_first=known is None)
         return tree
-    except (
-        UnsuitableTree,
-        ValueError,
-        TypeError,
-        OverflowError,
-        RecursionError,
-        MemoryError,
-        msgpack.exceptions.UnpackException,
-    ) as error:
+    except _FAULTS as error:
         reason = str(error) or type(error).__name__
         raise RemoteProtocolError(f"malformed payload: {reason}") from error
+
+
+_FAULTS: Final = (
+    UnsuitableTree,
+    ValueError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+    msgpack.exceptions.UnpackException,
+)
+
+
+def _small_tree(header: bytes) -> Tree | None:
+    """Return the tree of a short header, without frames; None: the decoder handles it, or raises its error."""
+    if header[0] == COLUMNS or _MARK_START in header:
+        return None
+    try:
+        tree = msgpack.unpackb(
+            header, ext_hook=_extension, strict_map_key=False, unicode_errors="surrogatepass"
+        )
+        check_nodes(tree)
+    except _FAULTS:
+        return None
+    return tree
 
 
 class _Decoder:
@@ -198,37 +219,7 @@ class _Decoder:
         return build_instance(*found, items[2:])
 
     def _extension(self, code: int, data: bytes) -> Any:
-        if code == INLINE:
-            (dtype, shape, size_bytes), at = parse_array(data)
-            if len(data) != at + size_bytes:
-                raise ValueError(f"an array {dtype}{list(shape)} of {len(data) - at} bytes")
-            array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, at)
-            return _checked(array) if dtype.kind in "bU" else array
-        if code == IN_FRAME:
-            return self._array_in_frame(data)
-        if code == MARK:
-            if len(data) != 1 or data[0] >= len(MARKS):
-                raise ValueError("an unknown mark")
-            return MARKS[data[0]]
-        if code == NUMPY_SCALAR:
-            (dtype, shape, size_bytes), at = parse_array(data)
-            if shape or len(data) != at + size_bytes or dtype.kind in "US":
-                raise ValueError("a malformed NumPy scalar")
-            scalar: np.ndarray[Any, Any] = np.ndarray((), dtype, data, at)
-            return (_checked(scalar) if dtype.kind == "b" else scalar)[()]
-        if code == BIG_INT:
-            if not 9 <= len(data) <= INT_BYTES_MAX:
-                raise ValueError(f"an int of {len(data)} bytes")
-            return int.from_bytes(data, "little", signed=True)
-        if code == COMPLEX:
-            if len(data) != PAIR.size:
-                raise ValueError(f"a complex of {len(data)} bytes")
-            return complex(*PAIR.unpack(data))
-        if code == NUMPY_STR:
-            return np.str_(data.decode("utf-8", "surrogatepass"))
-        if code == NUMPY_BYTES:
-            return np.bytes_(data)
-        raise ValueError(f"unknown extension type {code}")
+        return self._array_in_frame(data) if code == IN_FRAME else _extension(code, data)
 
     def _array_in_frame(self, data: bytes) -> np.ndarray[Any, Any]:
         (dtype, shape, size_bytes), at = parse_array(data)
@@ -247,6 +238,39 @@ class _Decoder:
         array = place.array(frame)
         self.arrays.append((array, place))
         return array
+
+
+def _extension(code: int, data: bytes) -> Any:
+    """Return the value of an extension type other than an array in a frame."""
+    if code == INLINE:
+        (dtype, shape, size_bytes), at = parse_array(data)
+        if len(data) != at + size_bytes:
+            raise ValueError(f"an array {dtype}{list(shape)} of {len(data) - at} bytes")
+        array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, at)
+        return _checked(array) if dtype.kind in "bU" else array
+    if code == MARK:
+        if len(data) != 1 or data[0] >= len(MARKS):
+            raise ValueError("an unknown mark")
+        return MARKS[data[0]]
+    if code == NUMPY_SCALAR:
+        (dtype, shape, size_bytes), at = parse_array(data)
+        if shape or len(data) != at + size_bytes or dtype.kind in "US":
+            raise ValueError("a malformed NumPy scalar")
+        scalar: np.ndarray[Any, Any] = np.ndarray((), dtype, data, at)
+        return (_checked(scalar) if dtype.kind == "b" else scalar)[()]
+    if code == BIG_INT:
+        if not 9 <= len(data) <= INT_BYTES_MAX:
+            raise ValueError(f"an int of {len(data)} bytes")
+        return int.from_bytes(data, "little", signed=True)
+    if code == COMPLEX:
+        if len(data) != PAIR.size:
+            raise ValueError(f"a complex of {len(data)} bytes")
+        return complex(*PAIR.unpack(data))
+    if code == NUMPY_STR:
+        return np.str_(data.decode("utf-8", "surrogatepass"))
+    if code == NUMPY_BYTES:
+        return np.bytes_(data)
+    raise ValueError(f"unknown extension type {code}")
 
 
 class _Place(NamedTuple):
