@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as hnp
 
 from pipedist.core import ragged
 from pipedist.errors import RemoteProtocolError
-from pipedist.protocol import codec, layout
+from pipedist.protocol import codec, encoder, layout
 from pipedist.protocol.codec import UnsendableError, decode, encode
 from pipedist.protocol.limits import DEPTH_MAX, MessageLimits
 
@@ -599,6 +599,51 @@ def test_the_number_of_known_layouts_is_limited(layouts: dict[bytes, Any]) -> No
         for _ in range(2):
             round_trip([np.arange(400.0), number])
         assert len(layouts) <= codec._LAYOUTS_MAX
+
+
+# Arguments: their headers are made once for each form
+
+FORMS: list[list[Any]] = [
+    [((np.arange(400.0),), {})],
+    [
+        ((np.ones((20, 30), np.float32), np.arange(999, dtype=np.int16)), {}),
+        ((np.ones((20, 30), np.float32),), {}),
+    ],
+    [((np.arange(400.0)[::2],), {})],
+    [((np.asfortranarray(np.ones((30, 40))),), {})],
+    [((np.arange(400.0).astype(">f8"),), {})],
+    [((np.ones(600, bool),), {})],
+    [((np.arange("1970", "1972", dtype="M8[D]"),), {})],
+    [((np.arange(400.0), 1),), {}],
+    [((np.arange(400.0), 1), {})],
+    [((np.arange(400.0),), {"x": 1})],
+    [((np.arange(3.0),), {})],
+    [((np.zeros(10_000),), {})],
+    [((np.zeros(8000),) * 20, {})],
+    [(np.arange(400.0), np.arange(2.0))],
+    [((), {})],
+    [],
+]
+
+
+@pytest.mark.parametrize("values", FORMS, ids=range(len(FORMS)))
+def test_arguments_are_encoded_as_any_tree(values: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "_headers", {})
+    expected = [bytes(frame) for frame in encode([None, None, values, None])]
+    for _ in range(3):
+        assert [bytes(frame) for frame in encoder.encode_arguments(values)] == expected
+
+
+def test_headers_of_arguments_are_kept_by_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers: dict[Any, bytes] = {}
+    monkeypatch.setattr(encoder, "_headers", headers)
+    for step in range(3):
+        values = [((np.arange(400.0) + step,), {})]
+        assert same([None, None, values, None], decode(encoder.encode_arguments(values)))
+        assert len(headers) == 1
+    for rows in range(200, 500):
+        encoder.encode_arguments([((np.arange(float(rows)),), {})])
+        assert len(headers) <= encoder._FORMS_MAX
 
 
 SEEDS = [
