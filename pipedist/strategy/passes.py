@@ -215,21 +215,31 @@ class _OpenPass:
 
 
 class UsedPass:
-    """A pass in use; as a context manager, which is entered once, its handle."""
+    """A pass in use; as a context manager, which is entered once, its handle.
 
-    __slots__ = ("_entry", "_used")
+    The use ends with the `with` block, or with this object: the results of a run may never be fetched.
+    """
+
+    __slots__ = ("_entry", "_is_used", "_used")
 
     def __init__(self, entry: _OpenPass, used: Callable[[_OpenPass], None]) -> None:
         self._entry = entry
         self._used = used
+        self._is_used = False
 
     def __enter__(self) -> PassHandle:
+        self._is_used = True
         self._entry.users += 1
         return self._entry.handle
 
     def __exit__(self, *_error: object) -> None:
-        self._entry.users -= 1
-        self._used(self._entry)
+        if self._is_used:
+            self._is_used = False
+            self._entry.users -= 1
+            self._used(self._entry)
+
+    def __del__(self) -> None:
+        self.__exit__()
 
 
 class FunctionPasses:
