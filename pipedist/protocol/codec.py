@@ -292,7 +292,7 @@ class _Place(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What a header determines, if its tree has only plain containers and leaves, and arrays in frames."""
+    """The content of a header with only plain containers and leaves, and arrays in frames."""
 
     treedef: trees.Treedef
     leaves: tuple[Any, ...]  # a `_Place` for each array
