@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 
@@ -68,7 +68,8 @@ class Member:
         self._replicas = replicas
         self._local = local
         self._channel = channel
-        self._folding = cast(FoldingChannel, channel) if hasattr(channel, "fold") else None
+        folding: Any = channel
+        self._folding: FoldingChannel | None = folding if hasattr(channel, "fold") else None
         self._exchanges = 0
         self._torch: tuple[str, TorchGroup] | None = None
 

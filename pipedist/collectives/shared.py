@@ -42,6 +42,8 @@ from pipedist.protocol.codec import Frame
 
 SMALL_BYTES: Final = 512 << 10  # maximum size of small vectors, of all replicas together
 
+SERIAL_MAX: Final = (1 << 32) - 1
+
 _ALIGNMENT: Final = 64
 _VIEWS_MAX: Final = 256
 _WORD: Final = struct.Struct("<QQ")
@@ -52,10 +54,11 @@ class SharedChannel:
 
     Its first exchange announces that earlier attempts are over in this process. `serial` is larger than those
     of all earlier attempts; `spans` are the replicas of each member. Raises GangAborted if it is over already.
+    `begin` begins a later attempt of the same members.
     """
 
     def __init__(self, segment: GangSegment, *, serial: int, member: int, spans: Sequence[range]) -> None:
-        if segment.replicas != spans[-1].stop or not 0 < serial < 1 << 32:
+        if segment.replicas != spans[-1].stop or not 0 < serial <= SERIAL_MAX:
             raise ValueError(f"attempt {serial} of {spans} in a segment for {segment.replicas} replicas")
         self.members, self.member, self.group = len(spans), member, segment.group
         self._segment = segment
@@ -64,6 +67,11 @@ class SharedChannel:
         self._start = spans[member].start
         self._small_bytes = min(SMALL_BYTES // segment.replicas, segment.pack_bytes // 2)
         self._steps = Steps(segment, serial=serial, member=member, members=len(spans))
+
+    def begin(self, serial: int) -> None:
+        if serial > SERIAL_MAX:
+            raise ValueError(f"attempt {serial}, the limit is {SERIAL_MAX}")
+        self._steps.begin(serial)
 
     def ended(self, *, returned: bool) -> None:
         self._steps.end(returned=returned)
