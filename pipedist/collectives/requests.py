@@ -12,11 +12,14 @@ import os.path
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.core.types import Tree
 from pipedist.reduction.partials import ReduceOp
+
+if TYPE_CHECKING:
+    from pipedist.collectives.folding import FusedUpdate
 
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
@@ -56,6 +59,7 @@ class CollectiveRequest:
     # "". Equal in all replicas.
     label: str = ""
     options: CommunicationOptions | None = None  # None: those of the gang
+    update: FusedUpdate | None = None  # for all_reduce: what the folded value is for
 
 
 class UnawaitedCollectives:

@@ -108,8 +108,9 @@ def _check_reduce(request: CollectiveRequest, options: CommunicationOptions, rep
     if op is None:
         op = ReduceOp.of(request.op)
     key: Hashable
+    target = None if request.update is None else request.update.target
     if type(tree) is np.ndarray and tree.dtype.isnative:  # the common case, cheaper
-        key = (op._value_, tree.dtype, tree.shape, options.key, request.label)
+        key = (op._value_, tree.dtype, tree.shape, options.key, request.label, target)
         leaves = [tree if tree.flags.c_contiguous else np.ascontiguousarray(tree)]
         treedef = None
     else:
@@ -119,14 +120,14 @@ def _check_reduce(request: CollectiveRequest, options: CommunicationOptions, rep
             raise ValueError(f"{problem}; give it arrays or numbers")
         leaves = [_number(leaf, op, treedef, index) for index, leaf in enumerate(found)]
         spec = tuple((leaf.dtype, leaf.shape) for leaf in leaves)
-        key = (op._value_, treedef, spec, options.key, request.label)
+        key = (op._value_, treedef, spec, options.key, request.label, target)
     signature = _known.get(key)
     if signature is None:
         if treedef is None:
             _number(tree, op, None, 0)
         dtypes, shapes = [leaf.dtype for leaf in leaves], [leaf.shape for leaf in leaves]
         spelled = [(leaf.dtype.name, leaf.shape) for leaf in leaves]
-        text = f"all_reduce {op.value} {_structure(treedef)} {spelled} {request.label}"
+        text = f"all_reduce {op.value} {_structure(treedef)} {spelled} {request.label} {target}"
         signature = _intern(key, text, options, LeafLayout.of(op, dtypes, shapes), treedef)
     return CheckedCall(request, signature, options, leaves)
 
