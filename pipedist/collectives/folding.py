@@ -149,7 +149,6 @@ class FusedUpdate:
     A replica that requests it must not rely on it: `is_done` is False if the fold had another path.
     """
 
-    target: int  # number of the variable's state, equal in all replicas
     ufunc: np.ufunc  # add or subtract
     old: NDArray[Any]  # the variable's value, of the dtype and shape of the operands, C-contiguous
     is_done: bool = False  # whether the result is the variable's new value

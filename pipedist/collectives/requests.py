@@ -58,6 +58,8 @@ class CollectiveRequest:
     # For merge_call the function's name; else the operation it belongs to ("assign_add of variable 'w'"), or
     # "". Equal in all replicas.
     label: str = ""
+    # The number of the variable that the result is for, else 0. Equal in all replicas, unlike its name it is unique.
+    target: int = 0
     options: CommunicationOptions | None = None  # None: those of the gang
     update: FusedUpdate | None = None  # for all_reduce: what the folded value is for
 

@@ -273,6 +273,28 @@ async def test_replicas_that_assign_different_variables_raise() -> None:
         assert (v.numpy(), w.numpy()) == (1, 1)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("aggregation", ["sum", "only_first_replica"])
+async def test_replicas_that_assign_different_variables_of_one_name_raise(
+    workers: int, aggregation: str
+) -> None:
+    async with pipedist.LocalCluster(workers=workers) as cluster:
+        await cluster.ready()
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            pair = [pipedist.Variable(np.zeros(2), aggregation=aggregation) for _ in range(2)]
+
+        def step(one: Any, other: Any) -> None:
+            ctx = pipedist.get_replica_context()
+            (other if ctx.replica_id_in_sync_group else one).assign_add(np.ones(2))
+
+        with pytest.raises(pipedist.CallError) as error:
+            await strategy.run(step, args=tuple(pair))
+        assert isinstance(error.value.__cause__, pipedist.CollectiveMismatchError)
+        assert "different variables of the same name" in str(error.value.__cause__)
+        assert not pair[0].numpy().any()
+
+
 async def test_a_step_whose_results_do_not_fit_together_assigns_nothing() -> None:
     async with pipedist.LocalCluster(workers=2) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=2)

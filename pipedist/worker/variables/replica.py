@@ -182,11 +182,11 @@ class ReplicaVariables:
         require_aggregation(traits, method)
         label = f"{method} of variable {traits.name!r}"
         if traits.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            result = context._request("broadcast", own, source=0, label=label)
+            result = context._request("broadcast", own, source=0, label=label, target=space)
         else:
             update = None if context.is_async else self._fused(space, traits, method)
             op = traits.aggregation.value
-            result = context._request("all_reduce", own, op=op, label=label, update=update)
+            result = context._request("all_reduce", own, op=op, label=label, target=space, update=update)
             if update is not None and update.is_done:
                 new = self.changed[space] = frozen(result)
                 return new
@@ -201,7 +201,7 @@ class ReplicaVariables:
             return None
         if not _QUIET_ERRORS.issuperset(np.geterr().values()):
             return None  # the function wants to be notified of an overflow
-        return FusedUpdate(space, np.add if method == "assign_add" else np.subtract, old)
+        return FusedUpdate(np.add if method == "assign_add" else np.subtract, old)
 
     async def _later(self, space: int, traits: Traits, method: AssignMethod, result: Awaitable[Any]) -> Array:
         return self._set(space, traits, method, frozen(np.asarray(await result)))
