@@ -297,4 +297,4 @@ class Pack:
     inputs: list[list[Vector]]  # for each local replica, in order
     outputs: list[Vector]  # receive the result
     pack_bytes: int  # maximum size of one piece of a transfer; 0: the channel chooses
-    update: FusedUpdate | None = None  # of the only vector, which is large; the channel applies it
+    update: FusedUpdate | None = None  # the channel applies it to the only vector, a large one

@@ -61,7 +61,7 @@ class CollectiveRequest:
     # The number of the variable that the result is for, else 0. Equal in all replicas, unlike its name it is unique.
     target: int = 0
     options: CommunicationOptions | None = None  # None: those of the gang
-    update: FusedUpdate | None = None  # for all_reduce: what the folded value is for
+    update: FusedUpdate | None = None  # for all_reduce: an assignment of the result
 
 
 class UnawaitedCollectives:
