@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedist.collectives.channel import ENDED, Exchanged, MemberEnded, StallPolicy, agree
-from pipedist.collectives.folding import DtypeGroup, LeafLayout, Pack, Vector, quietly
+from pipedist.collectives.folding import DtypeGroup, FusedUpdate, LeafLayout, Pack, Vector, quietly
 from pipedist.collectives.segment import GangSegment
 from pipedist.collectives.steps import Steps
 from pipedist.protocol.codec import Frame
@@ -225,8 +225,9 @@ class SharedChannel:
             for start in range(0, group.elements, elements):
                 piece = slice(start, min(start + elements, group.elements))
                 parts = [vector[piece] for vector in inputs]
+                output = pack.outputs[place][piece]
                 yield _Piece(
-                    self._segment, self._spans, self.member, group, parts, pack.outputs[place][piece]
+                    self._segment, self._spans, self.member, group, parts, output, start, pack.update
                 )
 
 
@@ -240,6 +241,8 @@ class _Piece:
     group: DtypeGroup
     inputs: Sequence[Vector]
     output: Vector
+    start: int  # its place in the vector
+    update: FusedUpdate | None
 
     def __post_init__(self) -> None:
         # Slices start at cache lines, so that no two members write to the same one.
@@ -270,6 +273,8 @@ class _Piece:
             parts.append(vector[lo:hi])
         out = self.output[lo:hi]
         kernel.fold(parts, out)
+        if self.update is not None:
+            self.update.apply(slice(self.start + lo, self.start + hi), out)
         np.copyto(self._view(self.segment.result(to_parity), kernel.result)[lo:hi], out)
 
     def take(self, parity: int) -> None:
