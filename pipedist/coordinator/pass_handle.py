@@ -510,6 +510,8 @@ class PassHandle:
             on_done(parts, error)
 
     def _drop_errors(self, first: int, last: int) -> None:
+        if not self.raised and not self._failed_attempts:
+            return
         replicas = self.settings.replicas
         for call in [c for c in self.raised if first <= c // replicas < last]:
             del self.raised[call]

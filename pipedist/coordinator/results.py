@@ -51,7 +51,9 @@ def open_chunk(
                 f"a result of calls [{lo}, {hi}) does not have the slots that its program emits: "
                 f"{', '.join(sorted(slots)) or 'none'}"
             )
-    size = CALL_BYTES * len(calls) + sum(memoryview(frame).nbytes for frame in frames)
+    size = CALL_BYTES * len(calls)
+    for frame in frames:
+        size += memoryview(frame).nbytes
     return Chunk(lo, hi, calls, size)
 
 
@@ -77,6 +79,12 @@ class ResultStore:
         A step's results are in replica order, without calls that were not made (empty shards) or failed.
         """
         pop, lo, hi = self._results.pop, first * replicas, last * replicas
+        if last - first == 1:
+            slots_of = [pop(call, None) for call in range(lo, hi)]
+            size = 0
+            for call in range(lo, hi):
+                size += self._sizes.pop(call, 0)
+            return [[slots for slots in slots_of if slots is not None]], size
         if replicas == 1:  # as many lists as calls: the inner loop would be most of the cost
             steps = [[] if (slots := pop(call, None)) is None else [slots] for call in range(lo, hi)]
         else:
@@ -111,7 +119,9 @@ class ElementStore:
 
     def of(self, lo: int, hi: int) -> list[list[Tree]] | None:
         """Return [call, stage, element, result] of each result of calls [lo, hi), None if there is none."""
-        calls = range(lo, hi) if self._calls else ()
+        if not self._calls:
+            return None
+        calls = range(lo, hi)
         return [[c, *at, result] for c in calls for at, result in self._calls.get(c, {}).items()] or None
 
     def drop(self, lo: int, hi: int) -> None:

@@ -127,6 +127,8 @@ class Scheduler:
 
     def deadline(self) -> float | None:
         """Return the time at which to send a Tick if no other event occurs, or None."""
+        if not (self._backing_off or self._members.watched or self._members.supervised):
+            return None
         due = [pass_.backing_off.due for pass_ in self._backing_off.values()]
         if self._members.watched:
             due.append(self._outcomes.speculation.due)

@@ -160,10 +160,12 @@ class Membership:
             worker.leases.append(lease.id)
             worker.overlapping += 1
             self._occupy(lease, hi - lo)
-        else:
-            worker.leases.insert(worker.ordered, lease.id)
-        if overlaps or worker.ordered == 1:
             self._begun(lease)
+        else:
+            place = worker.ordered
+            worker.leases.insert(place, lease.id)
+            if place == 0:
+                self._begun(lease)
         self._sort(worker)
         return lease
 
@@ -261,9 +263,9 @@ class Membership:
             return
         if not worker.leases:
             self.idle[worker.name] = room.idle[worker.name] = worker
-        elif not worker.ordered:
+        elif not (ordered := worker.ordered):
             room.waiting[worker.name] = worker
-        elif worker.ordered == 1:
+        elif ordered == 1:
             expected_s = self.leases[worker.leases[0]].expected_s
             if 0 < expected_s < self._prefetch_below_s:
                 room.under_prefetched[worker.name] = worker

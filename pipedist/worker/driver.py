@@ -111,8 +111,10 @@ class Driver:
                     if self._slice is not None and self._left is None:
                         self._execute_next(self._slice)
                 elif self._slice is None:
-                    with contextlib.suppress(_Interrupted):
+                    try:
                         self._wait()
+                    except _Interrupted:
+                        continue
                 else:
                     self._execute_next(self._slice)
         finally:

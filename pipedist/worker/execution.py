@@ -101,6 +101,9 @@ class PassExecutor:
         self._stages = [Stage(stage, program.code) for stage in program.stages]
         self._records_stage = len(self._stages) > 1 or any(stage.limit_ns for stage in self._stages)
         """Whether to record the running stage (needed if there are several, or any has a timeout)."""
+        self.reads_states = (
+            True  # whether states are set that a lease without any must remove; True: not known
+        )
         self.finder = ShardFinder(program.reader, program.replicas)
         emits = [emit for emit in program.emits if emit.of >= -1]
         self._reduced = [(e, Reduction.of(e.op, e.axis)) for e in emits if e.op]
@@ -133,7 +136,8 @@ class PassExecutor:
         return Call(number, *divmod(number, self.program.replicas), self.first_stage, gang)
 
     def use(self, states: States, values: Mapping[str, Tree]) -> None:
-        """Set the states that the next lease reads, and their values by name."""
+        """Set the states that the next leases read, and their values by name."""
+        self.reads_states = bool(states)
         for stage in self._stages:
             stage.use(states, values)
 
@@ -365,7 +369,7 @@ class PassExecutor:
 
     def _collected(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
         gang = call.gang
-        stored = [emit for emit in self._stored if call.seconds[emit.of] >= STORED_S_MIN]
+        stored = self._stored and [emit for emit in self._stored if call.seconds[emit.of] >= STORED_S_MIN]
         if self._sole is not None and not stored and not empty and (gang is None or gang.variables is None):
             of = self._sole.of
             call.stage = self._stages[of].name
