@@ -95,10 +95,17 @@ class ResultStore:
         self._sizes.clear()
 
 
+class FailedElement(Struct, frozen=True):
+    """The exception of an element's last attempt, in place of its result."""
+
+    text: str
+
+
 class ElementStore:
     """Results of elements of calls that are not over yet, of stages with `per: element`.
 
-    Another attempt of the call gets them with its lease, so that it executes only the other elements.
+    Another attempt of the call gets them with its lease, so that it executes only the other elements. `FailedElement`s
+    are those that have no attempt left.
     """
 
     def __init__(self) -> None:
@@ -110,9 +117,12 @@ class ElementStore:
         self._calls.setdefault(call, {})[stage, element] = result
 
     def of(self, lo: int, hi: int) -> list[list[Tree]] | None:
-        """Return [call, stage, element, result] of each result of calls [lo, hi), None if there is none."""
-        calls = range(lo, hi) if self._calls else ()
-        return [[c, *at, result] for c in calls for at, result in self._calls.get(c, {}).items()] or None
+        """Return [call, stage, element, result, failure] of elements of calls [lo, hi), None if there is none."""
+        return [
+            [call, *at, None, result.text] if isinstance(result, FailedElement) else [call, *at, result, ""]
+            for call in (range(lo, hi) if self._calls else ())
+            for at, result in self._calls.get(call, {}).items()
+        ] or None
 
     def drop(self, lo: int, hi: int) -> None:
         for call in range(lo, hi) if self._calls else ():

@@ -26,7 +26,7 @@ from msgspec import Struct, convert, field
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.log_format import FIRST, JournalRecord, LogEnd, read_records
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 NAME: Final = "journal"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from pipedist.coordinator.results import CALL_BYTES, Chunk
+from pipedist.coordinator.results import CALL_BYTES, Chunk, FailedElement
 from pipedist.core.types import Tree
 from pipedist.errors import JournalError
 from pipedist.journal.history import History, PassHistory
@@ -170,7 +170,8 @@ class PassJournal:
                 if call < self.before.steps * self._replicas:
                     continue
                 if rest:
-                    elements[call, rest[0], rest[1]] = result
+                    stage, element, *failure = rest
+                    elements[call, stage, element] = FailedElement(*failure) if failure else result
                 else:
                     calls.append(Chunk(call, call + 1, [result], CALL_BYTES + sum(entry.sizes)))
         return calls, elements
@@ -335,7 +336,11 @@ class FinishedCallLog:
             self._log.append(self._durable.stamp)
         for each in new:
             assert self._log is not None
-            self._log.append(results[each], each)
+            result = results[each]
+            if isinstance(result, FailedElement) and not isinstance(each, int):
+                self._log.append(None, [*each, result.text])
+            else:
+                self._log.append(result, each)
             self._ends[self._name] = max(self._ends.get(self._name, 0), call_of(each))
         self._logged.update(new)
 

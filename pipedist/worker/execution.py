@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pipedist.core import dlpack, ragged, trees
 from pipedist.core.remote_errors import class_names, exception_text
 from pipedist.core.types import Tree
-from pipedist.errors import NonDeterministicError, PipedistError
+from pipedist.errors import NonDeterministicError, PipedistError, RemoteError
 from pipedist.protocol.codec import UnsendableError, encode
 from pipedist.protocol.limits import RESULT_OBJECTS_MAX
 from pipedist.protocol.messages import CULPRITS_MAX
@@ -39,7 +39,7 @@ from pipedist.worker import failures, process_setup
 from pipedist.worker.array_isolation import as_readonly, check_objects, take_ownership
 from pipedist.worker.context import Collectives, ReplicaContext, current
 from pipedist.worker.failures import CULPRIT_CHARS_MAX, CallFailure
-from pipedist.worker.inputs import LeaseShards, Shard, ShardFinder, States
+from pipedist.worker.inputs import FinishedElements, LeaseShards, Shard, ShardFinder, States
 from pipedist.worker.log_forwarding import importer
 from pipedist.worker.progress import StageClock, Stepped
 from pipedist.worker.stages import Stage
@@ -119,7 +119,7 @@ class Call:
     place: int = 1  # the number of its stage, counted from 1
     begin: Callable[[int], None] = lambda _call: None  # records that the call has the thread
     fresh: list[Tree] = field(default_factory=list)
-    """[stage, element, result] of elements that are over, and not reported yet."""
+    """[stage, element, result, failure] of elements that are over, and not reported yet."""
     culprits: tuple[tuple[int, str], ...] = ()  # elements that failed by themselves; see `messages.Failed`
     seconds: list[float] = field(default_factory=list)  # how long each stage took, if its value may be stored
 
@@ -269,10 +269,8 @@ class PassExecutor:
             self._check_same(call, first, values)
         return self._emit(call, shard.value, values, False)
 
-    async def _values_among_others(
-        self, call: Call, shard: Shard, finished: Mapping[tuple[int, int], Tree]
-    ) -> list[Tree]:
-        """Return the values of the stages; `finished` has results of elements, by stage and element."""
+    async def _values_among_others(self, call: Call, shard: Shard, finished: FinishedElements) -> list[Tree]:
+        """Return the values of the stages; `finished` has elements that need no execution."""
         values: list[Tree] = []
         for place, stage in enumerate(self._stages):
             call.place = place + 1
@@ -280,7 +278,7 @@ class PassExecutor:
             began = monotonic() if self._stored else 0.0
             value = self._input(stage, shard, values)
             if stage.program.per_element:
-                done = {element: result for (at, element), result in finished.items() if at == place}
+                done = {element: found for (at, element), found in finished.items() if at == place}
                 result = await self._elements(stage, call, shard, value, done)
             else:
                 context = partial(self._context, stage, call, shard, shard.elements)
@@ -292,9 +290,12 @@ class PassExecutor:
         return values
 
     async def _elements(
-        self, stage: Stage, call: Call, shard: Shard, value: Tree, done: Mapping[int, Tree]
+        self, stage: Stage, call: Call, shard: Shard, value: Tree, done: Mapping[int, tuple[Tree, str]]
     ) -> Tree:
-        """Call a stage's function with each element that is not done, and return all results as a batch."""
+        """Call a stage's function with each element that is not done, and return all results as a batch.
+
+        `done` has results and failures by element.
+        """
         from pipedist.worker import waiting_calls as waiting
 
         size = waiting.count_elements(value)
@@ -302,7 +303,9 @@ class PassExecutor:
         ids = (
             [int(each) for each in shard.elements] if is_named and shard.elements is not None else range(size)
         )
-        results = {at: done[element] for at, element in enumerate(ids) if is_named and element in done}
+        over = {at: done[element] for at, element in enumerate(ids) if is_named and element in done}
+        results = {at: result for at, (result, why) in over.items() if not why}
+        culprits = {at: why for at, (_, why) in over.items() if why}
 
         async def execute(at: int) -> None:
             id_ = ids[at]
@@ -318,18 +321,25 @@ class PassExecutor:
             del result
             results[at] = take_ownership(box)[0]
             if is_named:
-                call.fresh.append([call.place - 1, ids[at], results[at]])
+                call.fresh.append([call.place - 1, ids[at], results[at], ""])
 
-        rest = [at for at in range(size) if at not in results]
+        def on_failure(at: int, error: BaseException) -> None:
+            culprits[at] = failures.culprit_text(error)
+            if is_named and stage.program.quarantine:
+                call.fresh.append([call.place - 1, ids[at], None, culprits[at]])
+
+        rest = [at for at in range(size) if at not in over]
         failed = await waiting.each_element(
-            rest, self._share(stage), execute, all_of_them=stage.program.quarantine
+            rest, self._share(stage), execute, on_failure, all_of_them=stage.program.quarantine
         )
-        made = [] if failed else [results[at] for at in range(size)]
-        failed = failed or waiting.unlike(made, ids)
-        if failed:
-            if is_named and len(failed) <= CULPRITS_MAX:
-                call.culprits = tuple((at, f"{class_names(e)[1]}: {exception_text(e)}") for at, e in failed)
-            raise failed[0][1]
+        made = [] if culprits else [results[at] for at in range(size)]
+        if not culprits:
+            failed = waiting.unlike(made, ids)
+            culprits.update((at, failures.culprit_text(error)) for at, error in failed)
+        if culprits:
+            if is_named and len(culprits) <= CULPRITS_MAX:
+                call.culprits = tuple(sorted(culprits.items()))
+            raise failed[0][1] if failed else RemoteError(culprits[min(culprits)])
         return waiting.batched(made)
 
     async def _attempts(

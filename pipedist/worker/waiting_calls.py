@@ -174,16 +174,21 @@ async def each_element(
     indices: Sequence[int],
     share: WorkerShare,
     execute: Callable[[int], Awaitable[None]],
+    on_failure: Callable[[int, BaseException], None],
     *,
     all_of_them: bool,
 ) -> list[tuple[int, BaseException]]:
     """Execute a function for each index, as many at the same time as the share allows.
 
-    Return the exceptions by index. If not `all_of_them`, no call begins after one that raised; those before it are
-    over, so the first exception does not depend on timing.
+    Call `on_failure` with each exception, and return them by index. If not `all_of_them`, no call begins after one
+    that raised; those before it are over, so the first exception does not depend on timing.
     """
     failures: list[tuple[int, BaseException]] = []
     rest = iter(indices)
+
+    def failed(index: int, error: BaseException) -> None:
+        failures.append((index, error))
+        on_failure(index, error)
 
     async def work() -> None:
         while all_of_them or not failures:
@@ -196,9 +201,9 @@ async def each_element(
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise
-                    failures.append((index, error))
+                    failed(index, error)
                 except BaseException as error:  # any exception of user code is a failure of its element
-                    failures.append((index, error))
+                    failed(index, error)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(share.calls_max or len(indices), len(indices))):

@@ -15,14 +15,20 @@ PROCESS = "PIPEDIST_TEST_PROCESS"
 
 
 class CountingServer:
-    """Answers a line `N` with `answer N` after a random latency, in a thread; notes when it answered."""
+    """Answers a line `N` with `answer N` after a random latency, in a thread; notes when it answered.
 
-    def __init__(self, latency_s: tuple[float, float], seed: int = 0) -> None:
+    The first process gets no answer about the elements `silent`.
+    """
+
+    def __init__(
+        self, latency_s: tuple[float, float], seed: int = 0, silent: frozenset[int] = frozenset()
+    ) -> None:
         self.answered: list[tuple[int, int, float]] = []
         """(number, driver process, time) of each answer."""
         self.asked: Counter[int] = Counter()
         """Number of requests by driver process."""
         self._latency_s, self._random = latency_s, Random(seed)
+        self._silent = silent
         self.port = 0
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -53,6 +59,8 @@ class CountingServer:
         try:
             number, process = map(int, (await reader.readline()).split())
             self.asked[process] += 1
+            if process == 0 and number in self._silent:
+                await reader.read()  # until the process is killed
             await asyncio.sleep(self._random.uniform(*self._latency_s))
             writer.write(b"answer %d\n" % number)
             self.answered.append((number, process, time.monotonic()))
@@ -70,6 +78,14 @@ async def ask(number: Any, port: int) -> str:
     writer.close()
     await writer.wait_closed()
     return answer.decode().strip()
+
+
+async def ask_in_vain(number: Any, port: int, bad: list[int]) -> str:
+    """Ask the server about one element, and fail for some of them."""
+    answer = await ask(number, port)
+    if number in bad:
+        raise ValueError(f"{answer} is bad")
+    return answer
 
 
 async def ask_shard(numbers: Any, port: int) -> Any:

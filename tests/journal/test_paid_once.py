@@ -16,6 +16,7 @@ import pytest
 
 from pipedist.journal.history import audit, read_history
 from pipedist.journal.log_format import read_log
+from tests import preloaded
 from tests.journal.killing import ROOT
 from tests.journal.paid import PROCESS, CountingServer
 
@@ -55,7 +56,7 @@ def begin(folder: Path, number: int) -> subprocess.Popen[bytes]:
     """Start the driver process `number` of a run."""
     command = [*COMMAND, *(["--resume"] if number else [])]
     environment = {**os.environ, PROCESS: str(number)}
-    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
+    return preloaded.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
 
 
 @pytest.mark.slow
@@ -135,3 +136,30 @@ def durable_places(folder: Path, per: str | None) -> set[int]:
                 metas = [entry.meta for entry, _ in read_log(journal / name, end)][1:]
                 found |= {meta[2] if per else meta for meta in metas if isinstance(meta, list) == bool(per)}
     return found
+
+
+def test_elements_that_failed_for_good_are_not_asked_for_again(tmp_path: Path) -> None:
+    """Killed while the only step is incomplete; the quarantine of the resumed run is that of an uninterrupted one."""
+    n, bad = 40, list(range(0, 40, 7))
+    with CountingServer((0.0, 0.0), silent=frozenset({39})) as server:
+        spec = spec_of(server.port, n=n, batch=n, replicas=1, per="element")
+        spec["stages"]["y"] |= {
+            "run": "tests.journal.paid:ask_in_vain",
+            "with": {"port": server.port, "bad": bad},
+            "on_error": "quarantine",
+        }
+        (tmp_path / "spec.yaml").write_text(json.dumps(spec))
+        with begin(tmp_path, 0) as process:
+            while len(durable_places(tmp_path, "element")) < n - 1:
+                assert process.poll() is None
+                time.sleep(0.01)
+            process.kill()
+        with begin(tmp_path, 1) as process:
+            assert process.wait(60) == 3
+    assert server.asked[1] == 1
+    lines = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
+    assert [(x["element"], x["cause"], x["alone"]) for x in map(json.loads, lines)] == [
+        (each, f"ValueError: answer {each} is bad", True) for each in bad
+    ]
+    rows = json.loads((tmp_path / "out" / "rows.json").read_text())
+    assert rows == [f"answer {i}" for i in range(n) if i not in bad]
