@@ -17,6 +17,7 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame, decode
 from pipedist.scheduler import events as ev
+from pipedist.scheduler.commands import CallsQuarantined
 
 Slots = dict[str, Tree]  # the result of one call: slot name -> tree
 CALL_BYTES = 512  # estimated memory of a call's decoded result beyond its bytes: dict, leaves, objects
@@ -99,6 +100,14 @@ class FailedElement(Struct, frozen=True):
     """The exception of an element's last attempt, in place of its result."""
 
     text: str
+
+
+class QuarantinedCall(Struct, frozen=True):
+    """A call that is over, with quarantined elements: the result of the others, and what was quarantined."""
+
+    result: Slots
+    command: CallsQuarantined
+    elements: int  # number of quarantined elements
 
 
 class ElementStore:

@@ -238,7 +238,9 @@ class PassExecution:
             if self._participant is not None:
                 self._participant.restore(self._durable.part(PASS_STATE)["training"])
         if self._calls is not None:
-            self.handle.restore(*self._durable.finished_calls())
+            limit = self._plan.quarantine_max(self._pass.dataset)
+            rest = None if limit is None else limit - self.handle.settings.quarantined
+            self.handle.restore(*self._durable.finished_calls(rest))
 
     async def run(self) -> None:
         """Execute the pass to its end; errors may be in an ExceptionGroup."""
@@ -325,7 +327,7 @@ class PassExecution:
                 ):
                     continue
                 self._reported = self.handle.reported
-                finished = self._finished_calls()
+                finished = {} if self._calls is None else self.handle.finished_calls()
                 if not self._took.is_set() and self._calls is not None and not self._calls.lacks(finished):
                     continue
                 if self._calls is not None:
@@ -358,16 +360,6 @@ class PassExecution:
         if self._subscription is not None and not self._subscription.has_passed(self._subscription.mark):
             return None
         return self._snapshot(self._durable, finished)
-
-    def _finished_calls(self) -> dict[Finished, Tree]:
-        """Return the finished calls of steps that are not taken, whose elements all count, and elements."""
-        if self._calls is None:
-            return {}
-        return {
-            each: result
-            for each, result in self.handle.finished_calls().items()
-            if not isinstance(each, int) or not self.quarantine.affects(each)
-        }
 
     def complete_snapshot(self) -> PendingSnapshot:
         assert self._durable is not None
@@ -493,7 +485,7 @@ class PassExecution:
     def leave(self) -> None:
         """End the pass at the coordinator, and its part in a training."""
         if self._calls is not None and self._unread is None and not self.is_complete:
-            self._unread = self._finished_calls()
+            self._unread = self.handle.finished_calls()
         self.handle.close()
         self.leave_training()
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+from msgspec import convert, to_builtins
 
-from pipedist.coordinator.results import CALL_BYTES, Chunk, FailedElement
+from pipedist.coordinator.results import CALL_BYTES, Chunk, FailedElement, QuarantinedCall
 from pipedist.core.types import Tree
 from pipedist.errors import JournalError
 from pipedist.journal.history import History, PassHistory
@@ -24,6 +25,7 @@ from pipedist.journal.log_format import LogEntry, RecordLog, packed, read_log, u
 from pipedist.journal.writer import Journal, PassSnapshot, file_name
 from pipedist.plan import PassPlan
 from pipedist.protocol.codec import decode, encode
+from pipedist.scheduler.commands import CallsQuarantined
 
 COMMIT_S = 0.4
 COST_SHARE = 0.05
@@ -154,12 +156,17 @@ class PassJournal:
         ((_, frames),) = read_log(self._path(part.file), part.end)
         return decode(frames)
 
-    def finished_calls(self) -> tuple[list[Chunk], dict[tuple[int, int, int], Tree]]:
-        """Return the durable results of calls of later steps, and of elements of such calls by (call, stage, element).
+    def finished_calls(
+        self, quarantined_max: int | None = None
+    ) -> tuple[list[Chunk], dict[int, QuarantinedCall], dict[tuple[int, int, int], Tree]]:
+        """Return the durable results of calls of later steps that the code of this process made.
 
-        They are those that the code of this process made.
+        Of these calls, return those that have quarantined elements; and return elements of other calls by (call,
+        stage, element). If more than `quarantined_max` elements are quarantined, the run could only fail again: their
+        calls, and elements that failed, are not returned.
         """
-        calls: list[Chunk] = []
+        calls: dict[int, Chunk] = {}
+        quarantined: dict[int, QuarantinedCall] = {}
         elements: dict[tuple[int, int, int], Tree] = {}
         for name in self.logs(CALLS):
             entries = self.entries(name)
@@ -169,12 +176,24 @@ class PassJournal:
                 call, *rest = entry.meta if isinstance(entry.meta, list) else [entry.meta]
                 if call < self.before.steps * self._replicas:
                     continue
-                if rest:
+                if len(rest) > 1:
                     stage, element, *failure = rest
                     elements[call, stage, element] = FailedElement(*failure) if failure else result
-                else:
-                    calls.append(Chunk(call, call + 1, [result], CALL_BYTES + sum(entry.sizes)))
-        return calls, elements
+                    continue
+                calls[call] = Chunk(call, call + 1, [result], CALL_BYTES + sum(entry.sizes))
+                if rest:
+                    count, command = rest[0]
+                    quarantined[call] = QuarantinedCall({}, convert(command, CallsQuarantined), count)
+        failed = [each for each, result in elements.items() if isinstance(result, FailedElement)]
+        count = sum(each.elements for each in quarantined.values())
+        count += sum(1 for each in failed if each[0] not in quarantined)
+        if quarantined_max is not None and count > quarantined_max:
+            for call in quarantined:
+                del calls[call]
+            for each in failed:
+                del elements[each]
+            quarantined = {}
+        return list(calls.values()), quarantined, elements
 
     def parts(self, prefix: str) -> dict[str, Tree]:
         """Return the parts with a prefix, by the rest of their names."""
@@ -337,7 +356,9 @@ class FinishedCallLog:
         for each in new:
             assert self._log is not None
             result = results[each]
-            if isinstance(result, FailedElement) and not isinstance(each, int):
+            if isinstance(result, QuarantinedCall):
+                self._log.append(result.result, [each, [result.elements, to_builtins(result.command)]])
+            elif isinstance(result, FailedElement) and not isinstance(each, int):
                 self._log.append(None, [*each, result.text])
             else:
                 self._log.append(result, each)
