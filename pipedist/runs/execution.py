@@ -15,6 +15,7 @@ from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.coordinator.pass_handle import PassCounts
 from pipedist.core.types import Tree
 from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunDrained
+from pipedist.journal.history import DurableProgress
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.pass_execution import PassExecution
 from pipedist.runs.pass_feeds import Spool
@@ -297,6 +298,16 @@ class Execution:
                 of_stage = found.setdefault(stage, {})
                 of_stage[reason] = of_stage.get(reason, 0) + count
         return found
+
+    def resumed(self) -> dict[str, DurableProgress]:
+        """Return what was taken from the journal, by name of the pass."""
+        done = {
+            p: DurableProgress(each.steps_total)
+            for p, each in self._counts.items()
+            if isinstance(each, _Complete)
+        }
+        done.update((pass_, execution.resumed) for pass_, execution in self._executions.items())
+        return {pass_.name: found for pass_, found in done.items() if found != DurableProgress(0)}
 
     def _settle(self) -> None:
         """Check that two independent counts account for every element."""

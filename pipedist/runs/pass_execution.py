@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle, Slots
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
+from pipedist.journal.history import CALLS, DurableProgress
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.pass_feeds import GatedFeed, Spool, SpoolFeed, feed_of
 from pipedist.runs.pass_folds import PassFolds
-from pipedist.runs.pass_journal import CALLS, CALLS_S, PASS_STATE, STATE, Finished, FinishedCallLog
+from pipedist.runs.pass_journal import CALLS_S, PASS_STATE, STATE, Finished, FinishedCallLog
 from pipedist.runs.programs import (
     parts_of,
     pass_program,
@@ -99,6 +100,7 @@ class PassExecution:
         self.steps = 0 if durable is None else durable.before.steps
         """Steps [0, steps) have been taken: folded, kept and streamed."""
         self.elements = 0 if durable is None else durable.before.elements
+        self.resumed = DurableProgress(self.steps)  # what it took from the journal
         self._taking = anyio.Lock(fast_acquire=True)
         self._between = False  # no step is partly taken, so a snapshot is consistent
         self.is_complete = False  # whether all steps are taken and all values complete
@@ -240,7 +242,11 @@ class PassExecution:
         if self._calls is not None:
             limit = self._plan.quarantine_max(self._pass.dataset)
             rest = None if limit is None else limit - self.handle.settings.quarantined
-            self.handle.restore(*self._durable.finished_calls(rest))
+            calls, quarantined, elements = self._durable.finished_calls(rest)
+            self.handle.restore(calls, quarantined, elements)
+            over = {chunk.lo for chunk in calls}
+            others = sum(1 for call, _, _ in elements if call not in over)
+            self.resumed = DurableProgress(self.steps, len(calls), others)
 
     async def run(self) -> None:
         """Execute the pass to its end; errors may be in an ExceptionGroup."""

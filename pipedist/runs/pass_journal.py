@@ -20,7 +20,7 @@ from msgspec import convert, to_builtins
 from pipedist.coordinator.results import CALL_BYTES, Chunk, FailedElement, QuarantinedCall
 from pipedist.core.types import Tree
 from pipedist.errors import JournalError
-from pipedist.journal.history import History, PassHistory
+from pipedist.journal.history import CALLS, DurableProgress, History, PassHistory
 from pipedist.journal.log_format import LogEntry, RecordLog, packed, read_log, unpacked
 from pipedist.journal.writer import Journal, PassSnapshot, file_name
 from pipedist.plan import PassPlan
@@ -38,12 +38,6 @@ CALLS_BYTES_MAX = 4 * 2**20  # length of a log of finished calls after which the
 Versioned = tuple[int, Tree]  # a version number, and the value of that version
 
 
-def finished_calls(before: PassHistory) -> int:
-    """Return the number of durable results of calls of later steps."""
-    part = before.parts.get(CALLS)
-    return 0 if part is None or part.inline is None else int(unpacked(part.inline))
-
-
 class RunJournal:
     """The journal of a run, by pass.
 
@@ -59,7 +53,7 @@ class RunJournal:
         self._changed = anyio.Event()
         self.is_resumed = history is not None
         passes = () if history is None else history.passes.values()
-        self.holds_steps = any(each.steps or finished_calls(each) for each in passes)
+        self.holds_steps = any(each.progress != DurableProgress(0) for each in passes)
         """Whether steps, or finished calls of an interrupted run, are committed, so that a resumed run skips them."""
         self.committing_since: float | None = None  # start of the commit in progress
 
@@ -334,8 +328,9 @@ class FinishedCallLog:
 
     @property
     def count(self) -> Versioned:
-        """The number of calls in the logs, as a part of a snapshot."""
-        return self._changes, sum(1 for each in self._logged if isinstance(each, int))
+        """The number of calls in the logs, and of elements of other calls, as a part of a snapshot."""
+        calls = {each for each in self._logged if isinstance(each, int)}
+        return self._changes, [len(calls), sum(1 for each in self._logged if call_of(each) not in calls)]
 
     def lacks(self, results: Mapping[Finished, Tree]) -> bool:
         return not self._logged.issuperset(results)
@@ -395,8 +390,6 @@ class PendingSnapshot:
 
 
 PASS_STATE = "reading"  # snapshot key for fold state, training position and quarantined elements
-
-CALLS = "calls."  # prefix of the logs of finished calls, and the snapshot key of their number
 
 STATE = "state."
 """Prefix of the snapshot keys of states, before "SLOT.NAME"; the slots have the kept snapshots, in turn."""

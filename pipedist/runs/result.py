@@ -105,6 +105,8 @@ class Result(Mapping[str, Tree]):
         timings: seconds, by part of the run.
         retries: by stage, the number of calls that were executed again, by reason: "error", "timeout", "death" (of
             the worker), "slow" (executed a second time beside the first, which took far longer than others).
+        resumed: by pass, the numbers of "steps" that an earlier process had committed, of "calls" of later steps that
+            it had finished, and of "elements" of other calls: these were not executed again.
         notice: a message about the output folder for the user, or "".
         restored: the document of a finished run, if this one was not executed again.
         quarantined: id, failing stage and cause of each quarantined element.
@@ -119,6 +121,7 @@ class Result(Mapping[str, Tree]):
     ledger: Ledger
     timings: Mapping[str, float]
     retries: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    resumed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notice: str = ""
     restored: Mapping[str, Any] | None = None
     quarantined: Sequence[Mapping[str, Any]] = ()
@@ -146,6 +149,7 @@ class Result(Mapping[str, Tree]):
             stored=self.stored,
             quarantined=self.quarantined,
             retries=self.retries,
+            resumed=self.resumed,
         )
 
     def __getitem__(self, stage: str) -> Tree:
@@ -196,6 +200,7 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
         ledger=Ledger(**document["ledger"]),
         timings=document["timings"],
         retries=document.get("retries", {}),
+        resumed=document.get("resumed", {}),
         quarantined=document.get("quarantined", []),
         quarantine_file=finished.files.get(QUARANTINE),
         notice=notice,

@@ -17,7 +17,7 @@ import pytest
 import pipedist
 from pipedist.journal.history import FORMAT, Header, PassHistory, audit, read_history
 from pipedist.journal.writer import Journal
-from pipedist.runs.pass_journal import CALLS, FinishedCallLog, PassJournal, finished_calls
+from pipedist.runs.pass_journal import CALLS, FinishedCallLog, PassJournal
 from tests import preloaded
 from tests.journal.killing import ROOT
 
@@ -71,9 +71,7 @@ def durable_calls(folder: Path) -> int:
     history = read_history(journal) if (journal / "journal").exists() else None
     if history is None:
         return 0
-    return sum(
-        each.steps * history.header.replicas + finished_calls(each) for each in history.passes.values()
-    )
+    return sum(each.steps * history.header.replicas + each.progress.calls for each in history.passes.values())
 
 
 def _done(run: pipedist.Run) -> int:
@@ -93,7 +91,8 @@ def test_calls_of_the_only_step_are_not_executed_again(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, n=16, batch=16, replicas=8, waiting=[4, 5, 6, 7])
     assert asyncio.run(interrupted(spec, tmp_path, done=4, began=6)) == 4
     result = finish(spec, tmp_path)
-    assert "committed steps: y: 0 steps and 4 calls" in result.notice
+    assert "durable: y: 0 steps and 4 calls" in result.notice
+    assert result.resumed == {"y": {"steps": 0, "calls": 4, "elements": 0}}
     assert result["total"] == pytest.approx(np.sqrt(np.arange(16)).sum())
     assert np.load(result.files["rows"]).tolist() == np.sqrt(np.arange(16.0)).tolist()
     counts = calls_in(tmp_path)

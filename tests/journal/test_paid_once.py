@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from pipedist.journal.log_format import read_log
 from tests import preloaded
 from tests.journal.killing import ROOT
 from tests.journal.paid import PROCESS, CountingServer
+from tests.preloaded import run_module
 
 DURABLE_S = 0.5
 """Answers are durable after this time, by the documentation."""
@@ -56,7 +58,16 @@ def begin(folder: Path, number: int) -> subprocess.Popen[bytes]:
     """Start the driver process `number` of a run."""
     command = [*COMMAND, *(["--resume"] if number else [])]
     environment = {**os.environ, PROCESS: str(number)}
-    return preloaded.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
+    with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
+        return preloaded.Popen(command, cwd=folder, env=environment, stdout=out, stderr=err)
+
+
+def wait_until(is_reached: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_reached():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @pytest.mark.slow
@@ -75,9 +86,7 @@ def test_no_durable_answer_is_asked_for_again(
         for number in range(2):
             until = len(server.answered) + times.randrange(60, 120)
             with begin(tmp_path, number) as process:
-                while len(server.answered) < until:
-                    assert process.poll() is None
-                    time.sleep(0.005)
+                wait_until(lambda: len(server.answered) >= until, process)  # noqa: B023
                 process.kill()
                 killed_at.append(time.monotonic())
             durable.append(durable_places(tmp_path, per))
@@ -112,9 +121,7 @@ def test_finished_places_of_an_unfinished_step_are_durable(
         spec = spec_of(server.port, n=n, batch=n, replicas=replicas, per=per)
         (tmp_path / "spec.yaml").write_text(json.dumps(spec))
         with begin(tmp_path, 0) as process:
-            while not durable_places(tmp_path, per):
-                assert process.poll() is None
-                time.sleep(0.01)
+            wait_until(lambda: bool(durable_places(tmp_path, per)), process)
             process.kill()
         durable = durable_places(tmp_path, per)
         with begin(tmp_path, 1) as process:
@@ -150,13 +157,23 @@ def test_elements_that_failed_for_good_are_not_asked_for_again(tmp_path: Path) -
         }
         (tmp_path / "spec.yaml").write_text(json.dumps(spec))
         with begin(tmp_path, 0) as process:
-            while len(durable_places(tmp_path, "element")) < n - 1:
-                assert process.poll() is None
-                time.sleep(0.01)
+            wait_until(lambda: len(durable_places(tmp_path, "element")) == n - 1, process)
             process.kill()
+        texts = [run_module("pipedist", command, "out", cwd=tmp_path).stdout for command in ("audit", "why")]
+        document = json.loads(run_module("pipedist", "why", "out", "--json", cwd=tmp_path).stdout)
         with begin(tmp_path, 1) as process:
             assert process.wait(60) == 3
     assert server.asked[1] == 1
+    for text in texts:
+        assert (
+            "in 0 steps, 0 elements\n    durable, and not executed again: 0 steps and 39 elements\n" in text
+        )
+    assert document["passes"][0]["later_elements_done"] == n - 1
+    assert "durable: y: 0 steps and 39 elements\n" in (tmp_path / "stderr").read_text()
+    table = (tmp_path / "stdout").read_text()
+    assert "stage y: 0 steps and 39 elements taken from the journal, not executed again\n" in table
+    results = json.loads((tmp_path / "out" / ".pipedist" / "results.json").read_text())
+    assert results["resumed"] == {"y": {"steps": 0, "calls": 0, "elements": 39}}
     lines = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
     assert [(x["element"], x["cause"], x["alone"]) for x in map(json.loads, lines)] == [
         (each, f"ValueError: answer {each} is bad", True) for each in bad
