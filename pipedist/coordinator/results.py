@@ -121,6 +121,10 @@ class ElementStore:
         self.added = 0  # the number of results that were added
         self._calls: dict[int, dict[tuple[int, int], Tree]] = {}
 
+    @property
+    def count(self) -> int:
+        return sum(map(len, self._calls.values()))
+
     def add(self, call: int, stage: int, element: int, result: Tree) -> None:
         self.added += 1
         self._calls.setdefault(call, {})[stage, element] = result

@@ -362,6 +362,7 @@ class Execution:
                     calls_done=counts.calls_done + counts.calls_past,
                     calls_total=calls,
                     calls_past=counts.calls_past,
+                    elements_ahead=handle.elements.count if isinstance(handle, PassHandle) else 0,
                 )
             )
         return Progress(

@@ -49,6 +49,7 @@ class StageCount:
         calls_done, calls_total: the same in calls: those that have returned, and those that a resumed run need not
             execute.
         calls_past: of the calls done, those that this process need not execute.
+        elements_ahead: elements that are over in a stage with `per: element`, of calls that are not.
     """
 
     name: str
@@ -60,6 +61,7 @@ class StageCount:
     calls_done: int
     calls_total: int | None = None
     calls_past: int = 0
+    elements_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
