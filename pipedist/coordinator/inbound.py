@@ -113,10 +113,13 @@ class Inbound:
         if handle is not None:  # otherwise the scheduler drops them: they need no decoding
             chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
             size = chunk.size
+        elif (handle := self._passes.of_cancelled(peer.worker, lease)) is not None:
+            handle.arrived_late(open_chunk(lo, hi, frames, handle.slots, handle.required_slots))
         self._post(ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, results.busy_ns, size), chunk)
 
     def _on_elements(self, peer: Peer, message: msg.Elements, frames: Sequence[memoryview]) -> None:
-        handle = self._passes.of_lease(peer.worker, message.lease)
+        place = (peer.worker, message.lease)
+        handle = self._passes.of_lease(*place) or self._passes.of_cancelled(*place)
         if handle is None:
             self._rejections.stale += 1
             return

@@ -110,6 +110,11 @@ class PassHandle:
         self.elements = ElementStore()
         self._quarantined: dict[int, QuarantinedCall] = {}  # by call, until read; without their results
         self._restored: dict[int, Chunk] = {}  # by call, until offered; from an earlier process
+        self.keeps_results = False
+        """Whether results that were not read are kept when the pass is closed, for `finished_calls`."""
+        self.settled = anyio.Event()  # set when the pass is closed, and no worker reports results any more
+        self._late: dict[int, Slots] = {}  # results of cancelled calls, if they are kept
+        self._is_closed = False
         self._visible: deque[tuple[int, int]] = deque()  # ranges of steps that the reader has not consumed
         self._changed = anyio.Event()
         self._demand = 0  # steps that the scheduler has requested, and that were not offered yet
@@ -262,7 +267,8 @@ class PassHandle:
         That is a result, a `QuarantinedCall` or a `FailedElement`.
         """
         found: dict[int | tuple[int, int, int], Tree] = dict(self.elements.all().items())
-        calls = {call: chunk.calls[0] for call, chunk in self._restored.items()} | self._store.all()
+        restored = {call: chunk.calls[0] for call, chunk in self._restored.items()}
+        calls = self._late | restored | self._store.all()
         for call, result in calls.items():
             lacking = self._quarantined.get(call)
             found[call] = result if lacking is None else replace(lacking, result=result)
@@ -276,6 +282,13 @@ class PassHandle:
     def close(self) -> None:
         """Close the pass and drop its running calls; may be called twice."""
         self._post(ev.PassClosed(self.id))
+
+    async def stop(self, wait_s_max: float) -> None:
+        """Close the pass, and wait for results that workers have when they drop its calls."""
+        self.close()
+        if self._is_closed and self.keeps_results:
+            with anyio.move_on_after(wait_s_max, shield=True):
+                await self.settled.wait()
 
     async def run_feed(self) -> None:
         """Offer steps on demand until the feed ends, and read data; an error of either ends the pass.
@@ -485,6 +498,10 @@ class PassHandle:
         self.elements.drop(chunk.lo, chunk.hi)
         self._put(chunk)
 
+    def arrived_late(self, chunk: Chunk) -> None:
+        """Keep results of cancelled calls."""
+        self._late.update(zip(range(chunk.lo, chunk.hi), chunk.calls, strict=True))
+
     def _put(self, chunk: Chunk) -> None:
         self._store.put(chunk)
         if self._on_arrival is not None:
@@ -544,16 +561,22 @@ class PassHandle:
         self._requested.set()
 
     def on_closed(self, error: BaseException) -> None:
-        """End the pass with an error, and release everything that it holds."""
+        """End the pass with an error, and release everything that it holds, unless it keeps results."""
         self.fail(error)
-        self._store.clear()
-        self.elements.clear()
+        self._is_closed = True
+        if not self.keeps_results:
+            self.release()
         self._visible.clear()
         self._reads.clear()
         self._inputs.clear()
         self.raised.clear()
         self._failed_attempts.clear()
-        self._quarantined.clear()
+
+    def release(self) -> None:
+        """Release the results that were not read."""
+        self.keeps_results = False
+        for kept in (self._store, self.elements, self._restored, self._quarantined, self._late):
+            kept.clear()
 
     def completed(self) -> None:
         """Let `batches` end after the last visible step."""

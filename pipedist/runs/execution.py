@@ -112,7 +112,7 @@ class Execution:
                 if execution.is_complete and self._journal is not None:
                     execution.leave_training()  # workers keep its results until the phase is durable
                 else:
-                    execution.leave()
+                    await execution.stop()
                 if failed:
                     stop_later_passes()
 

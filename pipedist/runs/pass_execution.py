@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 Places = tuple[list[Tree], tuple[int, ...], list[tuple[int, NDArray[np.int64]]]]
 """The ids, skipped replicas and removed positions of a step; see `PassQuarantine.ids`."""
 
+LATE_S_MAX = 2.0  # longest time, in seconds, that an ending pass waits for workers to drop its calls
+
 STORED_BYTES_MAX = 256 * 2**20
 """Bytes of the values of one run that are stored for a reuse; with more, none of them are."""
 
@@ -207,6 +209,7 @@ class PassExecution:
             on_arrival=_announcer(self._subscription, self._replicas),
             stamp=stamp,
         )
+        handle.keeps_results = self._calls is not None
         if self._durable is not None:
             self._durable.on_committed = handle.settle
         handle.counts.elements_offered = handle.counts.elements_visible = self.elements
@@ -325,8 +328,9 @@ class PassExecution:
     async def _next_snapshot(self, durable: PassJournal) -> PendingSnapshot:
         """Wait for new results, and snapshot them; steps when the subscriber has seen them."""
         while True:
-            with anyio.move_on_after(CALLS_S):
-                await self._took.wait()
+            if self._calls is None or self._reported == self.handle.reported:
+                with anyio.move_on_after(CALLS_S):
+                    await self._took.wait()
             async with self._taking:
                 if not self._took.is_set() and (
                     self._calls is None or self._reported == self.handle.reported
@@ -488,11 +492,17 @@ class PassExecution:
         if self._training is not None and self._state_history is not None:
             self._state_history.add(self._training.states.latest, steps=self.steps, epochs=epoch + ends)
 
+    async def stop(self) -> None:
+        """End the pass early; results that workers have finished are kept for `last_snapshot`."""
+        if self._calls is not None and self._unread is None and not self.is_complete:
+            await self.handle.stop(LATE_S_MAX)
+            self._unread = self.handle.finished_calls()
+        self.leave()
+
     def leave(self) -> None:
         """End the pass at the coordinator, and its part in a training."""
-        if self._calls is not None and self._unread is None and not self.is_complete:
-            self._unread = self.handle.finished_calls()
         self.handle.close()
+        self.handle.release()
         self.leave_training()
 
     def leave_training(self) -> None:

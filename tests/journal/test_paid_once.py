@@ -180,3 +180,20 @@ def test_elements_that_failed_for_good_are_not_asked_for_again(tmp_path: Path) -
     ]
     rows = json.loads((tmp_path / "out" / "rows.json").read_text())
     assert rows == [f"answer {i}" for i in range(n) if i not in bad]
+
+
+def test_what_has_finished_when_a_run_fails_is_not_asked_for_again(tmp_path: Path) -> None:
+    """The first step fails while answers for later ones arrive, which are cancelled."""
+    n = 64
+    with CountingServer((0.0, 0.2), together=n) as server:
+        spec = spec_of(server.port, n=n, batch=2, replicas=1, per="element")
+        function = {"run": "tests.journal.paid:ask_and_note", "concurrency": n}
+        spec["stages"]["y"] |= {**function, "with": {"port": server.port, "note": str(tmp_path / "note")}}
+        (tmp_path / "spec.yaml").write_text(json.dumps(spec))
+        with begin(tmp_path, 0) as process:
+            assert process.wait(60) == 1
+        noted = set(map(int, (tmp_path / "note").read_text().split()))
+        with begin(tmp_path, 1) as process:
+            assert process.wait(60) == 0
+    assert not noted & {element for element, number, _ in server.answered if number == 1}
+    assert server.asked[1] == n - len(noted)

@@ -61,6 +61,10 @@ def test_a_wait_that_a_function_names_has_no_jitter_and_survives_a_process() -> 
         RetryAfter(-1)
 
 
+def ignored(_index: int, _error: BaseException) -> None:
+    """Note no failure."""
+
+
 @pytest.mark.asyncio
 async def test_a_worker_has_its_share_of_the_places() -> None:
     share = WorkerShare(stage(concurrency=8))
@@ -74,7 +78,7 @@ async def test_a_worker_has_its_share_of_the_places() -> None:
         await asyncio.sleep(0)
         running -= 1
 
-    both = (each_element(range(10), share, execute, all_of_them=True) for _ in range(2))
+    both = (each_element(range(10), share, execute, ignored, all_of_them=True) for _ in range(2))
     assert await asyncio.gather(*both) == [[], []]
     assert most == 2
 
@@ -106,7 +110,9 @@ async def test_no_element_begins_after_a_failure_and_those_before_it_are_over() 
         if index in (1, 2):
             raise ValueError(index)
 
-    failed = await each_element(range(9), WorkerShare(stage(concurrency=3)), execute, all_of_them=False)
+    failed = await each_element(
+        range(9), WorkerShare(stage(concurrency=3)), execute, ignored, all_of_them=False
+    )
     assert [index for index, _ in failed] == [1, 2]
     assert begun == [0, 1, 2]
 
