@@ -19,7 +19,7 @@ from pipedist.journal.history import FORMAT, Header, PassHistory, audit, read_hi
 from pipedist.journal.writer import Journal
 from pipedist.runs.pass_journal import CALLS, FinishedCallLog, PassJournal
 from tests import preloaded
-from tests.journal.killing import ROOT
+from tests.preloaded import ROOT
 
 F = "tests.journal.functions"
 

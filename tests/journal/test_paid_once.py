@@ -18,9 +18,8 @@ import pytest
 from pipedist.journal.history import audit, read_history
 from pipedist.journal.log_format import read_log
 from tests import preloaded
-from tests.journal.killing import ROOT
 from tests.journal.paid import PROCESS, CountingServer
-from tests.preloaded import run_module
+from tests.preloaded import ROOT, run_module
 
 DURABLE_S = 0.5
 """Answers are durable after this time, by the documentation."""
