@@ -35,8 +35,8 @@ class ProgressTotals:
     phases: int = 1
     calls_total: int | None = None
     calls_past: int = 0  # those among the calls done that this process need not execute
-    elements_ahead: int = 0  # those that are over, of calls that are not
     activity: str = ""  # the work on the results after the last call, or ""
+    elements_ahead: int = 0  # those that are over, of calls that are not
 
     @classmethod
     def of(cls, progress: Progress) -> Self:

@@ -362,7 +362,11 @@ class PassExecution:
         if self._durable is None or not self._between:
             return None
         finished = self._unread or {}
-        has_calls = self._calls is not None and self._calls.lacks(finished)
+        # those that were logged, but whose commit was cancelled, are lacking too
+        has_calls = self._calls is not None and (
+            self._calls.lacks(finished)
+            or (self._calls.is_used and not self._durable.has_committed(CALLS, self._calls.count))
+        )
         if self.steps == self._durable.steps_committed and not has_calls:
             return None
         if not all(held_out._between for held_out in self.evaluated_by):

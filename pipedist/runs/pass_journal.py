@@ -292,6 +292,10 @@ class PassJournal:
         )
         return PendingSnapshot(self, snapshot, versions)
 
+    def has_committed(self, name: str, part: Versioned) -> bool:
+        """Return whether this process has committed this version of a part."""
+        return self._versions.get(name) == part[0]
+
     def committed(self, taken: PendingSnapshot) -> None:
         """Record that the latest snapshot is durable."""
         self.steps_committed = taken.snapshot.last
