@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import anyio
@@ -94,12 +95,13 @@ class RunJournal:
         self, take: Callable[[], Awaitable[PendingSnapshot]], every_s: float | None
     ) -> None:
         """Commit periodically what `take` returns, until cancelled; `every_s` None: COMMIT_S."""
-        while True:
+        # the first commit logs all finished calls of an earlier process again, so its cost is not that of later ones
+        for is_first in chain([True], repeat(False)):
             taken = await take()
             begin = time.monotonic()
             await self.commit([taken])
-            took = time.monotonic() - begin
-            await anyio.sleep(max(COMMIT_S if every_s is None else every_s, took / COST_SHARE))
+            cost_s = 0.0 if is_first else time.monotonic() - begin
+            await anyio.sleep(max(COMMIT_S if every_s is None else every_s, cost_s / COST_SHARE))
 
     def close(self) -> None:
         self._journal.close()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -146,6 +147,32 @@ def test_quarantined_calls_are_executed_again_if_the_run_could_only_fail(tmp_pat
     again = calls_in(tmp_path) - first
     assert (again.pop("gated 0 1"), again.pop("gated 0 2")) == (1, 1)
     assert set(again) <= {"gated 0 7"}
+
+
+@pytest.mark.asyncio
+async def test_calls_that_were_logged_when_the_run_was_cancelled_are_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is cancelled after its last finished call was logged, and before that is committed."""
+    spec = spec_of(tmp_path, n=8, batch=8, replicas=8, waiting=[7])
+    loop, add, is_cancelled = asyncio.get_running_loop(), FinishedCallLog.add, threading.Event()
+
+    async with pipedist.open(spec, workers=2, output=tmp_path / "out") as run:
+
+        def cancel() -> None:
+            run.cancel()
+            is_cancelled.set()
+
+        def cancelling(self: FinishedCallLog, before: int, results: Any) -> None:
+            add(self, before, results)
+            if len(results) == 7 and not is_cancelled.is_set():
+                loop.call_soon_threadsafe(cancel)
+                is_cancelled.wait(30)
+
+        monkeypatch.setattr(FinishedCallLog, "add", cancelling)
+        with pytest.raises(pipedist.RunCancelled):
+            await run.results()
+    assert durable_calls(tmp_path) == 7
 
 
 def test_a_stream_of_a_resumed_run_has_all_parts_of_an_incomplete_step(tmp_path: Path) -> None:
