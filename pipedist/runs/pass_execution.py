@@ -102,7 +102,7 @@ class PassExecution:
         self.steps = 0 if durable is None else durable.before.steps
         """Steps [0, steps) have been taken: folded, kept and streamed."""
         self.elements = 0 if durable is None else durable.before.elements
-        self.resumed = DurableProgress(self.steps)  # what it took from the journal
+        self.resumed = DurableProgress(self.steps)  # the results that it took from the journal
         self._taking = anyio.Lock(fast_acquire=True)
         self._between = False  # no step is partly taken, so a snapshot is consistent
         self.is_complete = False  # whether all steps are taken and all values complete
