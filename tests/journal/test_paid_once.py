@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from pipedist.journal.log_format import read_log
 from tests import preloaded
 from tests.journal.paid import PROCESS, CountingServer
 from tests.preloaded import ROOT, run_module
+from tests.transport.memory import children
 
 DURABLE_S = 0.5
 """Answers are durable after this time, by the documentation."""
@@ -69,6 +72,12 @@ def wait_until(is_reached: Callable[[], bool], process: subprocess.Popen[bytes])
         time.sleep(0.005)
 
 
+def tree_of(pid: int) -> list[int]:
+    """Return a process, its fork server, and its workers."""
+    below = [each for child in children(pid) for each in tree_of(child)]
+    return [pid, *below]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("per", "batch", "replicas"), [("element", 200, 2), ("element", 40, 1), (None, 40, 40)]
@@ -76,6 +85,7 @@ def wait_until(is_reached: Callable[[], bool], process: subprocess.Popen[bytes])
 def test_no_durable_answer_is_asked_for_again(
     tmp_path: Path, per: str | None, batch: int, replicas: int
 ) -> None:
+    """The driver is killed, and then the driver with its workers."""
     n, times = 300, random.Random(batch + replicas)
     killed_at: list[float] = []
     durable: list[set[int]] = []
@@ -86,8 +96,10 @@ def test_no_durable_answer_is_asked_for_again(
             until = len(server.answered) + times.randrange(60, 120)
             with begin(tmp_path, number) as process:
                 wait_until(lambda: len(server.answered) >= until, process)  # noqa: B023
-                process.kill()
                 killed_at.append(time.monotonic())
+                for pid in tree_of(process.pid) if number else [process.pid]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             durable.append(durable_places(tmp_path, per))
         with begin(tmp_path, 2) as process:
             assert process.wait(60) == 0
