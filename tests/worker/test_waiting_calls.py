@@ -93,7 +93,7 @@ async def test_a_share_that_changes_lets_calls_begin_at_once_and_interrupts_none
         begun.append(index)
         await end.wait()
 
-    calls = asyncio.create_task(each_element(range(10), share, execute, all_of_them=True))
+    calls = asyncio.create_task(each_element(range(10), share, execute, ignored, all_of_them=True))
     for calls_max, running in ((0, 0), (3, 3), (7, 7), (2, 7)):
         share.use(calls_max, 1)
         for _ in range(5):
