@@ -62,7 +62,7 @@ class RunOutcome:
     error: PipedistError | None  # why the run failed, or which output could not be written
     document: Mapping[str, Any] | None  # the results document; None if the run was interrupted
     notice: str = ""  # the notice about the output folder that was printed before the run
-    resumable: bool = False  # the folder has committed steps
+    resumable: bool = False  # the folder has committed steps, or finished calls
 
 
 def execute(options: RunOptions) -> int:
@@ -103,7 +103,8 @@ def execute(options: RunOptions) -> int:
         terminal.report(outcome.error)
         if outcome.result is None and outcome.resumable:
             write_error(
-                "Committed steps are kept. Fix the problem, then rerun with --resume, or start again with --restart\n"
+                "Committed steps and finished calls are kept. Fix the problem, then rerun with --resume, or start "
+                "again with --restart\n"
             )
     if outcome.result is not None:
         total_s = time.monotonic() - began  # with the end of the workers and the writing of large values
@@ -284,7 +285,8 @@ def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: flo
             for name in outcome.spec.stages  # results of an earlier run may have another order
             if name in result
         ]
-        write_out(render(rows, result.ledger.to_json(), result.timings.with_parts(total), result.retries))
+        times = result.timings.with_parts(total)
+        write_out(render(rows, result.ledger.to_json(), times, result.retries, result.resumed))
     if result.quarantined:
         write_error(_quarantine_text(result, replays=options.key_file is None))
 

@@ -17,6 +17,7 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame, decode
 from pipedist.scheduler import events as ev
+from pipedist.scheduler.commands import CallsQuarantined
 
 Slots = dict[str, Tree]  # the result of one call: slot name -> tree
 CALL_BYTES = 512  # estimated memory of a call's decoded result beyond its bytes: dict, leaves, objects
@@ -103,26 +104,48 @@ class ResultStore:
         self._sizes.clear()
 
 
+class FailedElement(Struct, frozen=True):
+    """The exception of an element's last attempt, in place of its result."""
+
+    text: str
+
+
+class QuarantinedCall(Struct, frozen=True):
+    """A call that is over, with quarantined elements: the result of the others, and what was quarantined."""
+
+    result: Slots
+    command: CallsQuarantined
+    elements: int  # number of quarantined elements
+
+
 class ElementStore:
     """Results of elements of calls that are not over yet, of stages with `per: element`.
 
-    Another attempt of the call gets them with its lease, so that it executes only the other elements.
+    Another attempt of the call gets them with its lease, so that it executes only the other elements. `FailedElement`s
+    are those that have no attempt left.
     """
 
     def __init__(self) -> None:
         self.added = 0  # the number of results that were added
         self._calls: dict[int, dict[tuple[int, int], Tree]] = {}
 
+    @property
+    def count(self) -> int:
+        return sum(map(len, self._calls.values()))
+
     def add(self, call: int, stage: int, element: int, result: Tree) -> None:
         self.added += 1
         self._calls.setdefault(call, {})[stage, element] = result
 
     def of(self, lo: int, hi: int) -> list[list[Tree]] | None:
-        """Return [call, stage, element, result] of each result of calls [lo, hi), None if there is none."""
+        """Return [call, stage, element, result, failure] of elements of calls [lo, hi), None if there is none."""
         if not self._calls:
             return None
-        calls = range(lo, hi)
-        return [[c, *at, result] for c in calls for at, result in self._calls.get(c, {}).items()] or None
+        return [
+            [call, *at, None, result.text] if isinstance(result, FailedElement) else [call, *at, result, ""]
+            for call in range(lo, hi)
+            for at, result in self._calls.get(call, {}).items()
+        ] or None
 
     def drop(self, lo: int, hi: int) -> None:
         for call in range(lo, hi) if self._calls else ():

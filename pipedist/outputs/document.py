@@ -42,6 +42,7 @@ def run_document(
     quarantined: Sequence[Mapping[str, Any]] = (),
     retries: Mapping[str, Mapping[str, int]] = {},
     measurements: Mapping[str, Json] = {},
+    resumed: Mapping[str, Mapping[str, int]] = {},
 ) -> Json:
     """Return the document of a run that has ended.
 
@@ -54,6 +55,7 @@ def run_document(
         quarantined: `{element, stage, cause}` of each quarantined element.
         retries: number of attempts of calls that did not count, by stage and reason.
         measurements: timings by stage and worker.
+        resumed: number of steps, calls and elements that were taken from the journal, by pass.
 
     Raises:
         OutputError: a result has no JSON form; the text names the stage and the path in its value.
@@ -78,6 +80,8 @@ def run_document(
         document["error"] = error_document(error)
     if retries:
         document["retries"] = {stage: dict(counts) for stage, counts in retries.items()}
+    if resumed:
+        document["resumed"] = {name: dict(counts) for name, counts in resumed.items()}
     if quarantined:
         document["quarantined"] = [to_json(dict(entry)) for entry in quarantined]
     return document

@@ -50,6 +50,7 @@ class StageCount:
         calls_done, calls_total: the same in calls: those that have returned, and those that a resumed run need not
             execute.
         calls_past: of the calls done, those that this process need not execute.
+        elements_ahead: elements that are over in a stage with `per: element`, of calls that are not.
     """
 
     name: str
@@ -61,6 +62,7 @@ class StageCount:
     calls_done: int
     calls_total: int | None = None
     calls_past: int = 0
+    elements_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,8 @@ class Result(Mapping[str, Tree]):
         retries: by stage, the number of attempts of calls that did not count, by reason: "error" (another attempt
             followed), "timeout", "death" (of the worker), "slow" (executed a second time beside the first, which took
             far longer than others). Trials of single elements for a quarantine are attempts too.
+        resumed: by pass, the numbers of "steps" that an earlier process had committed, of "calls" of later steps that
+            it had finished, and of "elements" of other calls: these were not executed again.
         notice: a message about the output folder for the user, or "".
         restored: the document of a finished run, if this one was not executed again.
         quarantined: id, failing stage and cause of each quarantined element.
@@ -121,6 +125,7 @@ class Result(Mapping[str, Tree]):
     ledger: Ledger
     timings: Timings
     retries: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    resumed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notice: str = ""
     restored: Mapping[str, Any] | None = None
     quarantined: Sequence[Mapping[str, Any]] = ()
@@ -149,6 +154,7 @@ class Result(Mapping[str, Tree]):
             quarantined=self.quarantined,
             retries=self.retries,
             measurements=self.timings.details(),
+            resumed=self.resumed,
         )
 
     def __getitem__(self, stage: str) -> Tree:
@@ -199,6 +205,7 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
         ledger=Ledger(**document["ledger"]),
         timings=Timings.of(document["timings"], document.get("measurements", {})),
         retries=document.get("retries", {}),
+        resumed=document.get("resumed", {}),
         quarantined=document.get("quarantined", []),
         quarantine_file=finished.files.get(QUARANTINE),
         notice=notice,

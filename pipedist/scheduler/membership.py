@@ -34,6 +34,8 @@ class Membership:
             OrderedDict()
         )  # time of the start, of workers that may join soon
         self.leases: dict[int, Lease] = {}
+        self.cancelled: dict[int, Lease] = {}
+        """Overlapping leases whose cancellation is not confirmed: their workers may still report results."""
         self.now = 0.0  # of the event that is being handled
         self.ready = 0  # number of READY workers that are not suspended
         self.watched: dict[int, Stragglers] = {}  # leases that may get a second attempt, by pass
@@ -121,6 +123,8 @@ class Membership:
     def dismiss(self, worker: Worker) -> list[Lease]:
         """Mark a READY or STARTING worker as lost; return its leases, the running one first."""
         held = [self.leases.pop(i) for i in worker.leases]
+        for lease in [x for x in self.cancelled.values() if x.worker == worker.name]:
+            del self.cancelled[lease.id]
         for lease in held:
             self._over(lease)
         if worker.state is WorkerState.READY and not worker.suspended:
@@ -210,6 +214,15 @@ class Membership:
         worker = self.workers[lease.worker]
         worker.unsure = worker.unsure or (worker.leases[0] == lease.id and not lease.overlaps)
         self.revoke(lease)
+        if lease.overlaps and lease.probe is None:
+            self.cancelled[lease.id] = lease
+
+    def confirm(self, worker: Worker, lease: int) -> None:
+        """Record that a worker reports nothing more of a cancelled lease."""
+        if lease in self.cancelled and self.cancelled[lease].worker == worker.name:
+            del self.cancelled[lease]
+        if worker.suspended == lease:
+            self.resume(worker)
 
     def send_nothing_behind(self, lease: Lease) -> None:
         lease.expected_s = 0.0

@@ -165,6 +165,10 @@ class Driver:
         while self._left is None and self._socket.poll(0):
             message, self._frames = self._socket.recv()
             try:
+                if isinstance(message, msg.Cancel) and message.lease in self._leases.overlapping.runs:
+                    self._report_overlapping()
+                    self._leases.overlapping.runs[message.lease].abandon()
+                    self._report_overlapping()  # elements that were over before their call was
                 self._handle(message)
             finally:
                 self._frames = []

@@ -36,7 +36,7 @@ from pipedist.worker import failures, process_setup
 from pipedist.worker.array_isolation import as_readonly, check_objects, take_ownership
 from pipedist.worker.context import ReplicaContext, current
 from pipedist.worker.failures import CallFailure
-from pipedist.worker.inputs import LeaseShards, Shard, ShardFinder, States
+from pipedist.worker.inputs import FinishedElements, LeaseShards, Shard, ShardFinder, States
 from pipedist.worker.log_forwarding import importer
 from pipedist.worker.progress import StageClock
 from pipedist.worker.stages import Call, GangCallContext, Stage
@@ -242,10 +242,8 @@ class PassExecutor:
             self._check_same(call, first, values)
         return self._emit(call, shard.value, values, False)
 
-    async def _values_among_others(
-        self, call: Call, shard: Shard, finished: Mapping[tuple[int, int], Tree]
-    ) -> list[Tree]:
-        """Return the values of the stages; `finished` has results of elements, by stage and element."""
+    async def _values_among_others(self, call: Call, shard: Shard, finished: FinishedElements) -> list[Tree]:
+        """Return the values of the stages; `finished` has elements that need no execution."""
         values: list[Tree] = []
         for place, stage in enumerate(self._stages):
             call.place = place + 1
@@ -254,7 +252,7 @@ class PassExecutor:
             value = self._input(stage, shard, values)
             context = partial(self._context, stage, call, shard)
             if stage.program.per_element:
-                done = {element: result for (at, element), result in finished.items() if at == place}
+                done = {element: found for (at, element), found in finished.items() if at == place}
                 result = await self._waiting(stage).elements(call, shard.elements, value, done, context)
             else:
                 result = await self._waiting(stage).attempts(call, value, partial(context, shard.elements))
