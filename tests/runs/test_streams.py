@@ -455,6 +455,7 @@ def test_ctrl_c_in_a_notebook_ends_the_run(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.asyncio
 async def test_a_streamed_result_costs_few_python_calls() -> None:
     steps, made = 3000, 0
 
