@@ -36,7 +36,7 @@ from pipedist.runs.programs import (
 from pipedist.runs.quarantine import PassQuarantine
 from pipedist.runs.rebatching import kept_shards
 from pipedist.runs.state_history import StateHistory
-from pipedist.runs.subscription import Part, Step, Subscription
+from pipedist.runs.subscription import ITEMS_MAX, Part, Step, Subscription
 from pipedist.runs.training import Trainer, TrainingParticipant
 from pipedist.scheduler import PassSettings
 
@@ -426,12 +426,16 @@ class PassExecution:
         )
 
     def _segments(self, batch: Batch) -> Iterator[tuple[int, int, list[list[Slots]]]]:
-        """Yield (first step, epoch, steps) by epoch, or by step if streamed."""
-        streams = self._subscription is not None and self._subscription.kind == "steps"
+        """Yield (first step, epoch, steps) by epoch; less at once if streamed, so that few steps are ahead."""
+        steps_max = len(batch.steps)
+        if self._subscription is not None and self._subscription.kind == "steps":
+            # a fold or update that fails must not hold back the steps before it
+            steps_max = 1 if self._pass.folds or self._participant is not None else ITEMS_MAX
         first, last = batch.first, batch.first + len(batch.steps)
         while first < last:
             epoch = self._feed.epoch(first)
-            fitting = 1 if streams else bisect_right(range(first, last), epoch, key=self._feed.epoch)
+            ahead = range(first, min(last, first + steps_max))
+            fitting = bisect_right(ahead, epoch, key=self._feed.epoch)
             at = first - batch.first
             yield first, epoch, batch.steps[at : at + fitting]
             first += fitting
@@ -451,7 +455,14 @@ class PassExecution:
         subscription = self._subscription
         if subscription is not None and subscription.kind == "steps":
             for step, slots in enumerate(steps, first):
-                values = {name: await self._folds.step_value(name, slots) for name in subscription.stages}
+                if subscription.is_full:
+                    await subscription.room()
+                values: dict[str, Tree] = {}
+                for name in subscription.stages:
+                    if name in self._pass.runs:
+                        values[name] = self._folds.components(name, slots)
+                    else:
+                        values[name] = await self._folds.step_value(name, slots)
                 subscription.put(Step(step, epoch, values), step_bytes)
         if self._participant is not None:
             await self._notify_training(self._participant, first + len(steps) - 1, epoch)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping
-from contextvars import Token
 from functools import partial
 from operator import lt
 from time import monotonic
@@ -222,12 +221,17 @@ class PassExecutor:
                 result = self._begin(stage, call, shard, values, ctx)
                 if hasattr(type(result), "__await__"):
                     result = wait(result)
-                values.append(self._end(call, result))
+                call.in_user_code = False
+                values.append(result if call.gang is None else self._end(call, result))
                 if self._stored:
                     call.seconds.append(monotonic() - began)
                 del result  # `take_ownership` would count it as another reference
             finally:
-                self._leave(stage, call, token)
+                if process_setup.is_copy:
+                    process_setup.end_copy(stage.name)
+                if stage.limit_ns:
+                    self.clock.stop(call.number)
+                current.reset(token)
         return values
 
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
@@ -261,13 +265,6 @@ class PassExecutor:
                 call.seconds.append(monotonic() - began)
             del result
         return values
-
-    def _leave(self, stage: Stage, call: Call, token: Token[ReplicaContext | None]) -> None:
-        if process_setup.is_copy:
-            process_setup.end_copy(stage.name)
-        if stage.limit_ns:
-            self.clock.stop(call.number)
-        current.reset(token)
 
     @staticmethod
     def _digests(values: list[Tree]) -> list[Digests]:
