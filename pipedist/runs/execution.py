@@ -16,8 +16,8 @@ from pipedist.coordinator.pass_handle import PassCounts
 from pipedist.core.types import Tree
 from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunDrained
 from pipedist.plan import PassPlan, Plan
+from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_execution import PassExecution
-from pipedist.runs.pass_feeds import Spool
 from pipedist.runs.pass_folds import restore_pass, sink_of
 from pipedist.runs.pass_journal import PASS_STATE
 from pipedist.runs.quarantine import PassQuarantine, QuarantinedElement

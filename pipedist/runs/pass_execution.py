@@ -21,7 +21,8 @@ from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle,
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.pass_feeds import GatedFeed, Spool, SpoolFeed, feed_of
+from pipedist.runs.kept_values import Spool
+from pipedist.runs.pass_feeds import GatedFeed, SpoolFeed, feed_of
 from pipedist.runs.pass_folds import PassFolds
 from pipedist.runs.pass_journal import CALLS, CALLS_S, PASS_STATE, STATE, Finished, FinishedCallLog
 from pipedist.runs.programs import (

@@ -29,7 +29,8 @@ from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.protocol.program import Shards
 from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
 from pipedist.runs.identity import SpecSource, differences, listed
-from pipedist.runs.pass_feeds import Spool, SpoolFeed, feed_of
+from pipedist.runs.kept_values import Spool
+from pipedist.runs.pass_feeds import SpoolFeed, feed_of
 from pipedist.runs.pass_folds import restore_pass
 from pipedist.runs.pass_journal import PASS_STATE, PassJournal
 from pipedist.runs.programs import CallKey, pass_of, pass_program, slot_of
