@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import groupby
 
 import anyio
@@ -14,6 +14,8 @@ from msgspec.structs import replace
 from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import (
+    AHEAD_BYTES_MAX,
+    AHEAD_STEPS_MAX,
     READ_BYTES,
     ElementRanges,
     Feed,
@@ -31,7 +33,14 @@ from pipedist.runs.kept_values import Spool
 from pipedist.runs.rebatching import KeptShard, KeptStep, StepCutter, has_rows, kept_shards
 
 
-def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
+def feed_of(
+    plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool], sequential: MutableMapping[str, SequentialFeed]
+) -> Feed:
+    """Return the feed of a pass.
+
+    Args:
+        sequential: the first feed of each dataset of the phase that can be read only in order, by dataset.
+    """
     spec = plan.spec
     dataset = spec.datasets[pass_.dataset]
     division = plan.division_of(pass_)
@@ -43,13 +52,16 @@ def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
         return SpoolFeed(pass_.root, spools.get(pass_.root), spec.replicas, batch, reader)
     source = plan.sources[pass_.dataset]
     if division is None:
-        return SequentialFeed(
+        if pass_.dataset in sequential:
+            return sequential[pass_.dataset].beside()
+        sequential[pass_.dataset] = feed = SequentialFeed(
             source,
             batch=dataset.batch,
             replicas=spec.replicas,
             drop_remainder=dataset.drop_remainder,
             epochs=plan.epochs(pass_),
         )
+        return feed
     return IndexedFeed(
         source,
         pass_.dataset,
@@ -58,9 +70,6 @@ def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
         shuffle_seed=spec.seed if dataset.shuffle else None,
     )
 
-
-AHEAD_STEPS_MAX = 256
-AHEAD_BYTES_MAX = 4 * 2**20
 
 _Made = tuple[int, int, int, list[KeptShard]]  # epoch, elements, bytes and shards of a step
 
@@ -212,29 +221,13 @@ class SpoolFeed(Feed):
     def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
         """Return the values of calls [lo, hi), or the function that joins them."""
         calls = [(self._held[call // self._replicas], call % self._replicas) for call in range(lo, hi)]
-        for (held, part), call in zip(calls, range(lo, hi), strict=True):
-            step = call // self._replicas
-            if part in held.skipped:
-                raise FoldError(
-                    self._stage,
-                    f"step {step} has no value for replica {part}, because its shard was quarantined, so the "
-                    "replica can't join a collective. Put both stages into one phase",
-                )
-            if part >= len(held.shards):
-                raise FoldError(
-                    self._stage,
-                    f"step {step} has no shard for replica {part}, so the replica has no value to join a "
-                    "collective with. Add `collectives: true` here too, or `drop_remainder: true`",
-                )
 
         def read() -> Shards:
-            ids = [held.ids(part) for held, part in calls]
+            ids = [held.ids(part) if part < len(held.shards) else range(0) for held, part in calls]
             try:
                 values = [held.value(part) for held, part in calls]
             except (TypeError, ValueError) as error:
-                raise FoldError(
-                    self._stage, f"its values can't be divided into other steps: {error}"
-                ) from error
+                raise FoldError(self._stage, f"its values can't be divided into calls: {error}") from error
             if elements:
                 rows = positions(elements)
                 ids = [np.asarray(ids[0], np.int64)[rows]]
