@@ -116,8 +116,10 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
         lines.append(
             f"  ends if more than {plural(plan.quarantine_max(pass_.dataset), 'element')} fail (quarantine_max)"
         )
-    if len(pass_.runs) > 1 and any(plan.maker(each) for each in plan.passes):
-        lines.append(f"  one call executes {', '.join(pass_.runs)}")
+    needs = {getattr(plan.spec.stages[name], "gpus", 0.0) for name in pass_.runs}
+    if len(pass_.runs) > 1 and (len(needs) > 1 or any(plan.maker(each) for each in plan.passes)):
+        why = ", although their `resources` differ: see `update` in the spec language" if len(needs) > 1 else ""
+        lines.append(f"  one call executes {', '.join(pass_.runs)}{why}")
     for name in pass_.runs:
         lines.append(f"  run     {name}: {_call(plan, name)}{_waits(plan, name)}{_limits(plan, pass_, name)}")
     for name in pass_.folds:
