@@ -121,7 +121,8 @@ class _Places:
             self.phase[name] = max([least, before, *waited])
             if self.phase[name] > before and stage.of in self._spec.stages:
                 self.root[name], self.depth[name] = stage.of, 0
-                self.kind[name] = (0.0, stage.batch or self.kind[name][1])
+                gpus = 0.0 if self._why_together(name) else stage.gpus
+                self.kind[name] = (gpus, stage.batch or self.kind[name][1])
             elif not self._begins_a_pass(name, stage):
                 return
             elif stage.of in self._spec.datasets:
@@ -136,7 +137,10 @@ class _Places:
         gpus = source.gpus if isinstance(source, RunSpec) else self._least_gpus[stage.of]
         if stage.batch is None and stage.gpus == gpus:
             return False
-        return not why_together(name, tuple(self._spec.datasets), self._links, self._training)
+        return not self._why_together(name)
+
+    def _why_together(self, name: str) -> str:
+        return why_together(name, tuple(self._spec.datasets), self._links, self._training)
 
     def _put_training(self, training: TrainingStages) -> None:
         members = [name for name in self.order if name in training.members]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -469,6 +470,19 @@ READS = {"with": {"amount": "${state.s}"}, "run": f"{F}:plus"}
 def test_stages_that_depend_on_the_updates_stay_in_one_call(stages: dict[str, Any]) -> None:
     names = tuple(name for name in stages if "run" in stages[name])
     assert runs_of(stages) == [("dataset", names, 4)]
+    plan = planned({"pipedist": 1, "replicas": 2, "dataset": {"range": 103, "batch": 4}, "stages": stages})
+    assert re.search("one call executes a, b.*, although their `resources` differ: `", as_text(plan))
+    plan.close()
+
+
+def test_runs_of_kept_values_with_other_resources_are_calls_of_their_own() -> None:
+    stages = {
+        "a": run(),
+        "t": {"reduce": "sum", "of": "a", "axis": 0},
+        "b": run("a", after=["t"]),
+        "c": run("a", 1, after=["t"]),
+    }
+    assert runs_of(stages) == [("dataset", ("a",), 4), ("a", ("b",), 4), ("a", ("c",), 4)]
 
 
 @pytest.mark.parametrize(
