@@ -199,6 +199,8 @@ def gather(tree: Tree, axis: int, replicas: int) -> Tree:
 
 def _leaf_by_leaf(fn: Callable[[Any], Any], tree: Tree) -> Tree:
     """Return the tree of `fn(leaf)`; errors begin with the path of the leaf, unless it is the whole tree."""
+    if type(tree) is PerReplica:  # a leaf, whose errors have no path
+        return fn(tree)
     leaves, treedef = trees.flatten(tree)
     results = []
     for leaf in leaves:
@@ -221,8 +223,9 @@ def _check_length(leaf: Any, replicas: int) -> None:
 
 
 def _reduce_leaf(reduction: Reduction, leaf: Any, replicas: int) -> Tree:
-    _check_length(leaf, replicas)
     if isinstance(leaf, PerReplica):
+        if len(leaf.components) != replicas:
+            _check_length(leaf, replicas)
         return _fold(reduction, leaf.components)
     return _fold(reduction, (leaf,)) if replicas == 1 else _reduce_plain(reduction, leaf)
 
@@ -310,7 +313,10 @@ def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axis: int, names: S
                 "shape (1,), or reduce"
             )
         if not ragged.fit(part.dtype, first.dtype):
-            raise TypeError(f"{names[0]} has dtype {first.dtype}, {name} {part.dtype}")
+            raise TypeError(
+                f"{names[0]} has dtype {first.dtype}, {name} {part.dtype}; return one dtype in every call, as "
+                "with x.astype(np.float64)"
+            )
         (along,) = resolve_axes((axis,), part.ndim)
         differs = (
             part.shape[:along] != first.shape[:along] or part.shape[along + 1 :] != first.shape[along + 1 :]

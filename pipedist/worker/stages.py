@@ -49,7 +49,7 @@ class Call:
     place: int = 1  # the number of its stage, counted from 1
     begin: Callable[[int], None] = lambda _call: None  # records that the call has the thread
     fresh: list[Tree] = field(default_factory=list)
-    """[stage, element, result] of elements that are over, and not reported yet."""
+    """[stage, element, result, failure] of elements that are over, and not reported yet."""
     culprits: tuple[tuple[int, str], ...] = ()  # elements that failed by themselves; see `messages.Failed`
     seconds: list[float] = field(default_factory=list)  # how long each stage took, if its value may be stored
 
