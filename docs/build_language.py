@@ -176,8 +176,8 @@ side waits for the slower one, at most a few MiB behind.
 A gang and a training are fed in the same way: decodes of later steps run while a step waits for its updates. A replica
 without elements joins the collectives with arrays without rows. In a training, a run has calls of its own only if all
 stages that feed an update or read its state are in these calls or after them, or none is. It has none in a held-out
-dataset, or if an `until` may end the epochs early: there a chain is one call, whatever its resources, and a `batch` is an
-error.
+dataset, or if an `until` may end the epochs early: there a chain is one call, whatever its resources, and a `batch` is
+an error.
 If the values of a run can't leave their process, give the runs that read it the same `resources`.
 
 With `batch: B`, step s of an epoch is the elements [s*B, (s+1)*B) of the epoch in the dataset's order, and is divided
