@@ -77,6 +77,7 @@ function folded(title, isOpen, make) {
 
 function drawHead() {
   const title = document.getElementById("title");
+  document.title = `${data.name}: ${data.state}`;
   title.replaceChildren(data.name, el("span", { class: `state ${data.state}` }, data.state));
   const last = data.processes.at(-1);
   const began = last ? new Date(data.processes[0].began_at * 1000).toLocaleString() : "";

@@ -134,13 +134,10 @@ def test_the_live_page_follows_its_run_to_the_end(browser: Chrome, tmp_path: Pat
     with executing(tmp_path) as run:
         browser.get(run.url)
         assert browser.title == "waiting: running"
-        state = browser.find_element("class name", "state")
-        assert state.text == "running"
+        assert browser.execute_script("return document.querySelector('.state').textContent") == "running"
         keep(browser, "live-1280-light")
         run.let_go()
-        WebDriverWait(browser, WAIT_S).until(
-            lambda driver: driver.find_element("class name", "state").text == "finished"
-        )
+        WebDriverWait(browser, WAIT_S).until(lambda driver: driver.title == "waiting: finished")
         assert "out.npy" in browser.find_element("tag name", "main").text
         assert run.end()[0] == 0
     assert problems(browser) == []

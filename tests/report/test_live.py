@@ -129,10 +129,13 @@ def test_the_server_ends_with_its_run_after_the_last_state(tmp_path: Path) -> No
 
 def test_the_server_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     with executing(tmp_path) as run:
-        run.process.kill()
+        states = []
         with httpx.stream("GET", f"{run.url}events", timeout=WAIT_S) as answer:
-            last = [line for line in answer.iter_lines() if line.startswith("data: ")][-1]
-        assert json.loads(last.removeprefix("data: "))["state"] == "interrupted"
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    states.append(json.loads(line.removeprefix("data: "))["state"])
+                    run.process.kill()
+        assert (states[0], states[-1]) == ("running", "interrupted")
 
 
 @pytest.mark.parametrize(

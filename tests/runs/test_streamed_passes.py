@@ -165,12 +165,17 @@ def test_culprits_of_both_stages_are_found_by_their_ids(workers: int, tmp_path: 
     }
     assert all(line["alone"] for line in lines)
     assert {line["input"]["id"] for line in lines if line["stage"] == "inferred"} == {9, 50}
-    rows = np.load(tmp_path / "rows.npz")
+    rows = arrays(tmp_path / "rows.npz")
     positions = {int(i): at for at, i in enumerate(order_of())}
     left = [i for i in order_of() if i not in (7, 8, 40, 9, 50)]
     assert rows["id"].tolist() == left
     assert rows["step"].tolist() == [positions[i] // 10 for i in left]
     assert (result.ledger.committed, result.ledger.quarantined, result.ledger.lost) == (COUNT - 5, 5, 0)
+
+
+def arrays(path: Path) -> dict[str, Any]:
+    with np.load(path) as found:
+        return dict(found)
 
 
 def order_of() -> list[int]:
@@ -264,7 +269,7 @@ def test_a_run_that_fails_in_the_second_stage_is_resumed(alone: Any, tmp_path: P
     before = calls(tmp_path, "decode")
     spec = document_of(tmp_path)
     result = pipedist.run(spec, workers=4, output=tmp_path / "out", resume=True)
-    same(dict(np.load(tmp_path / "out" / "rows.npz")), alone["rows"])
+    same(arrays(tmp_path / "out" / "rows.npz"), alone["rows"])
     assert calls(tmp_path, "decode") == before, "all of its values are durable"
     assert result.ledger == alone.ledger
 
@@ -285,7 +290,7 @@ async def test_a_drained_run_is_resumed(tmp_path: Path) -> None:
         await drained()
     async with pipedist.open(document, workers=2, output=tmp_path, resume=True) as run:
         result = await run.results()
-    assert np.load(tmp_path / "where.npz")["id"].tolist() == list(range(4_000))
+    assert arrays(tmp_path / "where.npz")["id"].tolist() == list(range(4_000))
     assert (result.ledger.committed, result.ledger.lost) == (4_000, 0)
 
 
@@ -359,6 +364,6 @@ def test_a_changed_second_stage_reads_the_values_of_the_first_again(finished: Pa
     spec["stages"]["inferred"]["batch"] = 20
     (folder / "spec.json").write_text(json.dumps(spec))
     pipedist.run(folder / "spec.json", workers=2, output=folder / "out", resume="reuse")
-    rows = np.load(folder / "out" / "rows.npz")
+    rows = arrays(folder / "out" / "rows.npz")
     assert rows["step"].tolist() == [position // 20 for position in range(COUNT)]
     assert calls(folder, "decode") == before

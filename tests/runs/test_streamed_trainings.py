@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
 
 import pipedist
@@ -18,6 +17,7 @@ from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import open_replay
 from pipedist.testing import Faults, simulate
 from tests.runs import stream_functions as functions
+from tests.runs.test_streamed_passes import arrays
 
 ROOT = Path(__file__).parents[2]
 F, G = "tests.runs.stream_functions", "tests.runs.training_functions"
@@ -79,7 +79,7 @@ def test_runs_of_a_dataset_that_is_read_once_resume_at_their_own_steps(tmp_path:
     result = pipedist.run(path, workers=2, output=tmp_path / "out", resume=True)
     assert (result.ledger.committed, result.ledger.lost) == (functions.COUNTED, 0)
     for name in "ab":
-        (rows,) = np.load(tmp_path / "out" / f"{name}.npz").values()
+        (rows,) = arrays(tmp_path / "out" / f"{name}.npz").values()
         assert rows.tolist() == list(range(functions.COUNTED))
     assert len((tmp_path / "read").read_text().splitlines()) == functions.COUNTED, "read once for both"
 
@@ -162,7 +162,7 @@ def test_a_batch_of_a_training_is_that_of_its_steps(tmp_path: Path) -> None:
     """The last step of an epoch has an empty shard, which joins the collectives too."""
     gang = made(tmp_path / "gang", training(gang=True, batch=23))
     assert made(tmp_path / "gang-3", training(gang=True, batch=23), 3) == gang
-    steps = np.load(tmp_path / "gang" / "sums.npz")["n"]
+    steps = arrays(tmp_path / "gang" / "sums.npz")["n"]
     assert steps.tolist() == [23, 23, 23, 1] * EPOCHS
 
 
