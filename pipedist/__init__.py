@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from pipedist.cluster.resolvers_environment import SlurmClusterResolver as SlurmClusterResolver
     from pipedist.cluster.resolvers_environment import TFConfigClusterResolver as TFConfigClusterResolver
     from pipedist.cluster.resolvers_kubernetes import KubernetesClusterResolver as KubernetesClusterResolver
+    from pipedist.cluster.resolvers_tpu import DeviceAssignment as DeviceAssignment
+    from pipedist.cluster.resolvers_tpu import TPUClusterResolver as TPUClusterResolver
+    from pipedist.cluster.resolvers_tpu import TPUTopology as TPUTopology
     from pipedist.cluster.tf_config import TaskCluster as TaskCluster
     from pipedist.cluster.tf_config import open_cluster as open_cluster
     from pipedist.collectives.options import CommunicationOptions as CommunicationOptions
@@ -104,6 +107,7 @@ _HOMES = {
     "pipedist.cluster.resolvers": "ClusterResolver ClusterSpec SimpleClusterResolver UnionResolver",
     "pipedist.cluster.resolvers_environment": "SlurmClusterResolver TFConfigClusterResolver",
     "pipedist.cluster.resolvers_kubernetes": "KubernetesClusterResolver",
+    "pipedist.cluster.resolvers_tpu": "DeviceAssignment TPUClusterResolver TPUTopology",
     "pipedist.collectives.options": "CommunicationOptions",
     "pipedist.cluster.remote": "ConnectCluster",
     "pipedist.datasets.element": "ArraySpec",
