@@ -173,8 +173,8 @@ test-torch:  ## Run the tests that need torch (after make bench-torch).
 
 .PHONY: test-jax
 test-jax: $(INSTALLED)  ## Install jax for the CPU, and run the tests that need it (120 MiB).
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check jax
-	$(BIN)/python -m pytest -q -m jax tests/values
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[jax]'
+	$(BIN)/python -m pytest -q -n 2 -m jax tests/values tests/jax
 
 .PHONY: test-engines
 test-engines:  ## Test the launchers ray and dask with real clusters, in .venv-engines (1 GiB).

@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from pipedist.strategy.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
     from pipedist.strategy.partitioners import MaxSizePartitioner as MaxSizePartitioner
     from pipedist.strategy.partitioners import MinSizePartitioner as MinSizePartitioner
+    from pipedist.strategy.tpu import TPUStrategy as TPUStrategy
     from pipedist.values import Mirrored as Mirrored
     from pipedist.values import PerReplica as PerReplica
     from pipedist.values import ReduceOp as ReduceOp
@@ -131,6 +132,7 @@ _HOMES = {
         "has_strategy in_cross_replica_context strategy_of"
     ),
     "pipedist.strategy.cluster_coordinator": "ClusterCoordinator",
+    "pipedist.strategy.tpu": "TPUStrategy",
     "pipedist.strategy.parameter_server": "ParameterServerStrategy",
     "pipedist.strategy.closures": "ClosureCancelled RemoteValue",
     "pipedist.cluster.tf_config": "TaskCluster open_cluster",
