@@ -52,7 +52,7 @@ from pipedist.worker.variables.rules import (
 
 AXIS: Final = "replica"  # name of the mesh's only axis
 PROGRAMS_MAX: Final = 256  # compiled programs; the least recently used one is dropped
-_FORCED: Final = re.compile(r"--xla_force_host_platform_device_count=\S*")
+_FORCED: Final = re.compile(r"--xla_force_host_platform_device_count=([0-9]+)")
 _NUMBERS: Final = (int, float, complex)
 _MEANS: Final = {
     1: np.float32,
@@ -133,8 +133,10 @@ def start(devices: JaxDevices, local: range) -> Mesh:
 
 
 def _configure(platform: str, count: int) -> None:
-    if platform == "cpu":  # this number replaces the one in XLA_FLAGS
-        os.environ["XLA_FLAGS"] = _FORCED.sub("", os.environ.get("XLA_FLAGS", ""))
+    if platform == "cpu":  # the number of XLA_FLAGS is the least: jax refuses two numbers
+        flags = os.environ.get("XLA_FLAGS", "")
+        count = max([count, *map(int, _FORCED.findall(flags))])
+        os.environ["XLA_FLAGS"] = _FORCED.sub("", flags)
     config = jax().config
     try:
         config.update("jax_enable_x64", True)  # dtypes are those of NumPy, as elsewhere
@@ -285,6 +287,8 @@ class _Collectives:
                 "Python code for all replicas at once. Use ctx.all_reduce or ctx.all_gather, and jax.numpy"
             )
         leaves, treedef = trees.flatten(request.tree)
+        if not leaves:
+            raise ValueError(f"{request.kind} of a tree without leaves, {request.tree!r}")
         arrays = [self._array(request, treedef, at, leaf) for at, leaf in enumerate(leaves)]
         if not self._together:
             shapes = ", ".join(text_of(array.shape, array.dtype) for array in arrays)
@@ -292,20 +296,15 @@ class _Collectives:
         return trees.unflatten(treedef, map(one, arrays))
 
     def _array(self, request: CollectiveRequest, treedef: trees.Treedef, at: int, leaf: Any) -> Array:
-        try:
-            if isinstance(leaf, str | bytes) or (request.kind == ALL_GATHER and np.ndim(leaf) == 0):
-                raise TypeError
-            array = jax().numpy.asarray(leaf)
-            if request.kind == ALL_REDUCE and array.dtype == bool:
-                raise TypeError
-            return array
-        except TypeError:
-            path = trees.treedef_paths(treedef)[at]
-            place = f"leaf {path!r}" if path else "the value"
-            if request.kind == ALL_GATHER and hasattr(leaf, "ndim"):
-                raise ValueError(f"all_gather of {place}: a scalar has no axis; expected rank >= 1") from None
-            kind = getattr(leaf, "dtype", type(leaf).__name__)
-            raise TypeError(f"{request.kind} of {place}: {kind} is not a numeric array") from None
+        path = trees.treedef_paths(treedef)[at]
+        place = f"{request.kind} of leaf {path!r}" if path else f"{request.kind} of the value"
+        kind = getattr(leaf, "dtype", type(leaf))
+        if isinstance(leaf, str | bytes) or (request.kind == ALL_REDUCE and kind in (bool, np.bool_)):
+            raise TypeError(f"{place}: {kind} is not numeric")
+        array = jax().numpy.asarray(leaf)
+        if request.kind == ALL_GATHER and array.ndim == 0:
+            raise ValueError(f"{place}: a scalar has no axis; expected rank >= 1")
+        return array
 
     def _reduce(self, op: ReduceOp, leaf: Array) -> Array:
         lax = jax().lax
