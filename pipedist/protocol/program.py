@@ -99,6 +99,7 @@ class JaxDevices(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     platform: str  # "tpu", "gpu" or "cpu"
     # For each replica the number of its device in its process; empty: its place among that process's replicas
     ordinals: tuple[int, ...] = ()
+    hosts: int = 1  # number of processes, each with the same number of replicas
 
 
 class Program(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -65,6 +65,7 @@ class PassSettings(Struct, frozen=True):
     # Maximum of these calls over all workers, each of which travels alone then; 0: no limit
     concurrency: int = 0
     gpus: float = 0.0  # GPUs that a worker needs to own for a call; a gang has one such worker per replica
+    members: int = 0  # number of workers of a gang; 0: as many as are ready, at most one per replica
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

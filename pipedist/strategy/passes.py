@@ -292,5 +292,12 @@ class FunctionPasses:
             jax=self._jax,
         )
         self._opened += 1
-        settings = PassSettings(self._replicas, ordered=False, fail_fast=False, pulled=False, gang=gang)
+        settings = PassSettings(
+            self._replicas,
+            ordered=False,
+            fail_fast=False,
+            pulled=False,
+            gang=gang,
+            members=0 if self._jax is None else self._jax.hosts,
+        )
         return self.coordinator.open_pass(program, name=name, settings=settings)

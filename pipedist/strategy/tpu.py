@@ -126,7 +126,7 @@ class TPUStrategy(Strategy):
         each = count // min(hosts, count)
         names = [f"{kind}:{at}" for at in ordinals or (replica % each for replica in range(count))]
         super().__init__(cluster, count, seed=seed, devices=names)
-        self._jax = JaxDevices(kind, ordinals)
+        self._jax = JaxDevices(kind, ordinals, count // each)
         self._next_steps: OrderedDict[FunctionRef, int] = (
             OrderedDict()
         )  # `ctx.step` of each function's next step

@@ -51,6 +51,8 @@ from pipedist.worker.variables.rules import (
 )
 
 AXIS: Final = "replica"  # name of the mesh's only axis
+JOIN_S: Final = 60  # maximum time that processes wait for each other when they make a mesh, seconds
+SHUTDOWN_S: Final = 3
 PROGRAMS_MAX: Final = 256  # compiled programs; the least recently used one is dropped
 _FORCED: Final = re.compile(r"--xla_force_host_platform_device_count=([0-9]+)")
 _NUMBERS: Final = (int, float, complex)
@@ -102,20 +104,47 @@ class Mesh:
         return jax().make_array_from_process_local_data(sharding, value)
 
 
-_started: JaxDevices | None = None  # what jax was configured for; it opens its devices once in a process
+@dataclass(frozen=True)
+class Peers:
+    """The processes whose devices are one mesh."""
+
+    identity: str  # equal in all of them, and only in them
+    address: str  # of the first one's coordination service
+    member: int
+    members: int
 
 
-def start(devices: JaxDevices, local: range) -> Mesh:
-    """Return the mesh of the replicas `local` on this process's devices.
+_started: tuple[str, Peers | None] | None = None
+"""The platform and processes for which jax was configured: it opens its devices once in a process."""
 
-    Raise DevicesUnseen if only a new process can have them, UsageError if there are none.
+
+def joined() -> str | None:
+    """Return the identity of the processes that this one has joined; "": none; None: jax is not started."""
+    if _started is None:
+        return None
+    return "" if _started[1] is None else _started[1].identity
+
+
+def peers() -> Peers | None:
+    """Return the processes that this one has joined, itself included."""
+    return None if _started is None else _started[1]
+
+
+def start(devices: JaxDevices, local: range, others: Peers | None = None) -> Mesh:
+    """Return the mesh of all replicas, of which this process has `local`; without others it has all of them.
+
+    Raise DevicesUnseen if only a new process can have these devices, UsageError if there are none.
     """
     global _started
     ordinals = devices.ordinals[local.start : local.stop] or tuple(range(len(local)))
     count = max(ordinals) + 1
-    if _started is None or devices.platform != _started.platform:
-        _configure(devices.platform, count)
-        _started = devices
+    if _started is not None and _started != (devices.platform, others):
+        raise DevicesUnseen(
+            "jax has other devices, or other peers, in this process: a new process will replace it"
+        )
+    if _started is None:
+        _started = (devices.platform, others)
+        _configure(devices.platform, count, others)
     library = jax()
     try:
         found = sorted(library.local_devices(backend=devices.platform), key=lambda device: device.id)
@@ -129,10 +158,19 @@ def start(devices: JaxDevices, local: range) -> Mesh:
             raise DevicesUnseen(f"{text}: a new process will replace it")
         raise UsageError(f"{text}: use fewer replicas, or more workers on other hosts")
     chosen = tuple(found[ordinal] for ordinal in ordinals)
+    if others is not None:
+        each = [
+            [d for d in library.devices() if d.process_index == member] for member in range(others.members)
+        ]
+        at = devices.ordinals or tuple(range(len(local))) * others.members
+        chosen = tuple(
+            sorted(each[replica // len(local)], key=lambda device: device.id)[ordinal]
+            for replica, ordinal in enumerate(at)
+        )
     return Mesh(chosen, library.sharding.Mesh(np.array(chosen), (AXIS,)), local)
 
 
-def _configure(platform: str, count: int) -> None:
+def _configure(platform: str, count: int, peers: Peers | None) -> None:
     if platform == "cpu":  # the number of XLA_FLAGS is the least: jax refuses two numbers
         flags = os.environ.get("XLA_FLAGS", "")
         count = max([count, *map(int, _FORCED.findall(flags))])
@@ -143,8 +181,22 @@ def _configure(platform: str, count: int) -> None:
         if platform == "cpu":
             config.update("jax_platforms", "cpu")
             config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # the devices are open; `start` checks their number
+            config.update("jax_cpu_collectives_implementation", "none" if peers is None else "gloo")
+    except RuntimeError as error:  # the devices are open; `start` checks their number
+        if peers is not None:
+            raise UsageError(
+                f"a module has used jax before its process could join others ({error})"
+            ) from None
         return
+    if peers is not None:
+        jax().distributed.initialize(
+            peers.address,
+            peers.members,
+            peers.member,
+            initialization_timeout=JOIN_S,
+            heartbeat_timeout_seconds=JOIN_S,
+            shutdown_timeout_seconds=SHUTDOWN_S,
+        )
 
 
 # -- arguments ---------------------------------------------------------------------------
@@ -177,6 +229,12 @@ class ArgumentSignature:
 
     treedef: trees.Treedef
     leaves: tuple[Any, ...]
+
+    @property
+    def digest(self) -> str:
+        """Text that is equal in all processes with the same signature, apart from constants."""
+        leaves = [type(leaf.value).__name__ if isinstance(leaf, _Constant) else leaf for leaf in self.leaves]
+        return f"{trees.describe(self.treedef)} {leaves}"
 
     def __str__(self) -> str:
         each = [text_of(*leaf) for leaf in self.leaves if type(leaf) is tuple]

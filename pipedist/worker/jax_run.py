@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+import secrets
+import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, Final, NoReturn
 
 import numpy as np
 
+from pipedist.collectives.channel import WORD_BYTES, Channel, GangAborted
 from pipedist.core.types import Tree
+from pipedist.protocol.codec import decode, encode
+from pipedist.protocol.program import JaxDevices
 from pipedist.worker import jax_program
+from pipedist.worker.devices import DevicesUnseen
 from pipedist.worker.execution import Call, GangCallContext, Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.gangs import GangRun
 from pipedist.worker.jax_program import Host, Mesh, NeedsAll
 from pipedist.worker.stages import Stage
 
+_WORD: Final = b"jax".ljust(
+    WORD_BYTES, b"."
+)  # of exchanges in which the members agree on a mesh and a program
+
 
 @dataclass(eq=False)
 class JaxRun(GangRun):
     """The execution of a lease of a gang on JAX devices; used like a `GangRun`."""
 
-    mesh: Mesh = field(init=False)
+    mesh: Mesh = field(init=False)  # if there are other members, not before they have joined
+    exchanges: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        program = self.executor.program
-        assert program.jax is not None  # its caller has checked
-        local = range(self.lo % program.replicas, self.lo % program.replicas + self.hi - self.lo)
-        self.mesh = jax_program.start(program.jax, local)
+        replicas = self.executor.program.replicas
+        self.local = range(self.lo % replicas, self.lo % replicas + self.hi - self.lo)
+        if self.channel is None:
+            self.mesh = jax_program.start(self._devices, self.local)
+
+    @property
+    def _devices(self) -> JaxDevices:
+        devices = self.executor.program.jax
+        assert devices is not None  # its caller has checked
+        return devices
 
     def _execute(self) -> dict[int, Result | CallFailure]:
         executor = self.executor
@@ -41,15 +60,64 @@ class JaxRun(GangRun):
                 executor.call(number, GangCallContext(_no_collectives, self.device_of(replica), variables))
             )
         self.begin(self._next)
+        returned = False
         try:
+            if self.channel is not None:
+                self._join(self.channel)
             results = executor.run_at_once(calls, self.shards, partial(self._stage, calls))
+            returned = True
+        except DevicesUnseen:
+            raise
         except BaseException as error:  # an outcome; the scheduler decides
+            if self.channel is not None and isinstance(error, jax_program.jax().errors.JaxRuntimeError):
+                raise DevicesUnseen(
+                    f"the mesh of {self.channel.members} processes is broken: {error}"
+                ) from error
             return {call.number: self._failure(call, error) for call in calls}
         finally:
             if self.channel is not None:
+                self.channel.ended(returned=returned)
                 self.channel.close()
         self.on_success()
         return {call.number: result for call, result in zip(calls, results, strict=True)}
+
+    def _share(self, channel: Channel, value: Tree) -> list[Any]:
+        """Send a value to all members; return the values of all."""
+        self.exchanges += 1
+        policy = self.gang.patience("the mesh of a TPUStrategy")
+        found = channel.exchange(self.exchanges, _WORD, encode(value), policy)
+        if found.frames is None:
+            raise GangAborted("a member has left the mesh")
+        return [decode(list(frames)) for frames in found.frames]
+
+    def _join(self, channel: Channel) -> None:
+        """Join the other members: as in the last step, or all anew, in processes that have not started jax."""
+        known = jax_program.joined()
+        boot = ""
+        with suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        host = socket.gethostname()
+        with socket.socket() as probe:
+            probe.bind(("", 0))  # a free port
+            port = probe.getsockname()[1]
+        identity = secrets.token_hex(8)
+        mine = {"joined": known, "boot": boot, "host": host, "port": port, "identity": identity}
+        shared = self._share(channel, mine)
+        if all(each["joined"] is None for each in shared):
+            first = shared[0]
+            is_local = bool(boot) and all(each["boot"] == boot for each in shared)
+            address = "127.0.0.1" if is_local else socket.gethostbyname(first["host"])
+            peers = jax_program.Peers(
+                first["identity"], f"{address}:{first['port']}", channel.member, channel.members
+            )
+        elif known and all(each["joined"] == known for each in shared):
+            self.mesh = jax_program.start(self._devices, self.local, jax_program.peers())
+            return
+        elif known is None:
+            raise GangAborted("other members of the mesh begin anew")
+        else:
+            raise DevicesUnseen("the mesh has other members than before: a new process will replace it")
+        self.mesh = jax_program.start(self._devices, self.local, peers)
 
     def abandon(self) -> None:
         """Do nothing: a program on devices ends by itself, and its results are dropped."""
@@ -76,6 +144,10 @@ class JaxRun(GangRun):
                 groups[-1].append(each)
             else:
                 groups.append([each])
+        if self.channel is not None:
+            mine = [[each[0][0].signature.digest, len(each), _is_uniform(each[0])] for each in groups]
+            if any(other != mine for other in self._share(self.channel, mine)):
+                return self._apart(state, stage, first, prepared, results)
         for group in groups:
             together = _is_uniform(group[0])
             execute = state.together if together else state.apart
@@ -83,6 +155,15 @@ class JaxRun(GangRun):
                 own += new
             first += len(group)
         return results
+
+    @staticmethod
+    def _apart(
+        state: _State, stage: Stage, first: int, prepared: Sequence[Any], results: list[list[Tree]]
+    ) -> list[Tree]:
+        for at, step in enumerate(prepared):
+            for own, new in zip(results, state.apart(stage, first + at, [step]), strict=True):
+                own += new
+        return list(results)
 
 
 class _State:
