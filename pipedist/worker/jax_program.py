@@ -181,7 +181,7 @@ def _configure(platform: str, count: int, peers: Peers | None) -> None:
         if platform == "cpu":
             config.update("jax_platforms", "cpu")
             config.update("jax_num_cpu_devices", count)
-            config.update("jax_cpu_collectives_implementation", "none" if peers is None else "gloo")
+            config.update("jax_cpu_collectives_implementation", None if peers is None else "gloo")
     except RuntimeError as error:  # the devices are open; `start` checks their number
         if peers is not None:
             raise UsageError(
