@@ -149,6 +149,10 @@ bench-training: $(INSTALLED)  ## Measure a training with 1,000,000 parameters: t
 bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, to check results only.
 	$(BIN)/python -m pytest -q benchmarks/tests
 
+.PHONY: bench-jax
+bench-jax: $(INSTALLED)  ## Measure what steps_per_run saves on JAX devices (after make test-jax).
+	$(BIN)/python -m benchmarks.jax_steps $(ARGS)
+
 .PHONY: bench-profile
 bench-profile: $(INSTALLED)  ## Profile the time of a call: make bench-profile ARGS="--only W1".
 	$(BIN)/python -m benchmarks.call_profile $(ARGS)

@@ -156,8 +156,8 @@ class TPUStrategy(Strategy):
 
         Args:
             fn, steps: as for `Strategy.run_steps`.
-            ahead: limit of steps that are started before the result of the first is taken, at least 1; there is at
-                least one dispatch.
+            ahead: limit of steps that are started before the result of the first is taken, at least 1; these are at
+                least two dispatches.
 
         Returns:
             An async iterator of the results of `run`.
@@ -169,7 +169,7 @@ class TPUStrategy(Strategy):
             return super().run_steps(fn, steps, ahead=ahead)
         require_cross_replica("Strategy.run_steps")
         require_callable(fn)
-        groups = max(1, check_int("ahead", ahead, at_least=1) // self._steps_per_run)
+        groups = max(2, check_int("ahead", ahead, at_least=1) // self._steps_per_run)
         if not hasattr(type(steps), "__aiter__"):
             return StepRuns(
                 partial(self._begin, fn), partial(self.run, fn), steps, ahead

@@ -86,9 +86,9 @@ class Mesh:
     mesh: Any  # a jax.sharding.Mesh of them
     local: range  # the replicas of this process
 
-    def put(self, each: Sequence[Host]) -> Array:
-        """Return the replicas' arrays as one array, sharded along a new first axis."""
-        return self._make(np.stack(each), jax().sharding.PartitionSpec(AXIS))
+    def put(self, each: Host) -> Array:
+        """Return the replicas' arrays, stacked along the first axis, as one array that is sharded along it."""
+        return self._make(each, jax().sharding.PartitionSpec(AXIS))
 
     def put_copies(self, value: Host) -> Array:
         """Return an array of which each device has a copy."""

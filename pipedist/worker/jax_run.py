@@ -192,17 +192,19 @@ class _State:
         )
 
         def column(at: int) -> Any:
-            if steps == 1:
-                return mesh.put([call.arrays[at] for call in group[0]])
-            return mesh.put(
-                [np.stack([row[replica].arrays[at] for row in group]) for replica in range(len(group[0]))]
-            )
+            each = [row[replica].arrays[at] for replica in range(len(group[0])) for row in group]
+            whole = np.stack(each)
+            return mesh.put(whole if steps == 1 else whole.reshape(-1, steps, *whole.shape[1:]))
 
         arrays = [column(at) for at in range(len(group[0][0].arrays))]
         shared = {
             s: mesh.put_copies(self._replicas[0].value(s)) for s, t in self._traits.items() if not t.copies
         }
-        own = {s: mesh.put([r.value(s) for r in self._replicas]) for s, t in self._traits.items() if t.copies}
+        own = {
+            s: mesh.put(np.stack([r.value(s) for r in self._replicas]))
+            for s, t in self._traits.items()
+            if t.copies
+        }
         found, changed, changed_own = program(first, arrays, group[0][0].numbers, shared, own)
         parts = [mesh.parts(each) for each in found]
         for space, value in changed.items():
