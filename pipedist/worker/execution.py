@@ -268,6 +268,23 @@ class PassExecutor:
         `execute` calls a stage's function on the values of all of them, and returns the results.
         """
         found = [self._find(call, shards) for call in calls]
+        values = self._values_at_once(calls, found, execute)
+        if self.program.verify:
+            first = [self._digests(own) for own in values]
+            values = self._values_at_once(calls, found, execute)
+            for call, before, own in zip(calls, first, values, strict=True):
+                self._check_same(call, before, own)
+        return [
+            self._emit(call, shard.value, own, False)
+            for call, shard, own in zip(calls, found, values, strict=True)
+        ]
+
+    def _values_at_once(
+        self,
+        calls: Sequence[Call],
+        found: Sequence[Shard],
+        execute: Callable[[Stage, Sequence[Tree]], Sequence[Tree]],
+    ) -> list[list[Tree]]:
         values: list[list[Tree]] = [[] for _ in calls]
         for place, stage in enumerate(self._stages):
             inputs: list[Tree] = []
@@ -277,10 +294,7 @@ class PassExecutor:
                 call.in_user_code = True
             for call, own, result in zip(calls, values, execute(stage, inputs), strict=True):
                 own.append(self._end(call, result))
-        return [
-            self._emit(call, shard.value, own, False)
-            for call, shard, own in zip(calls, found, values, strict=True)
-        ]
+        return values
 
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
         """Execute one call outside of a gang, as a task of the running loop; see `run`."""
