@@ -120,6 +120,26 @@ A function may receive and return them:
 | structs, lists of structs | an object array of dicts, or of lists of dicts | the same |
 | JSON objects | a list of n dicts | a list of RECORDS: dicts, with text keys, of such values |
 
+What happens to each value that a function returns, in `gather: 0` and its file:
+
+| value | result | `.npy`, `.npz` | `.csv` | `.jsonl`, `.json` | `.parquet` |
+|---|---|---|---|---|---|
+| array `[n]` of numbers | concatenated; one dtype | array | cells | numbers; NaN as text | column of its type |
+| array `[n, k]` | concatenated | array | error | lists | list of fixed size |
+| `np.array([])` | no rows, and no dtype: fits all others | no rows | no rows | no rows | no rows |
+| text, `<U` or object | text of any length | one width (see below) | text | text | string |
+| bytes, object array | bytes with their zeros | `S`, if none ends with a zero | base64 | base64 | binary |
+| object array of lists or dicts | as it is | error | error | lists, objects | list, struct |
+| dates, `datetime64` | concatenated; one unit | array | ISO 8601 | ISO 8601 | date, timestamp |
+| list of records | one list; a key may be absent | error | rows; absent: empty | objects | rows; absent: null |
+| dict, tuple, dataclass of arrays | leaf by leaf | `.npz`: by path | columns by path | columns | columns |
+| None | contributes nothing | | | | |
+| number, text or bytes by itself | error: return an array | | | | |
+
+Python integers of more than 64 bits fit in records of `.csv` and `.jsonl` only. Integers and floats in one column of
+records are float64 in `.parquet` if that is exact, and else an error. Sets, `Decimal`, `datetime`, pandas objects,
+masked and structured arrays are errors at the call, which say how to convert them.
+
 A column of text is an object array if `<U` would have more than 1 MiB and four times the bytes of the texts,
 because one of them is long, or if a text ends with a zero, which `<U` drops; this depends on the texts of the
 shard alone. `np.array(texts, dtype=object)` makes an object array of texts or bytes; `np.fromiter(lists,
@@ -198,7 +218,9 @@ end with a zero, are an error that names the other formats.
 Values of a reduction per step or per epoch are lines in `.jsonl` and `.csv`, and are stacked in `.npy` and `.npz`.
 
 `np.array([])`, the result of a function that found no row in a shard, takes the dtype and shape of the results of
-other shards in a gather, and in a reduction along an axis.
+other shards in a gather, and in a reduction along an axis. In a reduction per step or epoch these are the dtype and
+shape of the first value that has rows: values before it are written when it is there. If there is none, they are
+float64, as in NumPy. An `update`, and a program that streams steps, can't wait: before that value they get float64.
 """
 
 

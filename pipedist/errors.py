@@ -23,7 +23,7 @@ class RetryAfter(PipedistError):
     It counts as an attempt of the stage's `retry`; without `retry`, or after the last attempt, the call fails.
 
     Args:
-        seconds: the wait, 0 or more; more than an hour is a failure.
+        seconds: the wait, 0 or more; more than 3600 is a failure, whose text names the limit.
 
     Example:
         if response.status == 429:

@@ -95,8 +95,8 @@ def render(
     console.print(Text(f"{_counted(ledger['elements'], 'element')}: {kinds}"))
     for stage, counts in retries.items():
         reasons = ", ".join(f"{count:,} {_REASONS[reason]}" for reason, count in counts.items())
-        calls = _counted(sum(counts.values()), "call")
-        console.print(Text(f"stage {stage}: {calls} executed again ({reasons})"))
+        attempts = _counted(sum(counts.values()), "attempt")
+        console.print(Text(f"stage {stage}: {attempts} did not count ({reasons})"))
     if timings:
         times = (f"{name.removesuffix('_s')} {duration(seconds)}" for name, seconds in timings.items())
         console.print(Text(", ".join(times)))

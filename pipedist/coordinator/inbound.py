@@ -76,6 +76,8 @@ class Inbound:
                 self._on_stalled(peer, message)
             case msg.Cancelled(lease):
                 self._post(ev.CancelConfirmed(peer.worker, peer.incarnation, lease))
+            case msg.QuotaMet(pass_id, calls):
+                self._post(ev.QuotaConfirmed(peer.worker, peer.incarnation, pass_id, calls))
             case msg.DataVisible(pass_id):
                 if pass_id in self._passes.handles:
                     peer.sees.add(pass_id)

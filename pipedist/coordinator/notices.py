@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from pipedist.core.token_bucket import TokenBucket
+
 LOGGER = "pipedist.cluster"  # of these lines and of rejections; without a handler its lines go to stderr
 
 LINES_MAX = 20  # lines at once; after these, one line every LINE_S seconds, which counts those between
@@ -23,21 +25,13 @@ class Notices:
     """Logs lines as warnings."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._clock_s = clock_s
-        self._lines = float(LINES_MAX)
-        self._counted_s = clock_s()
-        self._skipped = 0
+        self._limit = TokenBucket(LINES_MAX, 1 / LINE_S, clock_s)
 
     def add(self, text: str) -> None:
-        now_s = self._clock_s()
-        self._lines = min(LINES_MAX, self._lines + (now_s - self._counted_s) / LINE_S)
-        self._counted_s = now_s
-        if self._lines < 1:
-            self._skipped += 1
+        if not self._limit.allows():
             return
         import logging  # few runs need it
 
-        self._lines -= 1
-        more = f" ({self._skipped:,} such lines before it were skipped)" if self._skipped else ""
-        self._skipped = 0
+        skipped = self._limit.take_denied()
+        more = f" ({skipped:,} such lines before it were skipped)" if skipped else ""
         logging.getLogger(LOGGER).warning("pipedist: %s%s", printable(text), more)

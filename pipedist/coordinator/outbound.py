@@ -87,6 +87,8 @@ class CommandExecutor:
                 self._pool.send(worker, msg.Committed(pass_id, before))
             case cmd.SendUnbind(worker, pass_id):
                 self._pool.send(worker, msg.Unbind(pass_id))
+            case cmd.SendQuota(worker, pass_id, calls, sharing):
+                self._pool.send(worker, msg.Quota(pass_id, calls, sharing))
             case cmd.SendCancel(worker, lease):
                 self._leases.withdraw(worker, lease)
                 self._pool.send(worker, msg.Cancel(lease))
@@ -126,7 +128,7 @@ class CommandExecutor:
 
         def send(payloads: list[list[Frame]]) -> None:
             sent = sum(end - start for start, end in command.elements)
-            head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent, command.sharing)
+            head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent, command.overlaps)
             self._pool.send(worker, head, payloads[0])
 
         if (command.attempt or command.twin) and not command.elements:

@@ -66,7 +66,8 @@ class PassCounts:
     elements_offered: int = 0
     elements_visible: int = 0
     steps_visible: int = 0
-    retries: Counter[tuple[str, RetryReason]] = field(default_factory=Counter)  # by stage and reason
+    retries: Counter[tuple[str, RetryReason]] = field(default_factory=Counter)
+    """Attempts that had a line for the user, by stage and reason."""
 
 
 class PassHandle:
@@ -101,7 +102,7 @@ class PassHandle:
         self.code = program.code
         self.counts = PassCounts()
         self.raised: dict[int, msg.Failed] = {}  # latest exception by call, until its step is visible
-        self._failed_attempts: dict[int, tuple[str, RetryReason, str]] = {}  # stage, reason and text, by call
+        self._failed_attempts: dict[int, tuple[str, str]] = {}  # stage and exception, by call
         self._post = post
         self._feed = feed
         self._on_arrival = on_arrival
@@ -401,18 +402,18 @@ class PassHandle:
         if failed is not None:
             self.raised[running.call] = failed
         outcome = self.policy.on_death(running, failed)
-        reason: RetryReason = "timeout" if failed is not None else "death"
-        self._failed_attempts[running.call] = (outcome.stage or self.name, reason, "")
+        self._failed_attempts.pop(running.call, None)  # the death has a line of its own, and counts with it
+        self.counts.retries[outcome.stage or self.name, "timeout" if failed is not None else "death"] += 1
         return replace(outcome, place=self._place(outcome.stage, running.call))
 
     def on_raised(self, failed: msg.Failed) -> None:
         """Record the exception of a call, before the scheduler handles it."""
         self.raised[failed.call] = failed
         text = f"{failed.name}: {failed.text}" if failed.text else failed.name
-        self._failed_attempts[failed.call] = (failed.stage, "error", text)
+        self._failed_attempts[failed.call] = (failed.stage, text)
 
     def on_repeated(self, lo: int, hi: int, worker: str, attempt: int, *, slow: bool) -> Iterator[str]:
-        """Count calls [lo, hi) that are assigned again, and yield lines for the user; a death has its own line.
+        """Count calls [lo, hi) that are assigned again, and yield a line for each; deaths are counted in `on_death`.
 
         If `slow`, another worker executes them, too.
         """
@@ -420,10 +421,9 @@ class PassHandle:
             self.counts.retries[self.name, "slow"] += hi - lo
             yield f"{self._place('', lo)} takes long, so it is executed on worker {worker}, too"
         for call in [] if slow else range(lo, hi):
-            stage, reason, text = self._failed_attempts.pop(call, ("", "error", ""))
-            if stage:
-                self.counts.retries[stage, reason] += 1
-            if text:
+            if call in self._failed_attempts:
+                stage, text = self._failed_attempts.pop(call)
+                self.counts.retries[stage, "error"] += 1
                 yield f"{self._place(stage, call)}: {text}; attempt {attempt + 1} begins on worker {worker}"
 
     def on_retried(self, message: msg.Retried, worker: str) -> str:

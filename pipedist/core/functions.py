@@ -114,6 +114,16 @@ def uncallable(fn: Callable[..., Any], label: str) -> str:
     """Return why a function cannot serve a run stage, or "". (If it is a class, its instances are called.)"""
     if inspect.isclass(fn) and call_of(fn) is None:
         return f"class {label} has no __call__ method, so its instances can't be called"
+    called = call_of(fn) if inspect.isclass(fn) else fn
+    for kind, check in (
+        ("a generator", inspect.isgeneratorfunction),
+        ("an async generator", inspect.isasyncgenfunction),
+    ):
+        if check(called) or check(call_of(type(called))):
+            return (
+                f"{label} has a `yield`, so its calls return {kind}, not a value: "
+                "`return` a list or an array of all values"
+            )
     return ""
 
 
@@ -271,7 +281,7 @@ def _where(error: BaseException) -> str:
     package = os.path.dirname(os.path.dirname(__file__))
     outside = [f for f in walked if not _is_within(f.filename, package)]
     frames = [f for f in outside if not f.filename.startswith("<frozen importlib")]
-    own = [f for f in frames if any(_is_within(f.filename, folder) for folder in _code_seen)]
+    own = [f for f in frames if any(_is_within(f.filename, folder) for folder in tuple(_code_seen))]
     if not frames:
         return ""
     at = (own or frames)[-1]
@@ -298,7 +308,7 @@ def _reject_stale(name: str, module_name: str, code: Sequence[str]) -> None:
     """Raise if a module of the same name was imported from an earlier spec's folder."""
     top = module_name.partition(".")[0]
     place = _place(sys.modules[top])
-    is_own = any(_is_within(place, folder) for folder in _code_seen)
+    is_own = any(_is_within(place, folder) for folder in tuple(_code_seen))
     if not is_own or any(_is_within(place, folder) for folder in code):
         return
     own = next((_found_in(top, folder) for folder in code if _found_in(top, folder)), None)

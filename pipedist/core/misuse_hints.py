@@ -5,6 +5,7 @@ The mixins are hidden from type checkers, which then find the mistake themselves
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, KeysView, Mapping, Set, ValuesView
@@ -96,6 +97,12 @@ def conversion_hint(value: object) -> str:
         )
     if hasattr(value, "__array__"):
         return _array_hint(value)
+    if isinstance(value, datetime.date):
+        return "np.datetime64(...) makes a date of NumPy of it"
+    if isinstance(value, datetime.timedelta):
+        return "np.timedelta64(...) makes a duration of NumPy of it"
+    if type(value).__name__ == "Decimal":
+        return "str(...) makes an exact text of it, float(...) a number"
     if isinstance(value, dict):
         return "dict(...) makes a plain one of it"
     if isinstance(value, Set | KeysView):

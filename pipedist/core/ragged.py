@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import is_dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -110,10 +111,25 @@ def are_records(value: Any) -> bool:
     return not leaves or any(not np.ndim(leaf) for leaf in leaves)
 
 
+def record_problem(value: Any) -> str:
+    """Return why a list with dicts, dataclasses or namedtuples is no list of records, "" if that is not the fault."""
+    if type(value) is not list or are_records(value):
+        return ""
+    if not any(isinstance(item, dict) or hasattr(item, "_fields") or is_dataclass(item) for item in value):
+        return ""
+    for index, item in enumerate(value):
+        if type(item) is not dict:
+            return f"element {index} of the list is a {type(item).__qualname__}, and a record is a dict"
+        keys = [key for key in item if type(key) is not str]
+        if keys:
+            return f"element {index} of the list has the key {keys[0]!r}, and the keys of a record are text"
+    return ""
+
+
 def owned(array: Array) -> Array:
     """Return a copy in C order that shares no changeable cell."""
     if array.dtype.kind == "O" and not _FLAT.issuperset(map(type, array.flat)):
-        return np.ascontiguousarray(copy.deepcopy(array))
+        return np.asarray(copy.deepcopy(array), order="C")
     return np.array(array, order="C", copy=True)
 
 
@@ -160,7 +176,7 @@ def split(array: Array) -> list[Any]:
     names = " and ".join(sorted({cls.__qualname__ for cls in types}))
     raise UnlikeCells(
         f"dtype object whose cells are {names}; its cells are all str, all bytes, or lists, arrays and "
-        "dicts, and None: convert it, as with x.astype(float)"
+        "dicts, and None: convert it, as with x.astype(float) or x.astype(str)"
     )
 
 

@@ -18,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy_format
 
+from pipedist.core import ragged
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
@@ -61,6 +62,7 @@ class NpySink(Sink):
     def _one_array(self, value: Tree, leaves: Leaves) -> Array:
         if value is None or encoding.node(value) is not None:
             what = "null" if value is None else f"a {type(value).__qualname__}"
+            _refuse_records(value, self.label)
             raise OutputError(f"{self.label}: .npy holds one array, got {what}. Write .npz or .json.")
         (array,) = leaves.take(value)
         return array
@@ -99,6 +101,8 @@ class NpzSink(Sink):
     _arrays: Mapping[str, Array] = MappingProxyType({})
 
     def _append(self, value: Tree) -> None:
+        if self._mode == "pieces":
+            _refuse_records(value, self.label)
         if self._mode == "one":
             self._arrays = self._storables(value, self._leaves)
         else:
@@ -159,6 +163,11 @@ def _write(file: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...], blocks
     for block in blocks:
         if block.nbytes:
             file.write(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+
+
+def _refuse_records(value: Tree, label: str) -> None:
+    if ragged.are_records(value):
+        raise OutputError(f"{label}: a list of records is no array. Write .jsonl, .csv, .parquet or .json.")
 
 
 def _storable(array: Array, label: str) -> Array:

@@ -51,7 +51,7 @@ def run_document(
         stored: references to large values, by stage, made by `store_large`.
         error: the error that ended the run.
         quarantined: `{element, stage, cause}` of each quarantined element.
-        retries: number of calls that were executed again, by stage and reason.
+        retries: number of attempts of calls that did not count, by stage and reason.
 
     Raises:
         OutputError: a result has no JSON form; the text names the stage and the path in its value.

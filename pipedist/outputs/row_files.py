@@ -80,6 +80,8 @@ class RowSink(Sink):
         """Return a column for each of the keys, at first those of these records; an absent key is None."""
         names = list(dict.fromkeys(name for record in records for name in record))
         keys += [] if keys else names
+        if not keys:
+            raise OutputError(f"{self.label}: the first records have no keys, so no columns. Write .jsonl.")
         if more := [name for name in names if name not in keys]:
             raise OutputError(
                 f"{self.label}: a record has the key {more[0]!r}, but the columns are those of the first ones: "
@@ -105,7 +107,10 @@ class RowSink(Sink):
             elif len(array) != len(columns[first]):
                 problem = f" has {len(array)} rows, leaf {first!r} has {len(columns[first])}. Write .npz."
             elif not ragged.fit(array.dtype, dtype):
-                problem = f": all rows must have one dtype: first {dtype}, now {array.dtype}"
+                problem = (
+                    f": all rows must have one dtype: first {dtype}, now {array.dtype}. Return one dtype in every "
+                    "call, as with x.astype(np.float64)."
+                )
             if problem:
                 raise OutputError(f"{self.label}: leaf {name!r}{problem}")
 
@@ -259,7 +264,8 @@ class ParquetSink(RowSink):
             return column
         except (self._arrow.ArrowException, ValueError, TypeError, OverflowError) as error:
             raise OutputError(
-                f"{self.label}: leaf {name!r} of dtype {array.dtype} does not fit a parquet column: {error}"
+                f"{self.label}: leaf {name!r} of dtype {array.dtype} does not fit a parquet column: {error}. "
+                "Return values of one type that Arrow has, or write .jsonl."
             ) from error
 
     def _write_group(self) -> None:

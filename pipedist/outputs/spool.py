@@ -199,7 +199,8 @@ class ArraySpool:
     def _fit(self, piece: Array) -> Array:
         if piece.dtype.kind != self.dtype.kind or piece.dtype.kind not in "US":
             raise OutputError(
-                f"{self._label}: all pieces must have one dtype: first {self.dtype}, now {piece.dtype}"
+                f"{self._label}: all pieces must have one dtype: first {self.dtype}, now {piece.dtype}. Return one "
+                "dtype in every call, as with x.astype(np.float64)."
             )
         if piece.dtype.itemsize > self.dtype.itemsize:
             self._widen(piece.dtype)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,45 @@ def _unfit(fn: Callable[..., Any], form: CallSignature) -> str | None:
         given = ", ".join((*args, *(f"{name}=..." for name in form.names)))
         return f"{label}{signature} can't be called as {form.name or label}({given}): {error}"
     return None
+
+
+class UnknownException(LookupError):
+    """No exception class has this name; `known` are those that have similar ones."""
+
+    def __init__(self, name: str, message: str, known: Sequence[str]) -> None:
+        super().__init__(message)
+        self.name = name
+        self.known = known
+
+
+def exception_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return names of exceptions as a worker compares them, or raise UnknownException.
+
+    A bare name is that of any class that is loaded, as the functions of the spec are. A dotted name may be imported,
+    and is added as the one under which its class is defined: `aiohttp.ClientError` is of `aiohttp.client_exceptions`.
+    """
+    classes: list[type[BaseException]] = [BaseException]
+    for cls in classes:
+        classes += type.__subclasses__(cls)
+    known = {f"{cls.__module__}.{cls.__qualname__}" for cls in classes}
+    bare = {cls.__name__ for cls in classes}
+    found = list(names)
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        if name in known or name in bare:
+            continue
+        if not module:
+            message = f"no exception {name!r} is known to Python or to the modules that the stage's function imports"
+            raise UnknownException(name, message, sorted(bare))
+        try:
+            value: object = getattr(import_module(module), attribute, None)
+        except Exception as error:  # a user's module may raise anything
+            raise UnknownException(name, f"{module} can't be imported: {error}", sorted(known)) from error
+        if not (isinstance(value, type) and issubclass(value, BaseException)):
+            others = [f"{module}.{each}" for each in vars(import_module(module))]
+            raise UnknownException(name, f"{module} has no exception {attribute!r}", others)
+        found.append(f"{value.__module__}.{value.__qualname__}")
+    return tuple(dict.fromkeys(found))
 
 
 def plan_states(

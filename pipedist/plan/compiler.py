@@ -16,7 +16,7 @@ from pipedist.core.types import FunctionRef
 from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.datasets.sources.paths import expand
 from pipedist.errors import PlanError, Problem, UsageError
-from pipedist.plan.callables import CallSignature, find, plan_states
+from pipedist.plan.callables import CallSignature, UnknownException, exception_names, find, plan_states
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.plan.phases import ConflictingTrainingInputs, dataset_of, phases
 from pipedist.plan.view import plural
@@ -58,13 +58,8 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         classes = frozenset(name for name, (is_class, _) in called.items() if is_class)
         asynchronous = frozenset(name for name, (_, is_async) in called.items() if is_async)
         plan = Plan(spec, workers, sources, functions, states, ordered, supply, verify, asynchronous, classes)
-        problems += [
-            *_check_gangs(plan),
-            *_check_communication(plan),
-            *_check_gpus(plan),
-            *_check_compiled(plan),
-        ]
-        problems += _check_waiting(plan)
+        problems += [*_check_gangs(plan), *_check_communication(plan), *_check_gpus(plan)]
+        problems += [*_check_compiled(plan), *_check_waiting(plan), *_check_retries(spec)]
         if problems:
             raise PlanError(problems)
         plan.opened.push(stack.pop_all())
@@ -150,6 +145,24 @@ def _check_waiting(plan: Plan) -> Iterator[Problem]:
                 if getattr(stage, key) is not None:
                     message = f"`{key}` is not possible in a pass whose calls read a state that changes (`{states[0]}`)"
                     yield plan.spec.document.problem(("stages", name, key), message, expected=f"no `{key}`")
+
+
+def _check_retries(spec: Spec) -> Iterator[Problem]:
+    for name, stage in spec.stages.items():
+        if isinstance(stage, RunSpec) and stage.retry is not None:
+            try:
+                exception_names(stage.retry.on)
+            except UnknownException as error:
+                place = ("stages", name, "retry", "on")
+                expected = "the name of its class, as in `TimeoutError`, or with its module, as in `httpx.ConnectError`"
+                yield spec.document.problem(
+                    place,
+                    str(error),
+                    expected=expected,
+                    allowed=error.known,
+                    given=error.name,
+                    fragment=error.name,
+                )
 
 
 def _check_outputs(spec: Spec, functions: Mapping[str, FunctionRef]) -> Iterator[Problem]:

@@ -147,7 +147,10 @@ def _limits(plan: Plan, pass_: PassPlan, name: str) -> str:
     if (calls := plan.calls_at_once(name)) and at_once and name in plan.asynchronous:
         parts.append(f"{plural(calls, 'element' if stage.per else 'call')} at once over all workers")
     if stage.rate:
-        parts.append(f"at most {stage.rate.calls:g} calls per {stage.rate.per_s:g} s")
+        noun = "element" if stage.per else "call"
+        parts.append(
+            f"at most {stage.rate.calls:g} {noun}{'s' * (stage.rate.calls != 1)} per {stage.rate.per_s:g} s"
+        )
     if stage.retry:
         parts.append(f"up to {plural(stage.retry.attempts, 'attempt')}")
     return "".join(f", {part}" for part in parts)

@@ -20,8 +20,8 @@ result counts only while its lease is held.
 | Elements | worker -> scheduler | a list of [stage, element, result] |
 | Exchange | worker -> scheduler | the contribution of its replicas to a collective |
 | Relay | scheduler -> worker | the contribution of another member of the gang, unchanged |
-| Failed, Retried, Stalled, Cancelled, LogLine, Heartbeat, Goodbye | worker -> scheduler | - |
-| Unbind, Cancel, Stop | scheduler -> worker | - |
+| Failed, Retried, Stalled, Cancelled, QuotaMet, LogLine, Heartbeat, Goodbye | worker -> scheduler | - |
+| Unbind, Cancel, Quota, Stop | scheduler -> worker | - |
 | Share | scheduler -> supervisor | a tree for every program of the cluster |
 """
 
@@ -43,6 +43,7 @@ CULPRITS_MAX = 4096  # maximum number of elements in a Failed
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 Text = Annotated[str, Meta(max_length=256 * 1024)]  # code points: at most 1 MiB of UTF-8
+Quantities = Annotated[tuple[Count, ...], Meta(max_length=4096)]
 Texts = Annotated[tuple[Text, ...], Meta(max_length=4096)]
 Path = Annotated[bytes, Meta(max_length=64 * 1024)]  # of `os.fsencode`: not every path is Unicode text
 Paths = Annotated[tuple[Path, ...], Meta(max_length=4096)]
@@ -145,9 +146,7 @@ class Assign(Message, frozen=True, tag=6):
     attempt: Count  # 0 for the first try; the same for the whole range
     # How many elements of a single call are sent; 0: all. The result of a part is never cached
     elements: Count = 0
-    # Not 0: the calls only wait, so they overlap with those of other leases, and the limits of the pass are divided
-    # among this number of workers
-    sharing: Count = 0
+    overlaps: bool = False  # the calls only wait, so they overlap with those of other leases
 
 
 class Recall(Message, frozen=True, tag=21):
@@ -217,6 +216,23 @@ class Cancel(Message, frozen=True, tag=7):
     lease: Count
 
 
+class Quota(Message, frozen=True, tag=28):
+    """Set how much of the limits of a pass the worker may use; nothing before the first Quota."""
+
+    pass_id: Count
+    calls: Quantities  # at the same time; one number for each of `Program.limits`
+    # Number of workers among which rates are divided. 0: no further attempt or element begins; calls that wait for
+    # one are given back (`Failed.aborted`)
+    sharing: Count
+
+
+class QuotaMet(Message, frozen=True, tag=29):
+    """Confirm a Quota with a lower number: at most this many calls run now."""
+
+    pass_id: Count
+    calls: Quantities
+
+
 class Cancelled(Message, frozen=True, tag=20):
     """Confirm Cancel: no call of that lease runs any more, or those of a gang are ending."""
 
@@ -259,7 +275,9 @@ class Failed(Message, frozen=True, tag=10):
     text: Text  # `str(exception)`
     traceback: Text  # formatted, from the worker
     retryable: bool  # False if another attempt can't help (a result that can't be sent)
-    aborted: bool = False  # another replica ended the call's gang; the call is not the cause
+    aborted: bool = (
+        False  # another replica ended the call's gang, or it only waited; the call is not the cause
+    )
     # Elements that failed for good by themselves: position in the call's shard, and the exception, for people
     culprits: Annotated[tuple[tuple[Count, Text], ...], Meta(max_length=CULPRITS_MAX)] = ()
 

@@ -64,6 +64,11 @@ class StageProgram(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     retry_on: tuple[str, ...] = ()  # names of the exceptions after which there is another attempt; (): all
     quarantine: bool = False  # an element that fails does not end the call: the others are executed too
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether its calls have a limit that is divided among the workers."""
+        return self.concurrency > 0 or self.calls_per_s > 0
+
 
 class Emit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One value that each call sends back."""
@@ -120,6 +125,17 @@ class Program(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     communication: tuple[int, float | None, str] = (0, None, "auto")
     verify: bool = False  # execute each call twice, and fail it if the values differ
     jax: JaxDevices | None = None  # the calls of a gang are compiled by JAX; None: they are Python
+
+    @property
+    def limits(self) -> tuple[int, ...]:
+        """The calls at the same time of each limited stage, in order; 0: only its rate is limited."""
+        return tuple(stage.concurrency for stage in self.stages if stage.is_limited)
+
+    @property
+    def call_s_max(self) -> float:
+        """The time after which a call ends by the timeouts of its stages, seconds; 0: no limit."""
+        limits = [stage.timeout_s for stage in self.stages]
+        return 0.0 if None in limits else sum(limit or 0.0 for limit in limits)
 
 
 class Shards(Struct, frozen=True):

@@ -140,12 +140,12 @@ def join_leaf(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any]:
     Different dtypes are a TypeError, different shapes a ValueError.
     """
     code, count, x = a
-    if _is_blank(a) or _is_blank(b):
-        return b if _is_blank(a) else a
+    if is_blank(a) or is_blank(b):
+        return b if is_blank(a) else a
     if code != b[0]:
         raise TypeError(
             f"components of dtypes {_kind_named(code).dtype.name} and {_kind_named(b[0]).dtype.name} "
-            "can't be reduced together; return one dtype on every replica"
+            "can't be reduced together; return one dtype in every call, as with x.astype(np.float64)"
         )
     y = b[2]
     if x is None or y is None:
@@ -159,9 +159,24 @@ def join_leaf(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any]:
     return [code, count + b[1], _joined(op, x, y, code)]
 
 
-def _is_blank(part: list[Any]) -> bool:
+def is_blank(part: list[Any]) -> bool:
     """Return whether a partial is that of `np.array([])`: no rows, and neither their dtype nor their shape."""
     return part[1] == 0 and part[0] == "f8" and (part[2] is None or type(part[2]) is float)
+
+
+def look_of(part: list[Any]) -> list[Any]:
+    """Return the dtype and the shape of a partial, for `without_rows`."""
+    return [part[0], list(_shape(part[2]))]
+
+
+def dtype_of(look: list[Any]) -> np.dtype[Any]:
+    return _kind_named(look[0]).dtype
+
+
+def without_rows(op: ReduceOp, look: list[Any]) -> list[Any]:
+    """Return the partial of no rows of a known dtype and shape."""
+    code, shape = look
+    return leaf_partial(op, (0,), np.empty((0, *shape), _kind_named(code).dtype))
 
 
 def join_numbers(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any] | None:

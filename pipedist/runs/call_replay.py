@@ -19,10 +19,11 @@ from pipedist.protocol.codec import Frame, encode
 from pipedist.protocol.program import Program, Shards, from_frames, load_tree, to_frames
 from pipedist.runs.programs import NEW, init_program, reduction_of
 from pipedist.spec import ReduceSpec, StageSpec
-from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
+from pipedist.worker.execution import Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
 from pipedist.worker.lease_run import LeaseRun, PersistentLoop, cancel_tasks
+from pipedist.worker.stages import Call
 
 _SLICE_S, _SLICE_BYTES = 1e6, 2**62  # limits of a slice that no call exceeds
 
@@ -97,6 +98,7 @@ def execute(replay: CallReplay) -> Replayed:
         fields = [sent.ids, sent.locations, sent.values, sent.states]
         shards = Shards(*load_tree(_received(encode(fields)), "the arguments of this call"))
         executor.use(shards.states or {}, replay.states)
+        executor.use_quota(executor.program.limits, 1)
         outcomes, failures = _run(executor, shards, replay, stack)
         for number in [n for n in outcomes if not failures]:
             emitted = {slot: value for slot, value in outcomes[number].items() if slot in replay.emitted}

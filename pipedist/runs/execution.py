@@ -290,7 +290,7 @@ class Execution:
         return Ledger(elements, committed, quarantined, elements - committed - quarantined)
 
     def retries(self) -> dict[str, dict[str, int]]:
-        """Return how many calls were executed again, by stage and reason."""
+        """Return how many attempts of calls did not count, by stage and reason."""
         found: dict[str, dict[str, int]] = {}
         for handle in self._counts.values():
             for (stage, reason), count in handle.counts.retries.items():

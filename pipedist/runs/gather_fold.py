@@ -133,9 +133,12 @@ class GatherFold(Fold):
                     try:
                         concatenate(tried, self._axis, [*names, "this one"][-len(tried) :])
                     except (TypeError, ValueError) as fault:
-                        is_list = isinstance(part, list | tuple)
-                        hint = "; a list is a tree of values: to return one array, use np.array(...)"
-                        return f"step {step}, replica {replica}: {fault}{hint if is_list else ''}"
+                        hint = ""
+                        if problem := ragged.record_problem(part):
+                            return f"step {step}, replica {replica}: {problem}. Return plain dicts, one for each row"
+                        if isinstance(part, list | tuple):
+                            hint = "; a list is a tree of values: to return one array, use np.array(...)"
+                        return f"step {step}, replica {replica}: {fault}{hint}"
                 if not seen and part is not None:
                     seen, names = [part], [f"step {step}, replica {replica}"]
         return str(error)

@@ -181,16 +181,21 @@ class PassExecution:
         stamp = self._durable.stamp if self._durable is not None and keep else ""
         if self._durable is not None and keep:
             self._calls = FinishedCallLog(self._durable)
+        program = pass_program(
+            self._plan, self._pass, self._feed.reader, self._values, streamed, self._storable
+        )
         handle = self._coordinator.open_pass(
-            pass_program(self._plan, self._pass, self._feed.reader, self._values, streamed, self._storable),
+            program,
             name=self.name,
             settings=PassSettings(
                 self._replicas,
                 gang=self._pass.gang,
                 first_step=self.steps,
                 speculation=0.0 if once or isinstance(speculation, str) else float(speculation),
+                call_s_max=program.call_s_max,
                 at_once=at_once,
                 concurrency=concurrency,
+                limits=program.limits,
                 quarantine=bool(quarantine) and quarantine.issuperset(self._pass.runs),
                 quarantine_max=self._plan.quarantine_max(self._pass.dataset),
                 quarantined=0 if found is None else len(found["quarantine"]),

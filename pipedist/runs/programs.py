@@ -17,6 +17,7 @@ from pipedist.coordinator import Slots
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import CallError, UsageError
 from pipedist.plan import DEFAULT_COLLECTIVES, PassPlan, Plan
+from pipedist.plan.callables import exception_names
 from pipedist.protocol.limits import ELEMENTS_MAX, RESULT_OBJECTS_MAX
 from pipedist.protocol.program import (
     OWN_STATE,
@@ -104,7 +105,7 @@ def pass_program(
                     calls_per_s=stage.rate.calls / stage.rate.per_s if stage.rate else 0.0,
                     attempts=stage.retry.attempts if stage.retry else 1,
                     backoff_s=stage.retry.backoff_s if stage.retry else 0.0,
-                    retry_on=stage.retry.on if stage.retry else (),
+                    retry_on=exception_names(stage.retry.on) if stage.retry else (),
                     quarantine=stage.on_error == "quarantine",
                 )
             )

@@ -103,7 +103,7 @@ class KeptStep(Struct, frozen=True):
         """Return the value of a shard; raise ValueError or TypeError if values can't be cut or joined."""
         if self.is_whole(replica):
             return self.shards[replica][0][0].value
-        found = []
+        found, names = [], []
         for shard, lo, hi in self.shards[replica]:
             first, last = shard.rows(lo, hi)
             if first < last:
@@ -111,10 +111,9 @@ class KeptStep(Struct, frozen=True):
                     raise ValueError(
                         f"they must be arrays with one row for each of the {len(shard.ids)} elements of a shard"
                     )
+                names.append(f"the call with elements {shard.ids[0]} to {shard.ids[-1]}")
                 found.append(trees.tree_map(lambda leaf, a=first, b=last: leaf[a:b], shard.value))
-        return (
-            found[0] if len(found) == 1 else concatenate(found, 0, [f"part {n}" for n in range(len(found))])
-        )
+        return found[0] if len(found) == 1 else concatenate(found, 0, names)
 
 
 def has_rows(value: Tree, rows: int) -> bool:

@@ -103,8 +103,9 @@ class Result(Mapping[str, Tree]):
         files: absolute paths of the written files, by stage.
         ledger: counts of elements.
         timings: seconds, by part of the run.
-        retries: by stage, the number of calls that were executed again, by reason: "error", "timeout", "death" (of
-            the worker), "slow" (executed a second time beside the first, which took far longer than others).
+        retries: by stage, the number of attempts of calls that did not count, by reason: "error" (another attempt
+            followed), "timeout", "death" (of the worker), "slow" (executed a second time beside the first, which took
+            far longer than others). Trials of single elements for a quarantine are attempts too.
         notice: a message about the output folder for the user, or "".
         restored: the document of a finished run, if this one was not executed again.
         quarantined: id, failing stage and cause of each quarantined element.

@@ -157,16 +157,10 @@ class Assigner:
             elements = (probe.span,)
         elif attempt:
             elements = pass_.searches.elements_of(lo)
-        sharing = self._sharing(pass_) if overlaps else 0
         self._out.append(
-            cmd.SendAssign(worker.name, lease.id, pass_.id, lo, hi, attempt, elements, twin, sharing)
+            cmd.SendAssign(worker.name, lease.id, pass_.id, lo, hi, attempt, elements, twin, overlaps)
         )
         return lease
-
-    def _sharing(self, pass_: Pass) -> int:
-        """Return the number of workers that may execute calls of an overlapping pass at the same time."""
-        workers = self._members.expected_for(pass_.settings.gpus)
-        return min(workers, pass_.settings.concurrency or workers)
 
     def _issue_gang(self, pass_: Pass) -> bool:
         """Assign the next step of a gang pass; return False if too few workers have capacity."""

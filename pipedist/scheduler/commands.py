@@ -52,8 +52,7 @@ class SendAssign(Command, frozen=True):
     # The elements of a single call to send: ranges [a, b) of their positions in its shard; empty: all of them
     elements: tuple[tuple[int, int], ...] = ()
     twin: int = 0  # the lease of a slow worker with the same calls; 0: there is none
-    # Number of workers that share the limits of a pass whose leases overlap; 0: they do not
-    sharing: int = 0
+    overlaps: bool = False  # the calls only wait: they are executed beside those of other leases
 
 
 class GangAssignment(NamedTuple):
@@ -110,6 +109,15 @@ class SendCommitted(Command, frozen=True):
     worker: str
     pass_id: int
     before: int
+
+
+class SendQuota(Command, frozen=True):
+    """Set how much of the limits of a pass a worker may use; see `messages.Quota`."""
+
+    worker: str
+    pass_id: int
+    calls: tuple[int, ...]
+    sharing: int
 
 
 class SendCancel(Command, frozen=True):

@@ -133,7 +133,8 @@ class CallFailed(Event, frozen=True):
     lease: int
     call: int
     retries: int = 0  # retries of a call that raised in this stage; 0 if another attempt can't help
-    aborted: bool = False  # the call only waited for a replica of its gang that had ended
+    # The call only waited: for a replica of its gang that had ended, or for an attempt in a pass that drains
+    aborted: bool = False
     # After the last retry quarantine the culprits among its elements; otherwise it fails
     quarantine: bool = False
     stage: str = ""
@@ -172,6 +173,15 @@ class GangStalled(Event, frozen=True):
     lease: int  # the one that waits
     members: tuple[int, ...]  # the missing ones
     text: str  # which replica waits for which, and where, for people
+
+
+class QuotaConfirmed(Event, frozen=True):
+    """A worker runs no more calls of a pass than its quota, which had become lower."""
+
+    worker: str
+    incarnation: int
+    pass_id: int
+    calls: tuple[int, ...]
 
 
 class CancelConfirmed(Event, frozen=True):

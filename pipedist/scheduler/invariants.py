@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import gt
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler.bisection import Probe
@@ -55,6 +56,10 @@ def _check_all(passes: Mapping[int, Pass], members: Membership, waiting: Mapping
             yield f"pass {id_} has {+slots} overlapping calls, counted are {members.slots.get(id_)}"
         if 0 < pass_.settings.concurrency < pass_.leased:
             yield f"pass {id_} has {pass_.leased} calls at once, more than {pass_.settings.concurrency}"
+        if pass_.quotas is not None:
+            sums = [sum(column) for column in zip(*pass_.quotas.held.values(), strict=True)]
+            if any(map(gt, sums, pass_.quotas.limits)):
+                yield f"pass {id_} has quotas of {sums} in all, more than {pass_.quotas.limits}"
         if pass_.has_assignable_calls and waiting.get(id_) is not pass_:
             yield f"pass {id_} has waiting calls, but is not registered"
 

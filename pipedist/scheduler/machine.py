@@ -85,7 +85,7 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits | None = None) -> None:
         self._limits = limits or SchedulerLimits()
-        self._members = Membership(self._limits.prefetch_below_s)
+        self._members = Membership(self._limits.prefetch_below_s, self._limits.start_s)
         self._passes: dict[int, Pass] = {}
         self._pulled: dict[int, Pass] = {}
         self._waiting: dict[int, Pass] = {}  # with waiting calls; may contain others
@@ -119,6 +119,8 @@ class Scheduler:
             self._outcomes.speculation.begin(now)
         if self._pulled:
             self._pull()
+        if self._members.moved:
+            self._divide()
         out = self._out[:]
         self._out.clear()
         return out
@@ -155,6 +157,7 @@ class Scheduler:
                 f"worker {event.worker} is expected, but there is a worker of that name already"
             )
         worker = self._members.workers[event.worker] = Worker(event.worker, managed=True)
+        self._members.starts(worker)
         self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
 
     def _on_worker_joined(self, event: ev.WorkerJoined) -> None:
@@ -222,6 +225,7 @@ class Scheduler:
             self._outcomes.lost(lease, death, blamed)
         if worker.managed and replace:
             worker.incarnation += 1
+            self._members.starts(worker)
             self._out.append(cmd.StartWorker(worker.name, worker.incarnation))
 
     def _forget_cached(self, worker: str, incarnation: int) -> None:
@@ -286,6 +290,8 @@ class Scheduler:
         if pass_ is None:
             return
         pass_.draining = True
+        for name in self._members.slots.get(pass_.id, ()):  # calls that only wait are given back
+            self._out.append(cmd.SendQuota(name, pass_.id, (), 0))
         self._outcomes.report_drained(pass_)
 
     def _on_pass_closed(self, event: ev.PassClosed) -> None:
@@ -366,6 +372,28 @@ class Scheduler:
         if worker is not None and worker.suspended == event.lease:
             self._members.resume(worker)
 
+    def _on_quota_met(self, event: ev.QuotaConfirmed) -> None:
+        pass_ = self._passes.get(event.pass_id)
+        worker = self._members.current(event.worker, event.incarnation)
+        if pass_ is not None and pass_.quotas is not None and worker is not None:
+            pass_.quotas.met((event.worker, event.incarnation), event.calls)
+            self._members.moved.add(pass_.id)
+
+    def _divide(self) -> None:
+        """Divide the limits of passes among the workers that have their calls now."""
+        moved, workers = [self._passes.get(id_) for id_ in self._members.moved], self._members.workers
+        self._members.moved.clear()
+        for pass_ in moved:
+            if pass_ is None or pass_.quotas is None or pass_.draining:
+                continue
+            slots = self._members.slots.get(pass_.id) or ()
+            holders = {(name, workers[name].incarnation): None for name in slots}
+            if not holders:
+                continue  # their quotas stay until another worker has calls
+            alive = {(name, each.incarnation) for name, each in workers.items() if pass_.id in each.bound}
+            for name, quota in pass_.quotas.divide(holders, alive):
+                self._out.append(cmd.SendQuota(name, pass_.id, quota, len(holders)))
+
     def _pull(self) -> None:
         for pass_ in self._pulled.values():
             workers = max(1, self._members.ready_for(pass_.settings.gpus))
@@ -398,6 +426,7 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any], None]] = {
     ev.CallFailed: Scheduler._on_call_failed,
     ev.CallSized: Scheduler._on_call_sized,
     ev.ElementsQuarantined: Scheduler._on_elements_quarantined,
+    ev.QuotaConfirmed: Scheduler._on_quota_met,
     ev.LeaseNotSent: Scheduler._on_lease_not_sent,
     ev.GangStalled: Scheduler._on_gang_stalled,
     ev.CancelConfirmed: Scheduler._on_cancel_confirmed,

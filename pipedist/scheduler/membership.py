@@ -27,9 +27,12 @@ class CapacityClass:
 class Membership:
     """All workers and leases, indexed so that an assignment costs the same with any number of workers."""
 
-    def __init__(self, prefetch_below_s: float) -> None:
+    def __init__(self, prefetch_below_s: float, start_s: float) -> None:
         self.workers: dict[str, Worker] = {}
         self.gone: OrderedDict[str, None] = OrderedDict()  # GONE workers, the longest gone first
+        self._starting: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # time of the start, of workers that may join soon
         self.leases: dict[int, Lease] = {}
         self.now = 0.0  # of the event that is being handled
         self.ready = 0  # number of READY workers that are not suspended
@@ -41,7 +44,9 @@ class Membership:
         # calls, and to the front when it gets some: so each worker gets calls in turn, without a search
         self.slots: dict[int, OrderedDict[str, int]] = {}
         self.slots_used: Counter[int] = Counter()  # sum of these calls, by pass
+        self.moved: set[int] = set()  # passes of which other workers have overlapping calls than before
         self._prefetch_below_s = prefetch_below_s
+        self._start_s = start_s
         self._last_lease = 0
 
     def current(self, worker: str, incarnation: int) -> Worker | None:
@@ -56,8 +61,16 @@ class Membership:
         return sum(room.ready for owned, room in self.capacity_classes.items() if owned >= gpus)
 
     def expected_for(self, gpus: float) -> int:
-        """Return the number of workers that are READY or start, at least 1; with GPUs, of those that are READY."""
-        return max(1, self.ready_for(gpus) if gpus else len(self.workers) - len(self.gone))
+        """Return the number of workers that are READY or may join soon, at least 1; with GPUs, of those READY."""
+        starting = self._starting
+        while starting and next(iter(starting.values())) + self._start_s <= self.now:
+            starting.popitem(last=False)
+        return max(1, self.ready_for(gpus) if gpus else self.ready + len(starting))
+
+    def starts(self, worker: Worker) -> None:
+        """Record that a process of the worker starts now."""
+        self._starting[worker.name] = self.now
+        self._starting.move_to_end(worker.name)
 
     def idle_for(self, gpus: float) -> Worker | None:
         """Return an idle worker with at least `gpus` GPUs: the fewest sufficient, then the longest idle."""
@@ -90,6 +103,7 @@ class Membership:
 
     def admit(self, worker: Worker, incarnation: int, *, supervised: bool, gpus: float) -> None:
         worker.become("joined")
+        self._starting.pop(worker.name, None)
         self.gone.pop(worker.name, None)
         worker.incarnation = incarnation
         worker.supervised = supervised
@@ -116,6 +130,7 @@ class Membership:
         worker.overlapping = 0
         for pass_id, slots in self.slots.items():
             self.slots_used[pass_id] -= slots.pop(worker.name, 0)
+        self.moved |= worker.bound
         worker.bound.clear()
         worker.unsure = False
         worker.suspended = 0
@@ -155,11 +170,14 @@ class Membership:
     def _occupy(self, lease: Lease, calls: int) -> None:
         """Count unreported calls of an overlapping lease."""
         slots = self.slots.setdefault(lease.pass_id, OrderedDict())
+        if lease.worker not in slots:
+            self.moved.add(lease.pass_id)
         slots[lease.worker] = slots.get(lease.worker, 0) + calls
         self.slots_used[lease.pass_id] += calls
         slots.move_to_end(lease.worker, last=calls < 0)
         if not slots[lease.worker]:
             del slots[lease.worker]
+            self.moved.add(lease.pass_id)
 
     def advance(self, lease: Lease, to: int) -> None:
         """Record that a lease's calls before `to` were reported; with the last one it ends."""

@@ -79,7 +79,12 @@ class Outcomes:
             return
         pass_.leased -= 1
         self._members.advance(lease, call + 1)
-        if lease.probe is not None:
+        if pass_.draining and event.aborted:  # the attempt has not begun
+            if lease.probe is not None:
+                pass_.wait_probe(lease.probe)
+            else:
+                pass_.wait(call, call + 1, lease.attempt)
+        elif lease.probe is not None:
             self._retry_or_fail_probe(pass_, lease.probe, raised)
         elif pass_.needs(call):
             self._retry_or_fail(pass_, call, call + 1, (raised,))

@@ -12,6 +12,7 @@ from pipedist.scheduler.commands import Cause, Failure
 from pipedist.scheduler.gang_scheduling import GangGroups
 from pipedist.scheduler.leases import GangAttempt
 from pipedist.scheduler.queues import BackoffQueue, RangeSet, Todo, TodoQueue
+from pipedist.scheduler.quotas import Quotas
 from pipedist.scheduler.settings import PassSettings, SchedulerLimits
 from pipedist.scheduler.transitions import PASS_TRANSITIONS, PassEvent, PassState, next_state
 
@@ -43,6 +44,7 @@ class Pass:
     """Results that a worker incarnation, which joins now or is READY, cached for the previous driver. Those of
     READY workers are recalled at once. Never for gangs."""
     leased: int = 0  # unreported calls
+    quotas: Quotas | None = None  # None: no limit is divided among workers
     gangs: dict[int, GangAttempt] = field(default_factory=dict)  # unfinished gangs, by serial
     groups: GangGroups = field(default_factory=GangGroups)
     histories: dict[int, CallHistory] = field(default_factory=dict)  # failed, not done; a gang: by first call
@@ -61,6 +63,7 @@ class Pass:
 
     def __post_init__(self) -> None:
         self.quarantined = self.settings.quarantined
+        self.quotas = Quotas(self.settings.limits) if self.settings.limits else None
         self.offered = self.requested = self.visible = self.consumed = self.settings.first_step
 
     def become(self, what: PassEvent) -> None:

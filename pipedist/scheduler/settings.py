@@ -30,6 +30,8 @@ class SchedulerLimits(Struct, frozen=True):
     # Second attempts of one attempt of a call, one after another: each was lost or raised while the first
     # attempt ran
     speculation_attempts_max: int = 3
+    # Calls that wait are not kept for a worker that takes longer than this to start
+    start_s: float = 5.0
     failed_starts_max: int = 5  # workers in a row that may die before they join
     heartbeat_timeout_s: float = 16.0  # a supervised worker without a heartbeat for this long is lost
 
@@ -59,11 +61,14 @@ class PassSettings(Struct, frozen=True):
     # A call that takes this many times as long as the 95th percentile gets a second attempt on an idle worker;
     # 0: never. Not for gangs
     speculation: float = 0.0
+    call_s_max: float = 0.0  # the time after which a call ends by the timeouts of its stages; 0: no limit
     # Calls that a worker executes at the same time, because they only wait; their leases overlap, and each is
     # reported by itself. 0: leases are executed one after the other
     at_once: int = 0
     # Maximum of these calls over all workers, each of which travels alone then; 0: no limit
     concurrency: int = 0
+    # Limits of the program's stages (`Program.limits`), divided among the workers with calls; (): none
+    limits: tuple[int, ...] = ()
     gpus: float = 0.0  # GPUs that a worker needs to own for a call; a gang has one such worker per replica
     members: int = 0  # number of workers of a gang; 0: as many as are ready, at most one per replica
 
@@ -76,5 +81,7 @@ class PassSettings(Struct, frozen=True):
             raise LocalProtocolError(f"first_step {self.first_step} of a pass that is read in no order")
         if self.concurrency < 0 or self.at_once < (self.concurrency > 0) or (self.at_once and self.gang):
             raise LocalProtocolError(f"{self.at_once} calls at once, {self.concurrency} in all")
+        if self.limits and not self.at_once:
+            raise LocalProtocolError(f"limits {self.limits} of calls that are executed one after the other")
         if self.speculation and (self.gang or self.concurrency or self.speculation < 1.0):
             raise LocalProtocolError(f"speculation {self.speculation}: it is 0, or 1 and more and of no gang")

@@ -56,10 +56,17 @@ class Speculation:
                 if self._take_back_behind(lease):
                     return True
                 running.over(lease)
+                if self._ends_soon(pass_, lease, now):
+                    continue
                 if lease.probe is None and lease.twin is None and pass_.needs(lease.next):
                     running.over(self._assigner.assign_second_attempt(pass_, lease, idle))
                     return True
         return False
+
+    def _ends_soon(self, pass_: Pass, lease: Lease, now: float) -> bool:
+        """Return whether a call ends by a timeout before a second attempt of usual duration would."""
+        most = pass_.settings.call_s_max
+        return most > 0.0 and lease.since + most - now < (pass_.call_s or 0.0)
 
     def _blocking(self, running: Stragglers) -> Lease | None:
         """Return the longest silent lease of a pass behind which others wait."""

@@ -98,7 +98,8 @@ class ClusterSection(Section):
     )
     grace_s: Seconds = Field(
         default=10.0,
-        description="How long running calls may continue after the first SIGINT or SIGTERM, in seconds.",
+        description="How long running calls may continue after the first SIGINT or SIGTERM, in seconds. A call that "
+        "waits for another attempt, or for `rate`, ends at once, and is executed again by `--resume`.",
         examples=[10],
     )
     speculation: Annotated[

@@ -195,8 +195,9 @@ class RetrySpec(Section):
     ] = Field(
         default=(),
         description="The exceptions after which there is another attempt, by the name of the class or a base "
-        "class: `TimeoutError`, `httpx.TransportError`. Default: all. After a `pipedist.RetryAfter` there is "
-        "always one, after the wait that it names.",
+        "class: `TimeoutError`, `httpx.TransportError`. A class that no module of the spec imports is named with its "
+        "module. Default: all. After a `pipedist.RetryAfter` there is always one, after the wait that it names, of at "
+        "most 3600 s.",
         examples=[["TimeoutError", "ConnectionError"]],
     )
 
@@ -299,7 +300,8 @@ class RunSpec(Section):
     ] = Field(
         default=None,
         description="For an async function, or a class with an async `__call__`: the number of calls that wait at the "
-        "same time, over all workers; with `per: element`, of elements. The instance of a class then serves several "
+        "same time, over all workers; with `per: element`, of elements. It is divided among the workers that have "
+        "calls, and exact: also while workers join and die. The instance of a class then serves several "
         "calls at the same time. Such a call is never executed a second time because it is slow. Default: 32 per "
         "worker for a function, one for a class, and one with `resources`.",
         examples=[64],
@@ -308,8 +310,8 @@ class RunSpec(Section):
         Field(
             default=None,
             description="The maximum rate of calls (with `per: element`, of elements), attempts of `retry` "
-            "included. It is divided among the workers, each of which begins its calls at even intervals. So at most "
-            "one call per worker more than the rate begins in any time.",
+            "included. It is divided among the workers that have calls, each of which begins its calls at even "
+            "intervals. So at most one call per worker more than the rate begins in any time.",
             examples=[{"calls": 50, "per_s": 1}],
         )
     )

@@ -45,6 +45,7 @@ Applied = (
     | msg.AssignGang
     | msg.Recall
     | msg.Committed
+    | msg.Quota
     | msg.Relay
     | msg.StateVersion
     | msg.DropState
@@ -84,7 +85,6 @@ class Begin(Struct, frozen=True):
     pass_id: int
     lo: int
     hi: int
-    sharing: int  # number of workers among which the limits of the pass are divided
 
 
 class Leave(Struct, frozen=True):

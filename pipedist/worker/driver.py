@@ -216,6 +216,13 @@ class Driver:
                     run.skip()
                     self._reports.failed(lease, failure)
 
+        self._report_quotas()
+
+    def _report_quotas(self) -> None:
+        """Confirm lower quotas that are met; the caller holds the lock."""
+        for pass_id, calls in self._leases.quotas_met():
+            self._handle(ev.QuotaReached(pass_id, calls))
+
     def _execute(self, slice_: Execute) -> None:
         try:
             if self._run is None:
@@ -363,6 +370,9 @@ class Driver:
                 self._leases.states.drop(space)
             case msg.Committed(pass_id, before):
                 self._reports.release(pass_id, before)
+            case msg.Quota():
+                self._leases.use_quota(message)
+                self._report_quotas()
             case msg.Bind(pass_id, key, elsewhere):
                 self._reports.open_pass(pass_id, key)
                 self._leases.open_pass(pass_id, self._frames, elsewhere=elsewhere)

@@ -39,6 +39,13 @@ class ElementsFinished(Struct, frozen=True):
     call: int
 
 
+class QuotaReached(Struct, frozen=True):
+    """At most as many calls run as a lower quota allows."""
+
+    pass_id: int
+    calls: tuple[int, ...]
+
+
 class CallRaised(Struct, frozen=True):
     """A call raised, or its result cannot be sent."""
 
@@ -84,6 +91,7 @@ Event = (
     | DataFound
     | CallsFinished
     | ElementsFinished
+    | QuotaReached
     | CallRaised
     | CollectiveReached
     | CollectiveOverdue
@@ -113,6 +121,8 @@ _STORED = (
     msg.Bind,
     DataFound,
     msg.Committed,
+    msg.Quota,
+    QuotaReached,
     msg.StateVersion,
     msg.DropState,
     msg.Relay,

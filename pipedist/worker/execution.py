@@ -16,48 +16,37 @@ import hashlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Token
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from operator import lt
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
 from pipedist.core import dlpack, ragged, trees
-from pipedist.core.remote_errors import class_names, exception_text
 from pipedist.core.types import Tree
 from pipedist.errors import NonDeterministicError, PipedistError
 from pipedist.protocol.codec import UnsendableError, encode
 from pipedist.protocol.limits import RESULT_OBJECTS_MAX
-from pipedist.protocol.messages import CULPRITS_MAX
 from pipedist.protocol.program import Emit, Program
 from pipedist.reduction.tree import Reduction
 from pipedist.worker import failures, process_setup
 from pipedist.worker.array_isolation import as_readonly, check_objects, take_ownership
-from pipedist.worker.context import Collectives, ReplicaContext, current
-from pipedist.worker.failures import CULPRIT_CHARS_MAX, CallFailure
+from pipedist.worker.context import ReplicaContext, current
+from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards, Shard, ShardFinder, States
 from pipedist.worker.log_forwarding import importer
-from pipedist.worker.progress import StageClock, Stepped
-from pipedist.worker.stages import Stage
+from pipedist.worker.progress import StageClock
+from pipedist.worker.stages import Call, GangCallContext, Stage
 
 if TYPE_CHECKING:
-    from pipedist.worker.variables.replica import ReplicaVariables
-    from pipedist.worker.waiting_calls import WorkerShare
+    from pipedist.worker.waiting_calls import OnRetry, WaitingStage, WorkerShare
 
 
 Outcome = dict[str, Tree]  # the values that one call sends back: {slot: tree}
 Result = tuple[Outcome, int]  # an outcome, and its size in bytes
-
-OnRetry = Callable[[str, int, int, bool, str], None]
-"""Called before a further attempt, with stage, call, its number, whether the last one timed out, and its exception."""
-
-
-CANCEL_NS = 10**9
-"""Time that a function which waits has to end, after it was cancelled for its time limit; then its worker is killed."""
 
 STORED_S_MIN = 0.001  # the value of a shorter call is not stored for a reuse
 
@@ -95,39 +84,6 @@ def _plain_bytes(value: Tree) -> int | None:
     return 16 if kind in _PLAIN else None
 
 
-class GangCallContext(NamedTuple):
-    """The context of a call in a gang."""
-
-    collectives: Callable[[bool], Collectives]  # of an async (True) or a plain function
-    device: str  # as in `ReplicaContext`; "": none
-    variables: ReplicaVariables | None
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One call while it runs; `number` counts in the pass."""
-
-    number: int
-    step: int
-    replica: int
-    stage: str  # the current one; the first one while its shard is read
-    gang: GangCallContext | None
-    permanent: bool = False  # whether an error now would recur on every attempt
-    reading: bool = False  # whether its shard is being read
-    in_user_code: bool = False
-    lease: int = 0  # 0: not known, and no other call runs at the same time
-    place: int = 1  # the number of its stage, counted from 1
-    begin: Callable[[int], None] = lambda _call: None  # records that the call has the thread
-    fresh: list[Tree] = field(default_factory=list)
-    """[stage, element, result] of elements that are over, and not reported yet."""
-    culprits: tuple[tuple[int, str], ...] = ()  # elements that failed by themselves; see `messages.Failed`
-    seconds: list[float] = field(default_factory=list)  # how long each stage took, if its value may be stored
-
-    def begin_step(self) -> None:
-        """Record that the call has the thread, in its stage."""
-        self.begin(self.number)
-
-
 class PassExecutor:
     """Executes calls of one pass; `threads` is this process's number of BLAS and OpenMP threads."""
 
@@ -159,12 +115,12 @@ class PassExecutor:
         names = [stage.name for stage in program.stages] or [emit.slot for emit in program.emits]
         self.first_stage = names[0] if names else ""
         readers = [stage.of for stage in program.stages]
-        self._sharing = 1
-        self._shares: dict[str, WorkerShare] = {}
-        """This worker's share of the limits of stages that wait, by stage."""
+        self._limited = [stage.name for stage in program.stages if stage.is_limited]
+        self._quota, self._sharing = (0,) * len(self._limited), 1  # until `use_quota`
+        self._quota_is_unmet = False  # whether it is lower than before, and was not confirmed
+        self._waiting_stages: dict[str, WaitingStage] = {}
         self.waits = any(stage.waits for stage in self._stages)
         """Whether its calls are tasks of an event loop, because they wait for elements, attempts or a rate."""
-        self._keys = count(1 << 62)  # of timed functions
         self._shard_is_shared = (readers + [emit.of for emit in program.emits]).count(-1) > 1
 
     def stage_of(self, slot: str) -> str:
@@ -195,19 +151,32 @@ class PassExecutor:
             s.is_class and s.is_async for s in self._stages
         )
 
-    def share_with(self, workers: int) -> None:
-        """Set the number of workers among which the limits of stages are divided."""
-        self._sharing = workers
-        for share in self._shares.values():
-            share.sharing = workers
+    def use_quota(self, calls: tuple[int, ...], sharing: int) -> None:
+        """Set how much of the limits of stages the calls may use; see `messages.Quota`."""
+        self._quota_is_unmet = sharing > 0 and (self._quota_is_unmet or any(map(lt, calls, self._quota)))
+        self._quota, self._sharing = calls, sharing
+        for waiting in self._waiting_stages.values():
+            self._set_share(waiting.share)
 
-    def _share(self, stage: Stage) -> WorkerShare:
-        if stage.name not in self._shares:
-            from pipedist.worker.waiting_calls import WorkerShare  # most workers have no such stage
+    def _set_share(self, share: WorkerShare) -> None:
+        share.use(dict(zip(self._limited, self._quota, strict=False)).get(share.stage.name, 0), self._sharing)
 
-            share = self._shares[stage.name] = WorkerShare(stage.program)
-            share.sharing = self._sharing
-        return self._shares[stage.name]
+    def quota_met(self) -> tuple[int, ...] | None:
+        """Return a quota that is lower than before, once no more calls run than it allows."""
+        shares = [waiting.share for waiting in self._waiting_stages.values()]
+        if not self._quota_is_unmet or any(share.running > share.calls_max for share in shares):
+            return None
+        self._quota_is_unmet = False
+        return self._quota
+
+    def _waiting(self, stage: Stage) -> WaitingStage:
+        if stage.name not in self._waiting_stages:
+            from pipedist.worker.waiting_calls import WaitingStage  # most workers have no such stage
+
+            waiting = WaitingStage(stage, self.program.seed, self.clock, self._on_retry)
+            self._set_share(waiting.share)
+            self._waiting_stages[stage.name] = waiting
+        return self._waiting_stages[stage.name]
 
     def _load(self, stage: Stage, call: Call) -> None:
         token = importer.set((stage.name, call.step, call.replica))
@@ -318,123 +287,17 @@ class PassExecutor:
             self._enter(stage, call.place if call.lease else 0, call, shard)
             began = monotonic() if self._stored else 0.0
             value = self._input(stage, shard, values)
+            context = partial(self._context, stage, call, shard)
             if stage.program.per_element:
                 done = {element: result for (at, element), result in finished.items() if at == place}
-                result = await self._elements(stage, call, shard, value, done)
+                result = await self._waiting(stage).elements(call, shard.elements, value, done, context)
             else:
-                context = partial(self._context, stage, call, shard, shard.elements)
-                result = await self._attempts(stage, call, value, context)
+                result = await self._waiting(stage).attempts(call, value, partial(context, shard.elements))
             values.append(self._end(call, result))
             if self._stored:
                 call.seconds.append(monotonic() - began)
             del result
         return values
-
-    async def _elements(
-        self, stage: Stage, call: Call, shard: Shard, value: Tree, done: Mapping[int, Tree]
-    ) -> Tree:
-        """Call a stage's function with each element that is not done, and return all results as a batch."""
-        from pipedist.worker import waiting_calls as waiting
-
-        size = waiting.count_elements(value)
-        is_named = shard.elements is not None and len(shard.elements) == size
-        ids = (
-            [int(each) for each in shard.elements] if is_named and shard.elements is not None else range(size)
-        )
-        results = {at: done[element] for at, element in enumerate(ids) if is_named and element in done}
-
-        async def execute(at: int) -> None:
-            id_ = ids[at]
-            own = np.array([id_]) if is_named else None
-            result = await self._attempts(
-                stage,
-                call,
-                waiting.element_at(value, at),
-                lambda: self._context(stage, call, shard, own, id_),
-                (id_,),
-            )
-            box = [result]
-            del result
-            results[at] = take_ownership(box)[0]
-            if is_named:
-                call.fresh.append([call.place - 1, ids[at], results[at]])
-
-        rest = [at for at in range(size) if at not in results]
-        failed = await waiting.each_element(
-            rest, self._share(stage), execute, all_of_them=stage.program.quarantine
-        )
-        made = [] if failed else [results[at] for at in range(size)]
-        failed = failed or waiting.unlike(made, ids)
-        if failed:
-            if is_named and len(failed) <= CULPRITS_MAX:
-                call.culprits = tuple((at, f"{class_names(e)[1]}: {exception_text(e)}") for at, e in failed)
-            raise failed[0][1]
-        return waiting.batched(made)
-
-    async def _attempts(
-        self,
-        stage: Stage,
-        call: Call,
-        value: Tree,
-        context: Callable[[], ReplicaContext],
-        element: tuple[int, ...] = (),
-    ) -> Tree:
-        """Call a stage's function until it returns, at most as often as its `retry` allows.
-
-        Each attempt gets the same value and random numbers.
-        """
-        if not stage.waits:
-            return await self._attempt(stage, call, value, context())
-        import asyncio  # loaded already
-
-        from pipedist.worker.waiting_calls import pause_s
-
-        place: tuple[int | str, ...] = (self.program.seed, stage.name, call.step, call.replica, *element)
-        attempt = 1
-        while True:
-            await self._share(stage).turn()
-            try:
-                return await self._attempt(stage, call, as_readonly(value), context())
-            except Exception as error:
-                rest_s = pause_s(stage.program, error, attempt, place)
-                if rest_s is None:
-                    raise
-                text = "".join(f"element {number}: " for number in element)
-                text += f"{class_names(error)[1]}: {exception_text(error)}"[:CULPRIT_CHARS_MAX]
-                timed_out = isinstance(error, TimeoutError)
-                self._on_retry(stage.name, call.number, attempt + 1, timed_out, text)
-            await asyncio.sleep(rest_s)
-            attempt += 1
-
-    async def _attempt(self, stage: Stage, call: Call, value: Tree, ctx: ReplicaContext) -> Tree:
-        """Call a stage's function once; cancel it after its time limit."""
-        import asyncio  # loaded already
-
-        key, limit_s, limit = next(self._keys), stage.limit_ns / 1e9, None
-        token = current.set(ctx)
-        call.in_user_code = True
-        if stage.is_class:
-            stage.make_instance(0)
-        if stage.limit_ns:
-            hung_ns = stage.limit_ns + (CANCEL_NS if call.lease and stage.is_async else 0)
-            self.clock.start(call.number, call.place, hung_ns, lease=call.lease, key=key)
-        try:
-            result = stage.call(value, ctx, 0)
-            if hasattr(type(result), "__await__"):
-                begin = call.begin_step if call.lease else None
-                result = Stepped(result, self.clock, key, begin) if stage.limit_ns or begin else result
-                async with asyncio.timeout(limit_s or None) as limit:
-                    result = await result
-            return result
-        except TimeoutError as error:
-            if limit is not None and limit.expired():
-                raise TimeoutError(f"timed out after {limit_s:g} s") from error
-            raise
-        finally:
-            if process_setup.is_copy:
-                process_setup.end_copy(stage.name)
-            self.clock.stop(key)
-            current.reset(token)
 
     def _leave(self, stage: Stage, call: Call, token: Token[ReplicaContext | None]) -> None:
         if process_setup.is_copy:

@@ -42,7 +42,7 @@ class AssignedLease:
     collectives: int = 0  # the number of collectives that it has contributed to
     recalled: bool = False  # its results are in the cache, and are reported without executing anything
     cached: bool = False  # its results are cached until they are durable
-    sharing: int = 0  # not 0: it is executed beside other leases, see `messages.Assign`
+    overlaps: bool = False  # it is executed beside other leases, see `messages.Assign`
 
 
 class LeaseQueue:
@@ -62,7 +62,7 @@ class LeaseQueue:
             raise RemoteProtocolError(f"lease {lease.id} has the calls [{lease.next}, {lease.hi})")
         if self.find(lease.id) is not None:
             raise RemoteProtocolError(f"lease {lease.id} was assigned twice")
-        if lease.sharing:
+        if lease.overlaps:
             if len(self.overlapping) >= self._limits.leases_overlapping_max:
                 raise RemoteProtocolError(f"more than {self._limits.leases_overlapping_max} leases overlap")
             self.overlapping[lease.id] = lease
@@ -111,7 +111,7 @@ class LeaseQueue:
         if not lease.next == lo < hi <= lease.hi:
             raise LocalProtocolError(f"calls [{lo}, {hi}) of {lease} were reported")
         lease.next = hi
-        if lease.sharing and hi == lease.hi:
+        if lease.overlaps and hi == lease.hi:
             del self.overlapping[lease_id]
         return lease
 

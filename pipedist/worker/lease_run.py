@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipedist.core.types import Tree
 from pipedist.protocol.program import Shards
 from pipedist.worker import failures
-from pipedist.worker.execution import Call, Outcome, PassExecutor, Result
+from pipedist.worker.execution import Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
 from pipedist.worker.progress import Stepped
+from pipedist.worker.stages import Call, CallHeld
 
 if TYPE_CHECKING:
     import asyncio
@@ -187,7 +188,8 @@ class LeaseRun:
         return self._next == self._hi and not self._running
 
     def _failure(self, call: Call, error: BaseException) -> CallFailure:
-        return self.executor.failure(call, error.cause if isinstance(error, ExitRequested) else error)
+        cause = error.cause if isinstance(error, ExitRequested) else error
+        return self.executor.failure(call, cause, aborted=isinstance(cause, CallHeld))
 
     def advance(self, slice_s: float, slice_bytes: int) -> CallFailure | None:
         """Execute calls until the slice is over, or a call raises; see `commands.Execute`.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pipedist.errors import PipedistError, ProtocolError
-from pipedist.protocol.messages import AssignGang, Relay, Retried
+from pipedist.protocol.messages import AssignGang, Quota, Relay, Retried
 from pipedist.protocol.program import Shards, Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Begin, Execute
 from pipedist.worker.execution import PassExecutor
@@ -61,6 +61,16 @@ class Leases:
         except Unloadable as error:
             self._passes[pass_id] = error
 
+    def use_quota(self, quota: Quota) -> None:
+        if isinstance(executor := self._passes[quota.pass_id], PassExecutor):
+            executor.use_quota(quota.calls, quota.sharing)
+
+    def quotas_met(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield lower quotas that are met now, by pass."""
+        for pass_id, executor in self._passes.items():
+            if isinstance(executor, PassExecutor) and (calls := executor.quota_met()) is not None:
+                yield pass_id, calls
+
     def sees_data(self, pass_id: int) -> bool:
         """Return whether this host has the very files that a pass reads."""
         executor = self._passes[pass_id]
@@ -107,8 +117,6 @@ class Leases:
         try:
             shards = Shards(*load_tree(frames, "the arguments of this call"))
             bound = self._use_states(executor, shards)
-            if isinstance(slice_, Begin):
-                executor.share_with(slice_.sharing)
             if slice_.lease not in self._members:
                 return LeaseRun(executor, self._loop, shards, slice_.lo, slice_.hi, begin)
             return self._begin_gang(slice_.lease, executor, shards, bound, begin)

@@ -27,6 +27,7 @@ from typing import Protocol, TextIO
 
 from msgspec import Struct
 
+from pipedist.core.token_bucket import TokenBucket
 from pipedist.protocol.codec import Frame
 from pipedist.protocol.messages import LogLine, Message, Retried
 from pipedist.transport.dealer import ConnectionLost
@@ -57,12 +58,9 @@ class OutputCapture:
     ) -> None:
         self._send = send
         self._limits = limits or OutputLimits()
-        self._clock = clock
         self._lock = threading.RLock()  # reentrant: a destructor may print in the middle of a print
         self._partial: dict[_Origin, str] = {}
-        self._allowance = float(self._limits.lines_per_s_max)
-        self._refilled_at = clock()
-        self._dropped = 0
+        self._rate = TokenBucket(self._limits.lines_per_s_max, self._limits.lines_per_s_max, clock)
         self._dropped_of: _Origin = _NO_CALL
         self._is_copy = False
 
@@ -77,7 +75,8 @@ class OutputCapture:
         self._lock = threading.RLock()
         self._partial = {}
         self._send = _write_to_stderr
-        self._limits = OutputLimits(lines_per_s_max=sys.maxsize)  # nothing is sent
+        self._limits = OutputLimits()
+        self._rate = TokenBucket(sys.maxsize, sys.maxsize)  # nothing is sent
         self._is_copy = True
 
     def write(self, text: str) -> None:
@@ -104,7 +103,7 @@ class OutputCapture:
 
     def finish(self) -> None:
         """Send unfinished lines, and the number of dropped ones."""
-        if not self._partial and not self._dropped:
+        if not self._partial and not self._rate.denied:
             return
         with self._lock:
             partial, self._partial = self._partial, {}
@@ -113,15 +112,9 @@ class OutputCapture:
             self._report_dropped(self._dropped_of)
 
     def _line(self, origin: _Origin, line: str) -> None:
-        now = self._clock()
-        most = self._limits.lines_per_s_max
-        self._allowance = min(most, self._allowance + (now - self._refilled_at) * most)
-        self._refilled_at = now
-        if self._allowance < 1:
-            self._dropped += 1
+        if not self._rate.allows():
             self._dropped_of = origin
             return
-        self._allowance -= 1
         self._report_dropped(origin)
         if len(line) > self._limits.line_chars_max:
             line = line[: self._limits.line_chars_max] + " [line cut]"
@@ -130,8 +123,7 @@ class OutputCapture:
         self._send(LogLine(*origin, line))
 
     def _report_dropped(self, origin: _Origin) -> None:
-        if self._dropped:
-            dropped, self._dropped = self._dropped, 0
+        if dropped := self._rate.take_denied():
             most = self._limits.lines_per_s_max
             self._send(LogLine(*origin, f"[{dropped} lines dropped: more than {most} lines a second]"))
 

@@ -167,7 +167,7 @@ class WorkerMachine:
     def _on_assign(self, event: msg.Assign, now: float) -> list[cmd.Command]:
         cached = event.pass_id in self._cached_passes and not event.elements
         lease = AssignedLease(
-            event.lease, event.pass_id, event.lo, event.hi, cached=cached, sharing=event.sharing
+            event.lease, event.pass_id, event.lo, event.hi, cached=cached, overlaps=event.overlaps
         )
         return self._enqueue(lease, event, now)
 
@@ -181,6 +181,16 @@ class WorkerMachine:
         if event.pass_id not in self._cached_passes:
             raise RemoteProtocolError(f"calls of pass {event.pass_id} were committed, but none are cached")
         return [cmd.Apply(event)]
+
+    def _on_quota(self, event: msg.Quota, _now: float) -> list[cmd.Command]:
+        if event.pass_id not in self._passes:
+            raise RemoteProtocolError(f"a quota of pass {event.pass_id}, which is not bound")
+        return [cmd.Apply(event)]
+
+    def _on_quota_reached(self, event: ev.QuotaReached, _now: float) -> list[cmd.Command]:
+        if event.pass_id not in self._passes:
+            raise LocalProtocolError(f"a quota of pass {event.pass_id} was reached, but it is not bound")
+        return [cmd.Send(msg.QuotaMet(event.pass_id, event.calls))]
 
     def _on_assign_gang(self, event: msg.AssignGang, now: float) -> list[cmd.Command]:
         if not 0 <= event.member < event.members:
@@ -196,10 +206,10 @@ class WorkerMachine:
         if lease.pass_id not in self._passes:
             raise RemoteProtocolError(f"lease {lease.id} belongs to pass {lease.pass_id}, which is not bound")
         executes = self._leases.add(lease)
-        if lease.sharing:
+        if lease.overlaps:
             if self.state is not ProtocolState.EXECUTING:
                 self._settle(now)
-            begin = cmd.Begin(lease.id, lease.pass_id, lease.next, lease.hi, lease.sharing)
+            begin = cmd.Begin(lease.id, lease.pass_id, lease.next, lease.hi)
             return [cmd.Apply(event), begin]
         return [cmd.Apply(event), *(self._execute(lease, now) if executes else ())]
 
@@ -261,7 +271,7 @@ class WorkerMachine:
 
     def _on_elements_finished(self, event: ev.ElementsFinished, _now: float) -> list[cmd.Command]:
         lease = self._leases.find(event.lease)
-        if lease is None or not lease.sharing or not lease.next <= event.call < lease.hi:
+        if lease is None or not lease.overlaps or not lease.next <= event.call < lease.hi:
             raise LocalProtocolError(f"elements of call {event.call} of {lease} were reported")
         return [cmd.SendResults(msg.Elements(event.lease, event.call))]
 
@@ -314,7 +324,7 @@ class WorkerMachine:
 
 
 def _end_of(lease: AssignedLease) -> list[cmd.Command]:
-    return [cmd.DropLease(lease.id)] if lease.sharing and lease.next == lease.hi else []
+    return [cmd.DropLease(lease.id)] if lease.overlaps and lease.next == lease.hi else []
 
 
 _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[cmd.Command]]] = {
@@ -332,6 +342,8 @@ _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[cmd.Command]]] 
     msg.Assign: WorkerMachine._on_assign,
     msg.Recall: WorkerMachine._on_recall,
     msg.Committed: WorkerMachine._on_committed,
+    msg.Quota: WorkerMachine._on_quota,
+    ev.QuotaReached: WorkerMachine._on_quota_reached,
     msg.AssignGang: WorkerMachine._on_assign_gang,
     msg.StateVersion: WorkerMachine._on_state_version,
     msg.DropState: WorkerMachine._on_drop_state,

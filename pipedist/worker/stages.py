@@ -1,10 +1,11 @@
-"""One stage of a pass in this process: its function, which is loaded once, and the ways to call it."""
+"""One stage of a pass in this process: its function, loaded once, the ways to call it, and a call that runs."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedist.core import functions
 from pipedist.core.types import Tree
@@ -12,9 +13,49 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.program import OWN_STATE, StageProgram
 from pipedist.reduction.tree import FoldTree
 from pipedist.worker.array_isolation import as_readonly
-from pipedist.worker.context import ReplicaContext
+from pipedist.worker.context import Collectives, ReplicaContext
 from pipedist.worker.devices import CPU, GPU
 from pipedist.worker.inputs import States, fill_states, state_names
+
+if TYPE_CHECKING:
+    from pipedist.worker.variables.replica import ReplicaVariables
+
+
+class GangCallContext(NamedTuple):
+    """The context of a call in a gang."""
+
+    collectives: Callable[[bool], Collectives]  # of an async (True) or a plain function
+    device: str  # as in `ReplicaContext`; "": none
+    variables: ReplicaVariables | None
+
+
+class CallHeld(Exception):
+    """Ends a call whose next attempt or element does not begin, because its pass drains."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call while it runs; `number` counts in the pass."""
+
+    number: int
+    step: int
+    replica: int
+    stage: str  # the current one; the first one while its shard is read
+    gang: GangCallContext | None
+    permanent: bool = False  # whether an error now would recur on every attempt
+    reading: bool = False  # whether its shard is being read
+    in_user_code: bool = False
+    lease: int = 0  # 0: not known, and no other call runs at the same time
+    place: int = 1  # the number of its stage, counted from 1
+    begin: Callable[[int], None] = lambda _call: None  # records that the call has the thread
+    fresh: list[Tree] = field(default_factory=list)
+    """[stage, element, result] of elements that are over, and not reported yet."""
+    culprits: tuple[tuple[int, str], ...] = ()  # elements that failed by themselves; see `messages.Failed`
+    seconds: list[float] = field(default_factory=list)  # how long each stage took, if its value may be stored
+
+    def begin_step(self) -> None:
+        """Record that the call has the thread, in its stage."""
+        self.begin(self.number)
 
 
 class Stage:

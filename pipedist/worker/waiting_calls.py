@@ -2,26 +2,48 @@
 
 A function gets a whole value, or with `per: element` one element of it after another. Each call of it has its own
 time limit, after which it is cancelled, and its own further attempts. The waits between attempts depend on the
-spec's seed and the place of the call only. Limits over all workers are divided among them: each worker has at most
-its share of the calls at the same time, and starts calls at even intervals.
+spec's seed and the place of the call only. Limits over all workers are divided among those that have calls
+(`pipedist.scheduler.quotas`): each worker has at most its share of the calls at the same time, and starts calls at even
+intervals. When the run is stopped, what waits for an attempt, the rate or a place ends at once, as not begun.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipedist.core import ragged, trees
+from pipedist.core.remote_errors import class_names, exception_text
 from pipedist.core.types import Tree
 from pipedist.errors import RetryAfter
+from pipedist.protocol.messages import CULPRITS_MAX
 from pipedist.protocol.program import StageProgram
+from pipedist.worker import process_setup
+from pipedist.worker.array_isolation import as_readonly, take_ownership
+from pipedist.worker.context import ReplicaContext, current
+from pipedist.worker.failures import CULPRIT_CHARS_MAX
+from pipedist.worker.progress import StageClock, Stepped
+from pipedist.worker.stages import Call, CallHeld, Stage
+
+OnRetry = Callable[[str, int, int, bool, str], None]
+"""Called before a further attempt, with stage, call, its number, whether the last one timed out, and its exception."""
+
+
+Elements = range | NDArray[np.int64] | None  # ids in the dataset
+
+CANCEL_NS = 10**9
+"""Time that a function which waits has to end, after it was cancelled for its time limit; then its worker is killed."""
 
 BACKOFF_S_MAX = 60.0
 RETRY_AFTER_S_MAX = 3600.0  # a longer request of a function is a failure
@@ -48,26 +70,42 @@ def pause_s(
     return min(BACKOFF_S_MAX, stage.backoff_s * 2.0 ** min(attempt - 1, 60)) * jitter
 
 
+def _too_long(error: RetryAfter) -> ValueError:
+    return ValueError(
+        f"RetryAfter({error.seconds:g}): a call waits for its next attempt for at most {RETRY_AFTER_S_MAX:g} s; raise "
+        f"RetryAfter(min(seconds, {RETRY_AFTER_S_MAX:g})), or rerun with --resume after that time"
+    )
+
+
 class WorkerShare:
-    """This worker's share of the limits of a stage."""
+    """This worker's share of the limits of a stage: all of them until `use`."""
 
     def __init__(self, stage: StageProgram) -> None:
-        self._stage = stage
-        self.sharing = 1  # number of workers among which the limits are divided
-        self._running = 0
+        self.stage = stage
+        self.calls_max = stage.concurrency  # calls at the same time, if the stage limits them
+        self.running = 0
+        self._sharing = 1  # number of workers among which the rate is divided; 0: nothing begins any more
         self._queue: deque[asyncio.Future[None]] = deque()
-        self._next_s = 0.0
+        self._turns = asyncio.Lock()
+        self._last_s = -math.inf  # when the rate allowed a call
+        self._news = asyncio.Event()  # set when the share changes
+
+    def use(self, calls_max: int, sharing: int) -> None:
+        self.calls_max, self._sharing = calls_max, sharing
+        self._news.set()
+        self._news = asyncio.Event()
+        for _ in range(len(self._queue) if self.is_held else calls_max - self.running):
+            self._wake()
 
     @property
-    def calls_max(self) -> int:
-        """How many calls run at the same time; 0: no limit."""
-        limit = self._stage.concurrency
-        return max(1, limit // self.sharing) if limit else 0
+    def is_held(self) -> bool:
+        """Whether no further attempt or element begins."""
+        return not self._sharing
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Wait until a call may run, in the order of arrival."""
-        while self.calls_max and self._running >= self.calls_max:
+        """Wait until a call may run, in the order of arrival; if held, it must not begin."""
+        while self.stage.concurrency and self.running >= self.calls_max and not self.is_held:
             turn = asyncio.get_running_loop().create_future()
             self._queue.append(turn)
             try:
@@ -76,11 +114,11 @@ class WorkerShare:
                 if not turn.cancelled():  # its turn is that of the next one
                     self._wake()
                 raise
-        self._running += 1
+        self.running += 1
         try:
             yield
         finally:
-            self._running -= 1
+            self.running -= 1
             self._wake()
 
     def _wake(self) -> None:
@@ -90,14 +128,145 @@ class WorkerShare:
                 return
 
     async def turn(self) -> None:
-        """Wait until the rate allows another call; calls are not saved up."""
-        if self._stage.calls_per_s:
-            now = asyncio.get_running_loop().time()
-            begin, self._next_s = (
-                self._next_s,
-                max(now, self._next_s) + self.sharing / self._stage.calls_per_s,
-            )
-            await asyncio.sleep(max(0.0, begin - now))
+        """Wait until the rate allows another call, or raise CallHeld; calls are not saved up."""
+        rate = self.stage.calls_per_s
+        if not rate:
+            await self._until(lambda: 0.0)
+            return
+        arrived_s = asyncio.get_running_loop().time()
+        async with self._turns:
+            await self._until(lambda: self._last_s + self._sharing / rate)
+            self._last_s = max(arrived_s, self._last_s + self._sharing / rate)
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, or raise CallHeld."""
+        until = asyncio.get_running_loop().time() + seconds
+        await self._until(lambda: until)
+
+    async def _until(self, due: Callable[[], float]) -> None:
+        """Wait until the time `due`, which another share may change."""
+        loop = asyncio.get_running_loop()
+        while not self.is_held:
+            if (rest_s := due() - loop.time()) <= 0:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rest_s):
+                    await self._news.wait()
+        raise CallHeld
+
+
+# -- calls of a stage ---------------------------------------------------------------------
+
+_keys = count(1 << 62)  # of functions with a time limit: a worker's clock is common to its passes
+
+
+class WaitingStage:
+    """Calls the function of a stage for calls that are tasks of an event loop."""
+
+    def __init__(self, stage: Stage, seed: int, clock: StageClock, on_retry: OnRetry) -> None:
+        self.share = WorkerShare(stage.program)
+        self._stage = stage
+        self._seed = seed
+        self._clock = clock
+        self._on_retry = on_retry
+
+    async def elements(
+        self,
+        call: Call,
+        elements: Elements,
+        value: Tree,
+        done: Mapping[int, Tree],
+        context: Callable[[Elements, int], ReplicaContext],
+    ) -> Tree:
+        """Call the function with each element that is not done, and return all results as a batch."""
+        size = count_elements(value)
+        is_named = elements is not None and len(elements) == size
+        ids = [int(each) for each in elements] if is_named and elements is not None else range(size)
+        results = {at: done[element] for at, element in enumerate(ids) if is_named and element in done}
+
+        async def execute(at: int) -> None:
+            id_ = ids[at]
+            own = np.array([id_]) if is_named else None
+            result = await self.attempts(call, element_at(value, at), partial(context, own, id_), (id_,))
+            if isinstance(result, Iterator | AsyncIterator):
+                kind = type(result).__name__.replace("_", " ")
+                raise TypeError(
+                    f"{self._stage.program.function.label} returned an object of type {kind} for element {id_}, "
+                    "and its values can't be sent: return a list or an array of them"
+                )
+            box = [result]
+            del result
+            results[at] = take_ownership(box)[0]
+            if is_named:
+                call.fresh.append([call.place - 1, ids[at], results[at]])
+
+        rest = [at for at in range(size) if at not in results]
+        failed = await each_element(rest, self.share, execute, all_of_them=self._stage.program.quarantine)
+        made = [] if failed else [results[at] for at in range(size)]
+        failed = failed or unlike(made, ids)
+        if failed:
+            if is_named and len(failed) <= CULPRITS_MAX:
+                call.culprits = tuple((at, f"{class_names(e)[1]}: {exception_text(e)}") for at, e in failed)
+            raise failed[0][1]
+        return batched(made)
+
+    async def attempts(
+        self, call: Call, value: Tree, context: Callable[[], ReplicaContext], element: tuple[int, ...] = ()
+    ) -> Tree:
+        """Call the function until it returns, at most as often as its `retry` allows.
+
+        Each attempt gets the same value and random numbers.
+        """
+        stage = self._stage
+        if not stage.waits:
+            return await self._attempt(call, value, context())
+        place: tuple[int | str, ...] = (self._seed, stage.name, call.step, call.replica, *element)
+        attempt = 1
+        while True:
+            await self.share.turn()
+            try:
+                return await self._attempt(call, as_readonly(value), context())
+            except Exception as error:
+                rest_s = pause_s(stage.program, error, attempt, place)
+                if rest_s is None:
+                    if isinstance(error, RetryAfter) and error.seconds > RETRY_AFTER_S_MAX:
+                        raise _too_long(error).with_traceback(error.__traceback__) from None
+                    raise
+                text = "".join(f"element {number}: " for number in element)
+                text += f"{class_names(error)[1]}: {exception_text(error)}"[:CULPRIT_CHARS_MAX]
+                timed_out = isinstance(error, TimeoutError)
+                self._on_retry(stage.name, call.number, attempt + 1, timed_out, text)
+            await self.share.pause(rest_s)
+            attempt += 1
+
+    async def _attempt(self, call: Call, value: Tree, ctx: ReplicaContext) -> Tree:
+        """Call the function once; cancel it after its time limit."""
+        stage = self._stage
+        key, limit_s, limit = next(_keys), stage.limit_ns / 1e9, None
+        token = current.set(ctx)
+        call.in_user_code = True
+        if stage.is_class:
+            stage.make_instance(0)
+        if stage.limit_ns:
+            hung_ns = stage.limit_ns + (CANCEL_NS if call.lease and stage.is_async else 0)
+            self._clock.start(call.number, call.place, hung_ns, lease=call.lease, key=key)
+        try:
+            result = stage.call(value, ctx, 0)
+            if hasattr(type(result), "__await__"):
+                begin = call.begin_step if call.lease else None
+                result = Stepped(result, self._clock, key, begin) if stage.limit_ns or begin else result
+                async with asyncio.timeout(limit_s or None) as limit:
+                    result = await result
+            return result
+        except TimeoutError as error:
+            if limit is not None and limit.expired():
+                raise TimeoutError(f"timed out after {limit_s:g} s") from error
+            raise
+        finally:
+            if process_setup.is_copy:
+                process_setup.end_copy(stage.name)
+            self._clock.stop(key)
+            current.reset(token)
 
 
 # -- elements ----------------------------------------------------------------------------
@@ -180,18 +349,22 @@ async def each_element(
     """Execute a function for each index, as many at the same time as the share allows.
 
     Return the exceptions by index. If not `all_of_them`, no call begins after one that raised; those before it are
-    over, so the first exception does not depend on timing.
+    over, so the first exception does not depend on timing. Raise CallHeld if some calls do not begin for it.
     """
     failures: list[tuple[int, BaseException]] = []
-    rest = iter(indices)
+    rest, returned = iter(indices), 0
 
     async def work() -> None:
+        nonlocal returned
         while all_of_them or not failures:
             async with share.place():
-                if (index := next(rest, None)) is None or (failures and not all_of_them):
+                if share.is_held or (failures and not all_of_them) or (index := next(rest, None)) is None:
                     return
                 try:
                     await execute(index)
+                    returned += 1
+                except CallHeld:
+                    return
                 except asyncio.CancelledError as error:
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
@@ -201,6 +374,8 @@ async def each_element(
                     failures.append((index, error))
 
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(share.calls_max or len(indices), len(indices))):
+        for _ in range(min(share.stage.concurrency or len(indices), len(indices))):
             tasks.create_task(work())
+    if share.is_held and returned + len(failures) < len(indices):
+        raise CallHeld
     return sorted(failures, key=lambda each: each[0])

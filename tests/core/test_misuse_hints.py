@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections import defaultdict, deque
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,10 @@ def test_the_advice_for_data_frames_works_for_every_column(frame: Any) -> None:
         {"b": 1}.values(),
         deque([1, 2]),
         (n for n in (1, 2)),
+        datetime.datetime(2020, 1, 2, 3),
+        datetime.date(2020, 1, 2),
+        datetime.timedelta(days=2),
+        Decimal("1.50"),
     ],
 )
 def test_the_advice_for_one_value_works(value: Any) -> None:

@@ -265,7 +265,8 @@ def test_no_pieces_at_all(tmp_path: Path, suffix: str, expected: Any) -> None:
         (".csv", [np.array([["x"]], object)], ["'value'", "axes"]),
         (".csv", [np.array([{}])], ["'value'", "lists or dicts", "parquet"]),
         (".csv", [[{"a": 1}], [{"a": 1, "b": 2}]], ["key 'b'", "columns", "a", ".jsonl"]),
-        (".npz", [[{"a": 1}]], ["no axis 0"]),
+        (".npz", [[{"a": 1}]], ["records", ".jsonl"]),
+        (".npz", [{"a": 1}], ["no axis 0"]),
         (".npz", [{"a": np.array(["ends\0"], object)}], ["'a'", "zero byte", "parquet"]),
         (
             ".npz",

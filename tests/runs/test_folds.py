@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pipedist.core import trees
 from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
+from pipedist.protocol.codec import decode, encode
 from pipedist.protocol.program import ReaderConfig
 from pipedist.reduction.tree import FoldTree, Reduction
 from pipedist.runs import folds, gather_fold
@@ -512,3 +513,151 @@ def test_a_reduction_leaves_results_without_rows_out(op: str, rows: Any) -> None
         assert found.tolist() == expected.tolist()
     with pytest.raises((TypeError, ValueError)):  # a component, not rows
         reduce(op, PerReplica([BLANK, rows]), None, 2)
+
+
+def value_in(path: Path) -> list[Any]:
+    """Return the values of the steps in a file, as text or numbers."""
+    if path.suffix == ".parquet":
+        return pytest.importorskip("pyarrow.parquet").read_table(path)["value"].to_pylist()
+    if path.suffix == ".npz":
+        return np.load(path)["data"].tolist()
+    if path.suffix == ".npy":
+        return np.load(path).tolist()
+    text = path.read_text()
+    if path.suffix == ".json":
+        return json.loads(text)
+    return (
+        text.split()[1:]
+        if path.suffix == ".csv"
+        else [json.loads(row)["value"] for row in text.split("\n")[:-1]]
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("ending", ["npy", "npz", "csv", "parquet", "jsonl", "json"])
+async def test_steps_before_the_first_rows_have_the_dtype_of_these(
+    ending: str, killed: bool, tmp_path: Path
+) -> None:
+    reduction = Reduction.of("sum", 0)
+    steps = [[BLANK, BLANK], [BLANK], [np.array([2**60 + 1]), BLANK], [BLANK]]
+    sink = open_sink(tmp_path / f"s.{ending}", shape="per", gather=False)
+    fold = ReduceFold("s", "step", reduction, sink)
+    for at, parts in enumerate(steps):
+        if killed and at == 2:
+            sink.abort()
+            state, sink = fold.state(), open_sink(tmp_path / f"s.{ending}", shape="per", gather=False)
+            fold = ReduceFold("s", "step", reduction, sink)
+            await fold.restore(decode(encode(state)), ())
+        await fold.add(0, [[reduction.partial(part) for part in parts]])
+    await fold.finish(1)
+    assert [(value.dtype, int(value)) for value in fold.result] == [
+        (np.int64, each) for each in (0, 0, 2**60 + 1, 0)
+    ]
+    expected: list[Any] = [0, 0, 2**60 + 1, 0]
+    assert value_in(sink.finish()) == (list(map(str, expected)) if ending == "csv" else expected)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("op", "expected"), [("sum", 0), ("prod", 1), ("mean", np.nan)])
+async def test_a_leaf_without_rows_waits_beside_one_with_rows(op: str, expected: float) -> None:
+    reduction = Reduction.of(op, 0)
+    fold = ReduceFold("s", "step", reduction, None)
+    fold.watch()
+    hits = np.ones((2, 3), np.float32)
+    for part in ({"hits": BLANK, "n": np.array([1])}, {"hits": hits, "n": np.array([1])}):
+        await fold.add(0, [[reduction.partial(part)]])
+    await fold.add(0, [[reduction.partial({"hits": BLANK, "n": np.array([1])})]])
+    await fold.finish(1)
+    for value in (
+        fold.result[0],
+        fold.result[2],
+        fold.take_fresh()[2],
+    ):  # an update can't wait, but knows later
+        assert value["hits"].dtype == np.float32
+        np.testing.assert_array_equal(value["hits"], np.full(3, expected))
+
+
+@pytest.mark.asyncio
+async def test_steps_that_never_have_rows_are_float64(tmp_path: Path) -> None:
+    reduction = Reduction.of("sum", 0)
+    sink = open_sink(tmp_path / "s.npy", shape="per", gather=False)
+    fold = ReduceFold("s", "step", reduction, sink)
+    await fold.add(0, [[reduction.partial(BLANK)]] * (3 * folds.WAITING_MAX))  # equal ones take no memory
+    await fold.finish(1)
+    found = np.load(sink.finish())
+    assert found.dtype == np.float64
+    assert found.tolist() == [0] * (3 * folds.WAITING_MAX)
+
+
+@pytest.mark.asyncio
+async def test_values_that_wait_for_a_dtype_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "WAITING_MAX", 3)
+    reduction = Reduction.of("sum", 0)
+    fold = ReduceFold("s", "step", reduction, None)
+    for number in range(4):
+        await fold.add(0, [[reduction.partial({"hits": BLANK, "n": np.array([number])})]])
+    with pytest.raises(ValueError, match=r"'hits' had no rows in more than 3 values.*int64.*np.empty"):
+        await fold.add(0, [[reduction.partial({"hits": np.array([1]), "n": np.array([1])})]])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("op", ["min", "max"])
+async def test_a_first_call_without_rows_does_not_decide_whether_a_file_fits(op: str, tmp_path: Path) -> None:
+    reduction = Reduction.of(op, 0)
+    sink = open_sink(tmp_path / "s.npy", shape="run", gather=False)
+    fold = ReduceFold("s", "run", reduction, sink)
+    for part in (BLANK, np.array([4])):
+        await fold.add(0, [[reduction.partial(part)]])
+    await fold.finish(1)
+    assert np.load(sink.finish()) == 4
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ([{1: 2}], "step 0, replica 0: element 0 of the list has the key 1, .*text"),
+        ([{"a": 1}, None], "step 0, replica 0: element 1 of the list is a NoneType, and a record is a dict"),
+    ],
+)
+async def test_lists_that_are_no_records_are_reported_with_element_and_cause(part: Any, message: str) -> None:
+    fold = GatherFold("g", "run", 0, None)
+    with pytest.raises((ValueError, TypeError), match=message):
+        await fold.add(0, [[part]])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ending", ["csv", "parquet", "npy", "npz"])
+async def test_records_that_a_file_can_not_hold_are_reported_at_once(ending: str, tmp_path: Path) -> None:
+    sink = open_sink(tmp_path / f"g.{ending}", shape="run", gather=True)
+    fold = GatherFold("g", "run", 0, sink, keep=False)
+    with pytest.raises(OutputError, match=r"Write \.jsonl.*\(step 0, replica 0\)"):
+        await fold.add(0, [[[{}, {}] if ending in ("csv", "parquet") else [{"a": 1}]]])
+    sink.abort()
+
+
+@pytest.mark.asyncio
+async def test_dtypes_that_differ_are_reported_with_both_places() -> None:
+    reduction = Reduction.of("sum", 0)
+    parts = [np.array([1]), BLANK, np.array([1.5])]
+    fold: Any = ReduceFold("s", "run", reduction, None)
+    for part in parts:
+        await fold.add(0, [[reduction.partial(part)]])
+    with pytest.raises(TypeError, match=r"^step 2, replica 0 does not fit step 0, replica 0: .*astype"):
+        await fold.finish(1)
+    fold = GatherFold("g", "run", 0, None)
+    with pytest.raises(TypeError, match=r"step 2, replica 0: .*step 0, replica 0 has dtype int64.*astype"):
+        await fold.add(0, [[part] for part in parts])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ending", ["npy", "csv"])
+async def test_a_step_that_does_not_fit_its_file_is_named(ending: str, tmp_path: Path) -> None:
+    reduction = Reduction.of("sum", 0)
+    sink = open_sink(tmp_path / f"s.{ending}", shape="per", gather=False)
+    fold = ReduceFold("s", "step", reduction, sink)
+    steps = [[reduction.partial(part)] for part in (BLANK, BLANK, np.array([1]), np.array([1.5]))]
+    with pytest.raises(OutputError, match=r"first int64, now float64\. .*astype.* \(step 3\)"):
+        await fold.add(0, steps)
+    sink.abort()

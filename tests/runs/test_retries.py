@@ -57,7 +57,7 @@ def test_repeated_calls_have_lines_and_counts(tmp_path: Path, caplog: pytest.Log
     assert "died: signal 9 (SIGKILL); it executed stage y, step 2, replica 0" in died
     assert "was ended: stage y, step 3, replica 0: TimeoutError: timed out after 2 s" in ended
     shown = render([], result.ledger.to_json(), {}, result.retries)
-    (line,) = [line for line in shown.splitlines() if line.startswith("stage y: 3 calls executed again (")]
+    (line,) = [line for line in shown.splitlines() if line.startswith("stage y: 3 attempts did not count (")]
     assert all(part in line for part in ("1 raised", "1 whose worker died", "1 timed out"))
 
 
@@ -122,3 +122,21 @@ def test_attempts_within_a_call_have_lines_and_counts_too(
         (line,) = [line for line in caplog.messages if text in line]
         assert line.startswith("pipedist: stage y, step 0, replica 0: element ")
         assert line.endswith("; attempt 2 begins on worker w0")
+
+
+def hangs_alone(shard: np.ndarray) -> np.ndarray:
+    if 5 in shard:
+        time.sleep(600)
+    return shard
+
+
+def test_timeouts_of_single_elements_have_a_line_and_a_count_each(caplog: pytest.LogCaptureFixture) -> None:
+    """One timeout of the call, then those of its elements that are tried apart."""
+    spec = document(Path())
+    spec["dataset"] = {"range": 8, "batch": 4}
+    spec["stages"]["y"] = {"run": hangs_alone, "timeout_s": 0.3, "on_error": "quarantine"}
+    result = pipedist.run(spec, workers=2)
+    assert result["out"].tolist() == [0, 1, 2, 3, 4, 6, 7]
+    lines = [line for line in caplog.messages if "TimeoutError: timed out after 0.3 s" in line]
+    assert len(lines) > 1
+    assert result.retries == {"y": {"timeout": len(lines)}}

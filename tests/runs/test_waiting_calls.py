@@ -8,11 +8,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
 import pipedist
 from pipedist.plan import as_text, compile_plan
+from pipedist.plan.callables import exception_names
 from pipedist.runs.identity import meaning
 from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import open_replay
@@ -162,6 +164,63 @@ def test_a_rate_holds_over_all_workers(tmp_path: Path) -> None:
     assert times[-1] - began >= 3 / 4, "a worker has four calls at least, and begins four in a second"
 
 
+@pytest.mark.parametrize(("workers", "batch"), [(3, 2), (2, 4), (3, 1)])
+def test_concurrency_holds_exactly_over_the_workers_that_have_elements(
+    tmp_path: Path, workers: int, batch: int
+) -> None:
+    spec = document("meets", n=4 if batch > 1 else 12, batch=batch, per="element", concurrency=4)
+    spec["stages"]["y"]["with"] = {"folder": str(tmp_path), "count": 4}
+    assert pipedist.run(spec, workers=workers)["out"].tolist() == list(range(4 if batch > 1 else 12))
+
+
+@pytest.mark.parametrize("concurrency", [2, 5])
+def test_concurrency_is_not_exceeded_when_a_worker_dies(tmp_path: Path, concurrency: int) -> None:
+    spec = document("dies", n=40, batch=4, per="element", concurrency=concurrency)
+    spec["stages"]["y"]["with"] = {"folder": str(tmp_path), "most": concurrency}
+    assert pipedist.run(spec, workers=3)["out"].tolist() == list(range(40))
+    assert (tmp_path / "died").exists()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"retry": {"attempts": 3, "backoff_s": 60}},
+        {"retry": {"attempts": 3}, "with": {"seconds": 60}},
+        {"retry": {"attempts": 3, "backoff_s": 60}, "per": None},
+        {"rate": {"calls": 1, "per_s": 60}},
+    ],
+)
+def test_a_stop_does_not_wait_for_attempts_or_the_rate(tmp_path: Path, keys: dict[str, Any]) -> None:
+    note = tmp_path / "note"
+    spec = document("refuses", n=4, batch=4 if keys.get("per", "") is not None else 1, per="element")
+    spec["stages"]["y"] |= keys
+    spec["stages"]["y"]["with"] = {"note": str(note), "seconds": 0, **keys.get("with", {})}
+    spec["cluster"] = {"grace_s": 600}
+
+    async def main() -> None:
+        async with pipedist.open(spec, workers=1, output=tmp_path / "out") as run:
+            with anyio.fail_after(20):
+                async with anyio.create_task_group() as tasks:
+
+                    async def stop() -> None:
+                        while not note.exists():  # noqa: ASYNC110 - written by another process
+                            await anyio.sleep(0.01)
+                        run.drain()
+
+                    tasks.start_soon(stop)
+                    with pytest.raises(pipedist.RunCancelled, match="the run was stopped"):
+                        await run.results()
+
+    anyio.run(main)
+    begun = Counter(note.read_text().split())
+    assert max(begun.values()) == 1
+    if "with" in keys:
+        Path(f"{note}-is-up").touch()
+        result = pipedist.run(spec, workers=1, output=tmp_path / "out", resume=True)
+        assert result["out"].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert (Counter(note.read_text().split()) - begun)["0"] == 0, "the finished element is kept"
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -184,12 +243,71 @@ def test_mistakes_have_a_place(keys: dict[str, Any], message: str) -> None:
     assert "stages.y" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("TimeotError", "no exception 'TimeotError' is known (.|\\n)*did you mean 'TimeoutError'"),
+        (
+            ["KeyError", "asyncio.CanceledError"],
+            r"asyncio has no exception 'CanceledError'(.|\n)*CancelledError",
+        ),
+        ("htpx.ConnectError", "htpx can't be imported: No module named 'htpx'"),
+        ("os.path", "os has no exception 'path'"),
+    ],
+)
+def test_a_name_of_no_exception_is_an_error_of_the_plan(names: Any, message: str) -> None:
+    spec = load(document("element", per="element", retry={"attempts": 2, "on": names}))
+    with pytest.raises(pipedist.PlanError, match=f"stages.y.retry.on.*{message}"):
+        compile_plan(spec, workers=1)
+
+
+def test_an_exception_may_have_the_name_under_which_it_is_imported() -> None:
+    assert exception_names(["OSError", "CollectorError", "pipedist.RunCancelled"]) == (
+        "OSError",
+        "CollectorError",
+        "pipedist.RunCancelled",
+        "pipedist.errors.RunCancelled",
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"), [("generates", "a generator"), ("generates_late", "an async generator")]
+)
+def test_a_generator_function_is_an_error_of_the_plan(function: str, kind: str) -> None:
+    with pytest.raises(
+        pipedist.PlanError, match=f"has a `yield`, so its calls return {kind}, .*`return` a list"
+    ):
+        compile_plan(load(document(function, per="element")), workers=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("lazy", "lazy returned an object of type generator for element 0, .*: return a list"),
+        (
+            "late",
+            r"ValueError: RetryAfter\(4000\): .* at most 3600 s; raise RetryAfter\(min\(seconds, 3600\)\)",
+        ),
+    ],
+)
+def test_a_result_that_is_none_names_what_to_return(function: str, message: str) -> None:
+    with pytest.raises(pipedist.CallError, match=message) as caught:
+        pipedist.run(document(function, n=1, per="element", retry={"attempts": 2}), workers=1)
+    assert "cannot pickle" not in str(caught.value)
+
+
+def test_the_plan_counts_one_call_in_the_singular() -> None:
+    plan = compile_plan(load(document("element", rate={"calls": 1, "per_s": 2})), workers=1)
+    assert "at most 1 call per 2 s" in as_text(plan)
+    plan.close()
+
+
 def test_the_plan_shows_how_calls_wait() -> None:
     keys = {"per": "element", "concurrency": 8, "rate": {"calls": 50, "per_s": 2}, "retry": {"attempts": 3}}
     plan = compile_plan(load(document("element", **keys)), workers=2)
     line = next(line for line in as_text(plan).splitlines() if line.strip().startswith("run "))
     limits = (
-        "for each element, 8 elements at once over all workers, at most 50 calls per 2 s, up to 3 attempts"
+        "for each element, 8 elements at once over all workers, at most 50 elements per 2 s, up to 3 attempts"
     )
     assert line.endswith(f"waiting_functions:element of dataset, {limits}")
     plan.close()

@@ -107,3 +107,63 @@ def above(x: np.ndarray, least: int) -> np.ndarray:
 
 async def none_of(x: Any, note: str, bad: int) -> float | None:
     return None if await bad_element(x, note, []) == bad else float(x)
+
+
+async def meets(x: Any, folder: str, count: int) -> float:
+    """Wait until `count` elements are here at the same time, and never more."""
+    mine = Path(folder, f"here-{x}")
+    mine.touch()
+    deadline = time.monotonic() + 20
+    while (here := len(list(Path(folder).glob("here-*")))) < count and not Path(folder, "met").exists():
+        assert time.monotonic() < deadline, f"{here} elements at the same time"
+        await asyncio.sleep(0.01)
+    assert here <= count, f"{here} elements at the same time"
+    Path(folder, "met").touch()
+    await asyncio.sleep(0.05)
+    mine.unlink()
+    return float(x)
+
+
+async def dies(x: Any, folder: str, most: int) -> float:
+    """Check that at most `most` elements are here; the first time, element 5 kills its worker."""
+    mine = Path(folder, f"{os.getpid()}-{x}")
+    mine.touch()
+    here = sorted(path.name for path in Path(folder).glob("*-*"))
+    assert len(here) <= most, f"elements {here} at the same time"
+    await asyncio.sleep(0.02)
+    if x == 5 and not Path(folder, "died").exists():
+        Path(folder, "died").touch()
+        for path in Path(folder).glob(f"{os.getpid()}-*"):
+            path.unlink()
+        os.kill(os.getpid(), 9)
+    mine.unlink()
+    return float(x)
+
+
+async def refuses(x: Any, note: str, seconds: float) -> float:
+    """Fail for elements above 0 until a file says otherwise, with a wait of `seconds`; 0: with another error."""
+    with open(note, "a") as file:
+        file.write(f"{x}\n")
+    if x and not Path(f"{note}-is-up").exists():
+        raise pipedist.RetryAfter(seconds) if seconds else ConnectionError("reset")
+    return x * 1.0
+
+
+class CollectorError(Exception):
+    """An exception that only this module has."""
+
+
+def generates(x: Any) -> Any:
+    yield float(x)
+
+
+async def generates_late(x: Any) -> Any:
+    yield float(x)
+
+
+def lazy(x: Any) -> Any:
+    return (each for each in [x])
+
+
+async def late(x: Any) -> float:
+    raise pipedist.RetryAfter(4000)

@@ -26,7 +26,7 @@ def test_workers_get_their_share_of_the_calls_at_once_each_call_alone() -> None:
     leases = assigns(scenario.setup(ev.StepsAvailable(1, 0, 20, 1)))
     assert held(leases) == {"w0": 3, "w1": 3}
     assert [x.hi - x.lo for x in leases] == [1] * 6
-    assert {x.sharing for x in leases} == {2}
+    assert all(x.overlaps for x in leases)
 
 
 def test_a_call_is_reported_in_any_order_and_the_next_one_takes_its_place() -> None:
@@ -62,6 +62,71 @@ def test_a_worker_that_joins_late_gets_its_share() -> None:
     assert held(assigns(scenario.setup(ev.WorkerJoined("w1", 0)))) == {"w1": 3}
 
 
+def test_a_worker_that_does_not_start_leaves_its_share_to_others() -> None:
+    scenario = Scenario().with_workers("w0")
+    scenario.setup(ev.WorkerExpected("w1")).clear()
+    scenario.with_pass(FEW)
+    scenario.setup(ev.StepsAvailable(1, 0, 20, 1))
+    assert held(assigns(scenario.at(60.0).setup(ev.Tick()))) == {"w0": 3}
+
+
+def quotas(out: list[cmd.Command]) -> dict[str, tuple[int, ...]]:
+    return {x.worker: x.calls for x in out if isinstance(x, cmd.SendQuota)}
+
+
+LIMITED = PassSettings(replicas=1, pulled=False, at_once=6, concurrency=6, limits=(4, 64))
+
+
+def test_quotas_add_up_to_the_limit() -> None:
+    scenario = Scenario().with_workers("w0", "w1", "w2").with_pass(LIMITED)
+    out = scenario.setup(ev.StepsAvailable(1, 0, 20, 1))
+    assert sorted(quotas(out).values()) == [(1, 21), (1, 21), (2, 22)]
+    assert {x.sharing for x in out if isinstance(x, cmd.SendQuota)} == {3}
+
+
+def test_a_worker_without_calls_leaves_its_quota_to_others_once_it_confirms() -> None:
+    scenario = Scenario().with_workers("w0", "w1").with_pass(LIMITED)
+    leases = assigns(scenario.setup(ev.StepsAvailable(1, 0, 2, 1)))
+    out = scenario.setup(ev.CallsDone("w1", 0, leases[1].lease, 1, 2, 10))
+    assert quotas(out) == {"w0": (2, 32), "w1": (0, 0)}
+    assert quotas(scenario.setup(ev.QuotaConfirmed("w1", 0, 1, (0, 0)))) == {"w0": (4, 64)}
+
+
+def test_a_worker_that_joins_gets_its_quota_when_others_have_confirmed_theirs() -> None:
+    scenario = Scenario().with_workers("w0").with_pass(LIMITED)
+    leases = assigns(scenario.setup(ev.StepsAvailable(1, 0, 20, 1)))
+    assert len(leases) == 6
+    scenario.with_workers("w1")
+    out = scenario.setup(ev.CallsDone("w0", 0, leases[0].lease, 0, 1, 10))
+    assert quotas(out) == {"w0": (2, 32), "w1": (0, 0)}
+    assert quotas(scenario.setup(ev.QuotaConfirmed("w0", 0, 1, (2, 32)))) == {"w1": (2, 32)}
+    assert quotas(scenario.setup(ev.WorkerLost("w0", 0, "signal 9"))) == {"w1": (4, 64)}
+
+
+def test_a_late_confirmation_of_a_lower_quota_frees_only_that_which_no_worker_has() -> None:
+    scenario = Scenario().with_workers("w0").with_pass(LIMITED)
+    leases = assigns(scenario.setup(ev.StepsAvailable(1, 0, 20, 1)))
+    scenario.with_workers("w1")
+    [second] = assigns(scenario.setup(ev.CallsDone("w0", 0, leases[0].lease, 0, 1, 10)))
+    assert second.worker == "w1"
+    # w1 is lost before w0 has confirmed, so w0 has its quota again
+    assert quotas(scenario.setup(ev.WorkerLost("w1", 0, "signal 9"))) == {"w0": (4, 64)}
+    assert not quotas(scenario.setup(ev.QuotaConfirmed("w0", 0, 1, (2, 32))))
+    assert not quotas(
+        scenario.setup(ev.QuotaConfirmed("w0", 1, 1, (0, 0)), ev.QuotaConfirmed("w0", 0, 9, ()))
+    )
+
+
+def test_calls_that_wait_are_given_back_when_their_pass_drains() -> None:
+    scenario = Scenario().with_workers("w0", "w1").with_pass(LIMITED)
+    leases = assigns(scenario.setup(ev.StepsAvailable(1, 0, 2, 1)))
+    assert quotas(scenario.setup(ev.PassDraining(1))) == {"w0": (), "w1": ()}
+    scenario(ev.CallFailed("w0", 0, leases[0].lease, 0, aborted=True))
+    done = ev.CallsDone("w1", 0, leases[1].lease, 1, 2, 10)
+    scenario(done, cmd.AcceptResults(1, 1, 2, "w1"), cmd.PassDrained(1))
+    assert scenario.scheduler._passes[1].todo.calls == 1
+
+
 def test_a_dead_worker_costs_its_calls_an_attempt_only_if_they_had_the_thread() -> None:
     scenario = Scenario().with_workers("w0").with_pass(FEW)
     leases = assigns(scenario.setup(ev.StepsAvailable(1, 0, 6, 1)))
@@ -76,7 +141,7 @@ def test_another_pass_is_executed_by_a_worker_whose_calls_only_wait() -> None:
     scenario.setup(ev.StepsAvailable(1, 0, 20, 1))
     scenario.with_pass(PassSettings(replicas=1, ordered=False, fail_fast=False, pulled=False), pass_id=2)
     [other] = assigns(scenario.setup(ev.StepsAvailable(2, 0, 3, 1)))
-    assert (other.pass_id, other.worker, other.sharing) == (2, "w0", 0)
+    assert (other.pass_id, other.worker, other.overlaps) == (2, "w0", False)
     assert assigns(scenario.setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9)))[0].pass_id == 1
     assert assigns(scenario.setup(ev.CallsDone("w0", 0, other.lease, 0, 1, 10**9)))[0].pass_id == 2
 
@@ -125,7 +190,9 @@ def test_a_gap_within_an_overlapping_lease_evicts_its_worker() -> None:
     assert any(isinstance(x, cmd.EvictWorker) for x in out)
 
 
-@pytest.mark.parametrize("wrong", [{"concurrency": 4}, {"at_once": 4, "concurrency": 4, "speculation": 2.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"concurrency": 4}, {"limits": (1,)}, {"at_once": 4, "concurrency": 4, "speculation": 2.0}]
+)
 def test_settings_that_contradict_each_other_are_rejected(wrong: dict[str, float]) -> None:
     with pytest.raises(LocalProtocolError):
         PassSettings(replicas=1, **wrong)  # type: ignore[arg-type]

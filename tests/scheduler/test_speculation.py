@@ -397,3 +397,13 @@ def test_invalid_durations_are_counted() -> None:
         times.add(took_s)
     assert times.count == 4
     assert times.upper_s >= 1e30
+
+
+def test_a_call_that_ends_by_its_timeout_before_a_second_attempt_would_gets_none() -> None:
+    for call_s_max, copied in ((2.9, False), (9.0, True)):
+        settings = PassSettings(replicas=1, pulled=False, speculation=2.0, call_s_max=call_s_max)
+        scenario = begun(settings=settings)
+        deadline = scenario.scheduler.deadline()
+        assert deadline is not None
+        assert len(assigns(scenario.at(deadline).setup(ev.Tick()))) == copied
+        assert scenario.scheduler.deadline() is None

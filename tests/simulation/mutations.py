@@ -25,6 +25,7 @@ from pipedist.scheduler.outcomes import Outcomes
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.quarantine import Quarantine
 from pipedist.scheduler.queues import BackoffQueue, RangeSet, Todo, TodoQueue
+from pipedist.scheduler.quotas import Quotas
 from pipedist.scheduler.transitions import GANG_TRANSITIONS, GangState
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
@@ -570,6 +571,14 @@ def only_the_first_call_of_a_gang_is_quarantined(patch: pytest.MonkeyPatch) -> N
         original(self, pass_, lo, lo + 1 if pass_.settings.gang else hi, *rest)
 
     wrapped(patch, Quarantine, "quarantine_all", quarantine_all)
+
+
+@mutation
+def quotas_grow_before_others_have_confirmed_theirs(patch: pytest.MonkeyPatch) -> None:
+    def hold(original: Any, self: Quotas, worker: Any, quota: Any) -> None:
+        original(self, worker, quota if quota is None else self._sent[worker])
+
+    wrapped(patch, Quotas, "_hold", hold)
 
 
 @mutation

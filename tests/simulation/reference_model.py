@@ -752,6 +752,13 @@ class ReferenceModel:
 
     # -- commands: cancelling ------------------------------------------------------------------------
 
+    def _on_quota(self, command: cmd.SendQuota) -> None:
+        record = self.passes[command.pass_id]
+        self._must(not record.is_closed, f"{command} of a closed pass")
+        self._must(
+            len(command.calls) == (len(record.work.settings.limits) if command.sharing else 0), str(command)
+        )
+
     def _on_cancel(self, command: cmd.SendCancel) -> None:
         lease, worker = self.leases[command.lease], self.workers[command.worker]
         if lease not in worker.leases:  # its worker was lost by the same event
@@ -1132,6 +1139,7 @@ _CHECKS: Mapping[type, Callable[[ReferenceModel, Any], None]] = {
     cmd.SendAssign: ReferenceModel._on_assign,
     cmd.SendGang: ReferenceModel._on_gang,
     cmd.SendCancel: ReferenceModel._on_cancel,
+    cmd.SendQuota: ReferenceModel._on_quota,
     cmd.AcceptResults: ReferenceModel._on_accept,
     cmd.StashResults: ReferenceModel._on_stash,
     cmd.GangEnded: ReferenceModel._on_gang_ended,

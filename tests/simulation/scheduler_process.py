@@ -160,6 +160,8 @@ class SimulatedSchedulerProcess:
                     other = lease + (1 if draw() < 0.5 else -1)
                     self.handle(ev.GangStalled(worker, incarnation, other, missing, text))
                 self.handle(ev.GangStalled(worker, incarnation, lease, missing, text))
+            case msg.QuotaMet(pass_id, calls):
+                self.handle(ev.QuotaConfirmed(worker, incarnation, pass_id, calls))
             case msg.Cancelled(lease):
                 self.handle(ev.CancelConfirmed(worker, incarnation, lease))
             case msg.Goodbye(reason=reason):
@@ -271,8 +273,11 @@ class SimulatedSchedulerProcess:
 
     def _do_assign(self, c: cmd.SendAssign) -> None:
         elements = sum(hi - lo for lo, hi in c.elements)
-        head = msg.Assign(c.lease, c.pass_id, c.lo, c.hi, c.attempt, elements, c.sharing)
+        head = msg.Assign(c.lease, c.pass_id, c.lo, c.hi, c.attempt, elements, c.overlaps)
         self.send(c.worker, head, c.elements)
+
+    def _do_quota(self, c: cmd.SendQuota) -> None:
+        self.send(c.worker, msg.Quota(c.pass_id, c.calls, c.sharing))
 
     def _do_gang(self, c: cmd.SendGang) -> None:
         self._gangs.begin(c)
@@ -321,6 +326,7 @@ _EXECUTE: dict[type, Callable[[SimulatedSchedulerProcess, Any], None]] = {
     cmd.SendAssign: SimulatedSchedulerProcess._do_assign,
     cmd.SendGang: SimulatedSchedulerProcess._do_gang,
     cmd.SendCancel: SimulatedSchedulerProcess._do_cancel,
+    cmd.SendQuota: SimulatedSchedulerProcess._do_quota,
     cmd.StashResults: SimulatedSchedulerProcess._do_stash,
     cmd.GangEnded: SimulatedSchedulerProcess._do_gang_ended,
     cmd.AcceptResults: SimulatedSchedulerProcess._do_nothing,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from operator import gt
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from pipedist.errors import RemoteProtocolError
-from pipedist.protocol.messages import Assign, AssignGang, Hello, Message, Relay
+from pipedist.protocol.messages import Assign, AssignGang, Hello, Message, Quota, Relay, Unbind
 from pipedist.testing.faults import SLOW_TIMES
 from pipedist.worker import commands as wcmd
 from pipedist.worker.events import (
@@ -20,12 +21,14 @@ from pipedist.worker.events import (
     Event,
     LeaveRequested,
     ProtocolState,
+    QuotaReached,
     SliceEnded,
     Started,
     TimePassed,
 )
 from pipedist.worker.machine import WorkerMachine
 from tests.simulation.gang_member import GangMember, raised
+from tests.simulation.reference_model import Violation
 from tests.simulation.workloads import Fate
 
 if TYPE_CHECKING:
@@ -77,6 +80,7 @@ class WorkerProcess:
         "listening",
         "machine",
         "overlapping",
+        "quotas",
         "supervised",
         "worker",
     )  # fmt: skip
@@ -102,6 +106,8 @@ class WorkerProcess:
         """By lease of one call, the elements to execute, unless all."""
         self.overlapping: dict[int, int] = {}
         """The running call of each lease that overlaps."""
+        self.quotas: dict[int, tuple[int, ...]] = {}
+        """How many calls may run at the same time, for each limit of a pass."""
         self.machine = WorkerMachine(Hello(worker, incarnation, 0, "", "", 1, "", "", "", ""))
         self._slice: wcmd.Execute | None = None
         self._inbox: deque[Item] = deque()
@@ -417,6 +423,30 @@ class WorkerProcess:
                 self.elements[lease] = cast(Spans, self._payload)
             case Relay(lease) as relay:
                 self.gangs[lease].take(relay, self._payload)
+            case Quota(pass_id, calls, sharing) if sharing:
+                self._use_quota(pass_id, calls)
+            case Unbind(pass_id):
+                self.quotas.pop(pass_id, None)
+
+    def _use_quota(self, pass_id: int, calls: tuple[int, ...]) -> None:
+        """Use a quota, a lower one after a while: calls that run end first."""
+        simulation = self._simulation
+        before = self.quotas.get(pass_id, (0,) * len(calls))
+        self.quotas[pass_id] = tuple(map(max, before, calls))
+        peers = [peer for peer in simulation.driver.peers if pass_id in peer.quotas]
+        limits = simulation.works[pass_id].settings.limits
+        sums = [sum(column) for column in zip(*(peer.quotas[pass_id] for peer in peers), strict=True)]
+        if any(map(gt, sums, limits)):
+            raise Violation(f"workers may run {sums} calls of pass {pass_id} at the same time, over {limits}")
+
+        def confirm() -> None:
+            if self.alive and not self.asleep and self.quotas.get(pass_id) is unmet:
+                self.quotas[pass_id] = calls
+                self.handle(QuotaReached(pass_id, calls))
+
+        if self.quotas[pass_id] != calls:
+            unmet = self.quotas[pass_id]
+            simulation.time.at(simulation.time.now + simulation.network.draw(), confirm)
 
     def _do_begin(self, command: wcmd.Begin) -> None:
         self.overlapping[command.lease] = command.lo

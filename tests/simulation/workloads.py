@@ -210,7 +210,13 @@ def _draw(number: int, random: Random, calls: int, faults: Faults, *, few_faults
     ):
         concurrency = at_once * (len(fates) % 2)
         speculation = 0.0 if concurrency else settings.speculation
-        settings = replace(settings, at_once=at_once, concurrency=concurrency, speculation=speculation)
+        settings = replace(
+            settings,
+            at_once=at_once,
+            concurrency=concurrency,
+            speculation=speculation,
+            limits=(at_once, 0, 3) if number % 2 else (),
+        )
     return Workload(
         number,
         settings,

@@ -93,13 +93,26 @@ async def test_a_metric_is_a_tree_of_on_read_variables(cluster: pipedist.LocalCl
 
 async def test_an_assignment_of_another_tree_changes_nothing(cluster: pipedist.LocalCluster) -> None:
     w = variables(pipedist.Strategy(cluster, replicas=2))
-    with pytest.raises(ValueError, match="kernel"):
+    with pytest.raises(
+        ValueError, match=r"operand lacks 'layers/0', 'layers/1'\. Give .* tree.value\(\), or .*assign"
+    ):
         w.assign({"kernel": np.zeros((3, 2))})
+    with pytest.raises(ValueError, match=r"lacks 'kernel', .* and has, without a variable, 'a single value'"):
+        w.assign_add(1.0)
     with pytest.raises(ValueError, match="dense/layers/0"):
         w.assign({"kernel": np.zeros((3, 2)), "layers": [np.zeros(3), np.float32(0)]})
     assert same(w.value(), dense(1.0))
     with pytest.raises(ValueError, match="no array"):
         pipedist.Variable({})
+
+
+async def test_a_tree_of_variables_is_no_array_and_says_what_to_use(cluster: pipedist.LocalCluster) -> None:
+    w: Any = variables(pipedist.Strategy(cluster, replicas=2))
+    with pytest.raises(TypeError, match=r"VariableTree .*is no array.*tree.value\(\)"):
+        np.asarray(w)
+    for compute in (lambda: w * 2, lambda: 2 - w, lambda: np.ones(2) * w, lambda: w + w, lambda: -w):
+        with pytest.raises(TypeError, match=r"VariableTree .*has no arithmetic.*tree.value\(\)"):
+            compute()
 
 
 async def test_a_parameter_server_has_trees_too(cluster: pipedist.LocalCluster, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pipedist import values
+from pipedist.core import ragged
 from pipedist.values import Mirrored, PerReplica
 
 
@@ -191,3 +192,11 @@ def test_gather_concatenates_texts_bytes_and_records() -> None:
         values.gather(PerReplica(records), 1, 4)
     with pytest.raises(TypeError, match="dtype"):
         values.gather(PerReplica([np.array([b"a"], object), np.ones(1)]), 0, 2)
+
+
+def test_an_object_array_without_axes_keeps_its_shape() -> None:
+    for cell in ({"a": 1}, [1, [2]]):
+        array = np.empty((), object)
+        array[()] = cell
+        assert ragged.owned(array).shape == ()
+        assert ragged.owned(array).item() == cell

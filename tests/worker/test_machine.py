@@ -25,6 +25,8 @@ from pipedist.protocol.messages import (
     Goodbye,
     Hello,
     Message,
+    Quota,
+    QuotaMet,
     Refuse,
     Relay,
     Results,
@@ -167,8 +169,8 @@ def test_the_next_lease_replaces_one_that_is_dropped_before_its_start() -> None:
 def test_leases_that_overlap_begin_at_once_and_are_reported_in_any_order() -> None:
     scenario = ready()
     scenario.handle(Assign(1, 1, 0, 4, 0))
-    second, third = Assign(2, 1, 4, 5, 0, sharing=2), Assign(3, 1, 5, 7, 0, sharing=2)
-    assert scenario.handle(second) == [commands.Apply(second), commands.Begin(2, 1, 4, 5, 2)]
+    second, third = Assign(2, 1, 4, 5, 0, overlaps=True), Assign(3, 1, 5, 7, 0, overlaps=True)
+    assert scenario.handle(second) == [commands.Apply(second), commands.Begin(2, 1, 4, 5)]
     scenario.handle(third)
     elements = commands.SendResults(Elements(3, 5))
     assert scenario.handle(events.ElementsFinished(3, 5)) == [elements]
@@ -186,9 +188,22 @@ def test_leases_that_overlap_begin_at_once_and_are_reported_in_any_order() -> No
 
 def test_leases_that_overlap_end_with_their_pass() -> None:
     scenario = ready()
-    scenario.handle(Assign(1, 1, 0, 1, 0, sharing=1))
+    scenario.handle(Assign(1, 1, 0, 1, 0, overlaps=True))
     assert scenario.handle(Unbind(1)) == [commands.DropLease(1), commands.Apply(Unbind(1))]
     assert scenario.machine.state is events.ProtocolState.READY
+
+
+def test_a_quota_of_a_bound_pass_is_used_and_confirmed() -> None:
+    scenario = ready()
+    quota, met = Quota(1, (4, 0), 2), commands.Send(QuotaMet(1, (4, 0)))
+    assert scenario.handle(quota) == [commands.Apply(quota)]
+    assert scenario.handle(events.QuotaReached(1, (4, 0))) == [met]
+    for wrong, error in (
+        (Quota(9, (4,), 2), RemoteProtocolError),
+        (events.QuotaReached(9, (4,)), LocalProtocolError),
+    ):
+        with pytest.raises(error):
+            scenario.handle(wrong)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +212,7 @@ def test_leases_that_overlap_end_with_their_pass() -> None:
 )
 def test_a_lease_that_overlaps_is_reported_without_gaps(wrong: Any) -> None:
     scenario = ready()
-    scenario.handle(Assign(1, 1, 0, 2, 0, sharing=1))
+    scenario.handle(Assign(1, 1, 0, 2, 0, overlaps=True))
     with pytest.raises(LocalProtocolError):
         scenario.handle(wrong)
 

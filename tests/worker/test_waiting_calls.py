@@ -12,6 +12,7 @@ from pipedist import RetryAfter
 from pipedist.core.remote_errors import rebuild_exception
 from pipedist.core.types import FunctionRef
 from pipedist.protocol.program import StageProgram
+from pipedist.worker.stages import CallHeld
 from pipedist.worker.waiting_calls import (
     WorkerShare,
     batched,
@@ -64,7 +65,7 @@ def test_a_wait_that_a_function_names_has_no_jitter_and_survives_a_process() -> 
 @pytest.mark.asyncio
 async def test_a_worker_has_its_share_of_the_places() -> None:
     share = WorkerShare(stage(concurrency=8))
-    share.sharing = 3
+    share.use(2, 3)
     running = most = 0
 
     async def execute(_index: int) -> None:
@@ -80,9 +81,44 @@ async def test_a_worker_has_its_share_of_the_places() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_share_that_changes_lets_calls_begin_at_once_and_interrupts_none() -> None:
+    share, begun, end = WorkerShare(stage(concurrency=8)), [], asyncio.Event()
+    share.use(0, 1)
+
+    async def execute(index: int) -> None:
+        begun.append(index)
+        await end.wait()
+
+    calls = asyncio.create_task(each_element(range(10), share, execute, all_of_them=True))
+    for calls_max, running in ((0, 0), (3, 3), (7, 7), (2, 7)):
+        share.use(calls_max, 1)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert (len(begun), share.running) == (running, running)
+    share.use(0, 0)
+    end.set()
+    with pytest.raises(CallHeld):
+        await calls
+    assert len(begun) == 7
+
+
+@pytest.mark.asyncio
+async def test_an_even_rate_is_that_of_the_share_now() -> None:
+    share = WorkerShare(stage(calls_per_s=0.01))
+    waiting = [asyncio.create_task(share.turn()) for _ in range(3)]
+    for sharing in (1, 1_000, 1):
+        share.use(0, sharing)
+        await asyncio.sleep(0)
+    assert [task.done() for task in waiting] == [True, False, False]
+    share.use(0, 0)
+    held = await asyncio.gather(*waiting[1:], return_exceptions=True)
+    assert [type(error) for error in held] == [CallHeld, CallHeld]
+
+
+@pytest.mark.asyncio
 async def test_calls_begin_at_even_intervals_and_are_not_saved_up() -> None:
     share = WorkerShare(stage(calls_per_s=200.0))
-    share.sharing = 2
+    share.use(0, 2)
     loop = asyncio.get_running_loop()
     for _ in range(2):
         began, times = loop.time(), []

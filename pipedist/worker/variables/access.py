@@ -7,7 +7,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, SupportsIndex
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, SupportsIndex
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -226,6 +226,22 @@ class VariableTree:
 
     variables: Tree
 
+    if not TYPE_CHECKING:
+
+        @property
+        def __array_interface__(self) -> NoReturn:  # not `__array__`: a class that has it is no tree
+            raise TypeError(f"{_SEVERAL} and is no array. Use one of them, as in tree[KEY], or tree.value()")
+
+        def _operate(self, *_: Any) -> NoReturn:
+            raise TypeError(
+                f"{_SEVERAL} and has no arithmetic. Compute with the arrays of tree.value(), or with one variable, "
+                "tree[KEY]; tree.assign_add(...) adds to all of them"
+            )
+
+        __array_ufunc__ = None  # NumPy's arrays leave arithmetic to the tree
+        __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operate
+        __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = _operate
+
     def __getitem__(self, key: Any) -> Any:
         return self.variables[key]
 
@@ -265,9 +281,10 @@ class VariableTree:
 
     def _change(self, method: AssignMethod, operand: Tree) -> Any:
         given = operand.value() if isinstance(operand, VariableTree) else operand
-        (variables, operands), treedef = trees.same_structure(
-            [self.variables, given], ["the variables", f"the operand of {method}"]
-        )
+        variables, treedef = trees.flatten(self.variables)
+        operands, structure = trees.flatten(given)
+        if structure != treedef:
+            raise ValueError(_unlike(method, treedef, structure))
         if get_replica_context() is None:  # a replica function that raises assigns nothing anyway
             for variable, own in zip(variables, operands, strict=True):
                 variable._check(method, own)
@@ -275,6 +292,32 @@ class VariableTree:
         if any(map(inspect.isawaitable, results)):
             return _awaited(treedef, results)
         return None if results[0] is None else trees.unflatten(treedef, results)
+
+
+_SEVERAL = "a VariableTree has several variables,"
+
+
+def _unlike(method: str, treedef: trees.Treedef, given: trees.Treedef) -> str:
+    """Return the error of an operand whose structure is not that of the variables."""
+    own, found = trees.treedef_paths(treedef), trees.treedef_paths(given)
+    lists = {
+        "lacks": [path for path in own if path not in found],
+        "has, without a variable,": [path or "a single value" for path in found if path not in own],
+    }
+    parts = [
+        f"{verb} {', '.join(map(repr, paths[:_PATHS_SHOWN]))}{', ...' if len(paths) > _PATHS_SHOWN else ''}"
+        for verb, paths in lists.items()
+        if paths
+    ]
+    if not parts:
+        parts = [f"has {trees.excerpt(given)}, and the variables {trees.excerpt(treedef)}"]
+    return (
+        f"{method} of a VariableTree: its operand {' and '.join(parts)}. Give a tree with the structure of "
+        f"tree.value(), or change one variable with tree[KEY].{method}(...)"
+    )
+
+
+_PATHS_SHOWN = 4
 
 
 async def _awaited(treedef: trees.Treedef, results: Sequence[Awaitable[Array]]) -> Tree:
