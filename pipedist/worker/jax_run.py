@@ -17,17 +17,16 @@ from pipedist.collectives.channel import WORD_BYTES, Channel, GangAborted
 from pipedist.core.types import Tree
 from pipedist.protocol.codec import decode, encode
 from pipedist.protocol.program import JaxDevices
-from pipedist.worker import jax_program
+from pipedist.worker import jax_mesh, jax_program
 from pipedist.worker.devices import DevicesUnseen
-from pipedist.worker.execution import Call, GangCallContext, Result
+from pipedist.worker.execution import Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.gangs import GangRun
-from pipedist.worker.jax_program import Host, Mesh, NeedsAll
-from pipedist.worker.stages import Stage
+from pipedist.worker.jax_mesh import Host, Mesh
+from pipedist.worker.jax_program import NeedsAll
+from pipedist.worker.stages import Call, GangCallContext, Stage
 
-_WORD: Final = b"jax".ljust(
-    WORD_BYTES, b"."
-)  # of exchanges in which the members agree on a mesh and a program
+_WORD: Final = b"jax".ljust(WORD_BYTES, b".")  # the members agree on a mesh and a program
 
 
 @dataclass(eq=False)
@@ -42,7 +41,7 @@ class JaxRun(GangRun):
         replicas = self.executor.program.replicas
         self.local = range(self.lo % replicas, self.lo % replicas + self.hi - self.lo)
         if self.channel is None:
-            self.mesh = jax_program.start(self._devices, self.local)
+            self.mesh = jax_mesh.start(self._devices, self.local)
 
     @property
     def _devices(self) -> JaxDevices:
@@ -69,7 +68,7 @@ class JaxRun(GangRun):
         except DevicesUnseen:
             raise
         except BaseException as error:  # an outcome; the scheduler decides
-            if self.channel is not None and isinstance(error, jax_program.jax().errors.JaxRuntimeError):
+            if self.channel is not None and isinstance(error, jax_mesh.jax().errors.JaxRuntimeError):
                 raise DevicesUnseen(
                     f"the mesh of {self.channel.members} processes is broken: {error}"
                 ) from error
@@ -92,7 +91,7 @@ class JaxRun(GangRun):
 
     def _join(self, channel: Channel) -> None:
         """Join the other members: as in the last step, or all anew, in processes that have not started jax."""
-        known = jax_program.joined()
+        known = jax_mesh.joined()
         boot = ""
         with suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -107,17 +106,17 @@ class JaxRun(GangRun):
             first = shared[0]
             is_local = bool(boot) and all(each["boot"] == boot for each in shared)
             address = "127.0.0.1" if is_local else socket.gethostbyname(first["host"])
-            peers = jax_program.Peers(
+            peers = jax_mesh.Peers(
                 first["identity"], f"{address}:{first['port']}", channel.member, channel.members
             )
         elif known and all(each["joined"] == known for each in shared):
-            self.mesh = jax_program.start(self._devices, self.local, jax_program.peers())
+            self.mesh = jax_mesh.start(self._devices, self.local, jax_mesh.peers())
             return
         elif known is None:
             raise GangAborted("other members of the mesh begin anew")
         else:
             raise DevicesUnseen("the mesh has other members than before: a new process will replace it")
-        self.mesh = jax_program.start(self._devices, self.local, peers)
+        self.mesh = jax_mesh.start(self._devices, self.local, peers)
 
     def abandon(self) -> None:
         """Do nothing: a program on devices ends by itself, and its results are dropped."""
@@ -223,7 +222,7 @@ class _State:
         self, stage: Stage, first: int, group: Sequence[Sequence[jax_program.ReplicaArguments]]
     ) -> list[list[Tree]]:
         """Execute one step whose replicas have arguments of different shapes."""
-        mesh, library, [row] = self._run.mesh, jax_program.jax(), group
+        mesh, library, [row] = self._run.mesh, jax_mesh.jax(), group
         results: list[list[Tree]] = []
         stopped: dict[int, NeedsAll] = {}
         local = [device for device in mesh.devices if device.process_index == library.process_index()]
