@@ -30,14 +30,14 @@ def text(result: Any) -> list[Any]:
     return [np.asarray(each).tolist() for value in result for each in value]
 
 
-def dies_once(marker: str) -> Any:
+def dies_once(marker: str, how: int = signal.SIGKILL) -> Any:
     def step(x: Any, ctx: Any) -> Any:
         import jax
 
         path = Path(marker)
         if jax.process_index() == jax.process_count() - 1 and not path.exists():
             path.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), how)
         return collect(x, ctx)
 
     return step
@@ -77,3 +77,17 @@ def test_two_processes_are_one_mesh(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_four_processes_are_one_mesh(tmp_path: Path) -> None:
     anyio.run(check, 4, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_worker_that_stops_in_a_step_is_replaced(tmp_path: Path) -> None:
+    async def stop() -> None:
+        with anyio.fail_after(100):
+            async with pipedist.LocalCluster(workers=2) as cluster:
+                strategy = pipedist.TPUStrategy(cluster, platform="cpu", replicas=REPLICAS)
+                x = ramp(strategy)
+                found = await strategy.run(dies_once(str(tmp_path / "stopped"), signal.SIGSTOP), (x,))
+                assert (tmp_path / "stopped").exists()
+                np.testing.assert_allclose(found[0][0], sum(x), rtol=1e-15)
+
+    anyio.run(stop)
