@@ -142,7 +142,7 @@ bench-overlap: $(INSTALLED)  ## Measure how calls on processors and on a simulat
 	$(BIN)/python -m benchmarks.overlap $(ARGS)
 
 .PHONY: bench-training
-bench-training: $(INSTALLED)  ## Measure a training with 1,000,000 parameters: time, memory, disk.
+bench-training: $(INSTALLED)  ## Measure a training with 1,000,000 parameters, beside torch gloo.
 	$(BIN)/python -m benchmarks.training $(ARGS)
 
 .PHONY: bench-test

@@ -44,6 +44,7 @@ PARTS = {
     "pipedist.coordinator.coordinator:Coordinator.post": "coordinator",
     "pipedist.scheduler.machine:Scheduler.handle": "scheduler",
     "pipedist.coordinator.outbound:encode": "codec: encode",
+    "pipedist.coordinator.outbound:encode_arguments": "codec: encode",
     "pipedist.coordinator.results:decode": "codec: decode",
     "pipedist.coordinator.pass_handle:PassHandle.request": "feed: shards",
     "pipedist.coordinator.pass_handle:PassHandle.arrived": "results: keep",

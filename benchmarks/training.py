@@ -1,14 +1,20 @@
-"""A training with many parameters: wall time, peak memory of a process, and bytes on disk.
+"""A training with many parameters, as a spec and with a variable, beside torch gloo.
 
-Each of 100 steps reads the state, reduces two gradients of the same size, and updates the state. Neither the
-gradients nor the earlier states may stay.
+As a spec: each of 100 steps reads the state, reduces two gradients of the same size, and updates the state. Neither
+the gradients nor the earlier states may stay: the wall time of the command, the peak memory of a process, and the
+bytes on disk have limits. With a variable: `benchmarks.training_systems`, with 1,000 and N parameters. All systems
+of a round run one after the other, in another order in each round, and a goal is judged by the median of the ratios
+within a round. torch comes with `make bench-torch`.
 
-    python -m benchmarks.training [--parameters N] [--steps N]
+    python -m benchmarks.training [--parameters N] [--steps N] [--rounds 3]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,6 +24,12 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.collectives import SYSTEMS, is_installed
+from benchmarks.systems import HOME, PEER_PYTHON
+from benchmarks.training_systems import MARK, REPLICAS, Steps
+
+TIMEOUT_S = 180.0
+FASTER_MIN = 1.5  # how much faster the steps of a variable are to be than those of torch gloo
 WALL_S_MAX = 5.0
 PEAK_BYTES_MAX = 300_000_000
 DISK_BYTES_MAX = 50_000_000
@@ -105,10 +117,52 @@ def measure(parameters: int, steps: int) -> Measured:
         return Measured(wall_s, 1024 * peak_kib, sum(path.stat().st_size for path in files))
 
 
+def steps_of(module: str, parameters: int, steps: int) -> tuple[Steps, float]:
+    """Run a system; return what its steps took, and the wall time of its command."""
+    python = sys.executable if module.startswith("pipedist") else str(PEER_PYTHON)
+    command = [python, "-m", f"benchmarks.training_systems.{module}", str(parameters), str(steps)]
+    env = {**os.environ, "PYTHONPATH": str(HOME.parent), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    began = time.monotonic()
+    done = subprocess.run(
+        command, env=env, cwd=HOME.parent, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    wall_s = time.monotonic() - began
+    line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), "")
+    if done.returncode or not line:
+        raise RuntimeError(f"{module}: exit code {done.returncode}\n{done.stderr}")
+    return Steps(**json.loads(line.removeprefix(MARK))), wall_s
+
+
+def compare(parameters: int, steps: int, rounds: int) -> list[str]:
+    """Measure the steps of all systems that are installed; return lines of a Markdown table."""
+    modules = ["pipedist_variable", *(["torch_gloo"] if is_installed(SYSTEMS["gloo"]) else [])]
+    found: dict[str, list[tuple[Steps, float]]] = {module: [] for module in modules}
+    for round_ in range(rounds):
+        turn = round_ % len(modules)
+        for module in (*modules[turn:], *modules[:turn]):
+            found[module].append(steps_of(module, parameters, steps))
+    if len({taken.parameter for runs in found.values() for taken, _ in runs}) != 1:
+        raise RuntimeError(f"the systems have different parameters after {steps} steps: {found}")
+    lines = []
+    for module, runs in found.items():
+        wall_s = statistics.median(taken.wall_s for taken, _ in runs)
+        cpu_s = statistics.median(taken.cpu_s for taken, _ in runs)
+        command_s = statistics.median(command_s for _, command_s in runs)
+        line = f"| {module} | {parameters:,} | {steps / wall_s:,.0f} | {1e3 * cpu_s / steps:.2f} | {command_s:.1f} |"
+        if module == modules[0] and len(modules) > 1:
+            pairs = zip(*found.values(), strict=True)
+            line += f" {statistics.median(peer[0].wall_s / own[0].wall_s for own, peer in pairs):.2f} |"
+        else:
+            line += " |"
+        lines.append(line)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--parameters", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     measured = measure(options.parameters, options.steps)
     for text, value, limit, unit in (
@@ -117,6 +171,13 @@ def main() -> None:
         ("disk", measured.disk_bytes / 1e6, DISK_BYTES_MAX / 1e6, "MB"),
     ):
         print(f"{text}: {value:,.1f} {unit}, goal {limit:g} {unit}: {'yes' if value < limit else 'no'}")
+    print(
+        f"\n{REPLICAS} replicas: the goal is {FASTER_MIN:g} times the steps per second of torch gloo\n\n"
+        "| system | parameters | steps/s | CPU ms per step | command, s | steps/s by those of torch gloo |\n"
+        "|---|---|---|---|---|---|"
+    )
+    for parameters in (1_000, options.parameters):
+        print("\n".join(compare(parameters, options.steps, options.rounds)), flush=True)
 
 
 if __name__ == "__main__":

@@ -199,6 +199,8 @@ def gather(tree: Tree, axis: int, replicas: int) -> Tree:
 
 def _leaf_by_leaf(fn: Callable[[Any], Any], tree: Tree) -> Tree:
     """Return the tree of `fn(leaf)`; errors begin with the path of the leaf, unless it is the whole tree."""
+    if type(tree) is PerReplica:  # a leaf, whose errors have no path
+        return fn(tree)
     leaves, treedef = trees.flatten(tree)
     results = []
     for leaf in leaves:
@@ -221,8 +223,9 @@ def _check_length(leaf: Any, replicas: int) -> None:
 
 
 def _reduce_leaf(reduction: Reduction, leaf: Any, replicas: int) -> Tree:
-    _check_length(leaf, replicas)
     if isinstance(leaf, PerReplica):
+        if len(leaf.components) != replicas:
+            _check_length(leaf, replicas)
         return _fold(reduction, leaf.components)
     return _fold(reduction, (leaf,)) if replicas == 1 else _reduce_plain(reduction, leaf)
 

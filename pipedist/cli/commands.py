@@ -154,11 +154,13 @@ def explain_run(run: str, *, as_json: bool) -> int:
         return terminal.OK
     state = record.state if record.state in _ENDED else "unfinished"
     folder = path / PRIVATE / "journal"
-    journal = ["it has no journal"]
+    journal, passes = ["it has no journal"], []
     if is_there(folder / "journal", path):
-        journal = audit(folder, finished=state == "finished").lines()
+        found = audit(folder, finished=state == "finished")
+        journal, passes = found.lines(), found.passes()
     if as_json:
-        text = json.dumps({"pipedist_why": VERSION, "run": record.run, "state": state, "journal": journal})
+        head = {"pipedist_why": VERSION, "run": record.run, "state": state}
+        text = json.dumps({**head, "journal": journal, "passes": passes})
     else:
         text = "\n".join([f"run {record.run} in {path} {_ENDED[state]}", *journal])
     write_out(text + "\n")

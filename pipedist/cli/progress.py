@@ -36,6 +36,7 @@ class ProgressTotals:
     calls_total: int | None = None
     calls_past: int = 0  # those among the calls done that this process need not execute
     activity: str = ""  # the work on the results after the last call, or ""
+    elements_ahead: int = 0  # those that are over, of calls that are not
 
     @classmethod
     def of(cls, progress: Progress) -> Self:
@@ -49,6 +50,7 @@ class ProgressTotals:
             phases=progress.phases,
             calls_total=_sum([count.calls_total for count in passes]),
             calls_past=sum(count.calls_past for count in passes),
+            elements_ahead=sum(count.elements_ahead for count in passes),
             activity=progress.activity,
         )
 
@@ -251,6 +253,8 @@ def _details(totals: ProgressTotals, pace: Pace) -> list[str]:
     details = [_count(totals.calls_done, totals.calls_total, "call")]
     if totals.elements_done:  # none before the first step is complete
         details.append(_count(totals.elements_done, totals.elements_total, "element"))
+    if totals.elements_ahead:
+        details.append(f"{_count(totals.elements_ahead, None, 'element')} of running calls")
     rate = _rate(pace.elements_per_s, "elements") or _rate(pace.calls_per_s, "calls")
     if rate and not totals.activity:  # after the last call, a mean only decreases
         details.append(rate)

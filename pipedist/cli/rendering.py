@@ -20,6 +20,7 @@ import numpy as np
 
 from pipedist.cli.progress import duration
 from pipedist.core.types import Tree
+from pipedist.journal.history import DurableProgress
 from pipedist.outputs import encoding
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def render(
     ledger: Mapping[str, int],
     timings: Mapping[str, float],
     retries: Mapping[str, Mapping[str, int]] = {},
+    resumed: Mapping[str, Mapping[str, int]] = {},
 ) -> str:
     """Return the results as text for standard output, with its width and colours."""
     from rich.console import Console
@@ -93,6 +95,10 @@ def render(
     console.print()
     kinds = ", ".join(f"{ledger[kind]:,} {kind}" for kind in ("committed", "quarantined", "lost"))
     console.print(Text(f"{_counted(ledger['elements'], 'element')}: {kinds}"))
+    for name, counts in resumed.items():
+        console.print(
+            Text(f"stage {name}: {DurableProgress(**counts)} taken from the journal, not executed again")
+        )
     for stage, counts in retries.items():
         reasons = ", ".join(f"{count:,} {_REASONS[reason]}" for reason, count in counts.items())
         attempts = _counted(sum(counts.values()), "attempt")

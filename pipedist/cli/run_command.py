@@ -54,7 +54,7 @@ class RunOutcome:
     error: PipedistError | None  # why the run failed, or which output could not be written
     document: Mapping[str, Any] | None  # the results document; None if the run was interrupted
     notice: str = ""  # the notice about the output folder that was printed before the run
-    resumable: bool = False  # the folder has committed steps
+    resumable: bool = False  # the folder has committed steps, or finished calls
 
 
 def execute(options: RunOptions) -> int:
@@ -89,7 +89,8 @@ def execute(options: RunOptions) -> int:
         terminal.report(outcome.error)
         if outcome.result is None and outcome.resumable:
             write_error(
-                "Committed steps are kept. Fix the problem, then rerun with --resume, or start again with --restart\n"
+                "Committed steps and finished calls are kept. Fix the problem, then rerun with --resume, or start "
+                "again with --restart\n"
             )
     if outcome.result is not None:
         total_s = time.monotonic() - began  # with the end of the workers and the writing of large values
@@ -227,7 +228,8 @@ def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: flo
             for name in outcome.spec.stages  # results of an earlier run may have another order
             if name in result
         ]
-        write_out(render(rows, result.ledger.to_json(), {**result.timings, **total}, result.retries))
+        times = {**result.timings, **total}
+        write_out(render(rows, result.ledger.to_json(), times, result.retries, result.resumed))
     if result.quarantined:
         write_error(_quarantine_text(result, replays=options.key_file is None))
 

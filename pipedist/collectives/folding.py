@@ -142,15 +142,32 @@ def kernel_for(op: ReduceOp, dtype: np.dtype[Any]) -> Kernel:
     return _PartialsKernel(op, dtype)
 
 
-def fold_blocks(kernel: Kernel, parts: Sequence[Vector], out: Vector) -> None:
+@dataclass(slots=True, eq=False)
+class FusedUpdate:
+    """An assignment to a variable, applied to each part of the folded vector while the part is in the cache.
+
+    A replica that requests it must not rely on it: `is_done` is False if the fold had another path.
+    """
+
+    ufunc: np.ufunc  # add or subtract
+    old: NDArray[Any]  # the variable's value, of the dtype and shape of the operands, C-contiguous
+    is_done: bool = False  # whether the result is the variable's new value
+
+    def apply(self, part: slice, folded: Vector) -> None:
+        """Replace a part of the folded vector by that of the new value; call it with `quietly`."""
+        self.ufunc(self.old.reshape(-1)[part], folded, out=folded)
+
+
+def fold_blocks(
+    kernel: Kernel, parts: Sequence[Vector], out: Vector, update: FusedUpdate | None = None
+) -> None:
     """Fold vectors of any length in blocks of `BLOCK_BYTES`; see `_FloatKernel.fold`."""
     elements = BLOCK_BYTES // max(kernel.dtype.itemsize, kernel.result.itemsize)
-    if out.size <= elements:
-        kernel.fold(parts, out)
-        return
-    for start in range(0, out.size, elements):
+    for start in range(0, max(1, out.size), elements):
         block = slice(start, start + elements)
         kernel.fold([part[block] for part in parts], out[block])
+        if update is not None:
+            update.apply(block, out[block])
 
 
 RECYCLED_BYTES_MIN: Final = 1 << 20  # smaller arrays are allocated: the allocator reuses their memory anyway
@@ -280,3 +297,4 @@ class Pack:
     inputs: list[list[Vector]]  # for each local replica, in order
     outputs: list[Vector]  # receive the result
     pack_bytes: int  # maximum size of one piece of a transfer; 0: the channel chooses
+    update: FusedUpdate | None = None  # the channel applies it to the only vector, a large one

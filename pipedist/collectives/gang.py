@@ -128,9 +128,9 @@ class LocalGang:
         self._is_executing = False  # a collective, which waits for other members
         self._collectives = 0
         self._aborted = ""  # why the attempt is aborted; "" while it is not
-        self._all_ended = threading.Event()
+        self._all_ended: threading.Event | None = None  # in `run`, if there are several local replicas
         self._bodies: Sequence[Callable[[], None]] = ()
-        self._alone = StallPolicy(options.waits_s, self._stalls_of(self._states))  # with one local replica
+        self._alone: StallPolicy | None = None  # of the last collective of the only local replica
 
     # run
 
@@ -154,6 +154,7 @@ class LocalGang:
             self._end(self._states[place], failed=failed)
 
         self._bodies = [partial(run_replica, n, contextvars.copy_context()) for n in range(len(calls))]
+        self._all_ended = threading.Event()
         own_threads = None
         if self._threads is None:
             own_threads = self._threads = ReplicaThreadPool()
@@ -266,7 +267,7 @@ class LocalGang:
         self._collectives += 1
         me.call = call
         me.is_stalled = False
-        if call.options.waits_s != self._alone.timeout_s:
+        if self._alone is None or call.options.waits_s != self._alone.timeout_s:
             self._alone = StallPolicy(call.options.waits_s, self._stalls_of([me]))
         policy = self._alone
         try:
@@ -448,5 +449,5 @@ class LocalGang:
             is_over = all(replica.state is ReplicaState.ENDED for replica in self._states)
         if is_last:
             self._execute()
-        if is_over:
+        if is_over and self._all_ended is not None:
             self._all_ended.set()

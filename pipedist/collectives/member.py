@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 
@@ -68,7 +68,8 @@ class Member:
         self._replicas = replicas
         self._local = local
         self._channel = channel
-        self._folding = cast(FoldingChannel, channel) if hasattr(channel, "fold") else None
+        folding: Any = channel
+        self._folding: FoldingChannel | None = folding if hasattr(channel, "fold") else None
         self._exchanges = 0
         self._torch: tuple[str, TorchGroup] | None = None
 
@@ -168,12 +169,13 @@ class Member:
 
     def _all_reduce(self, this: _Collective, layout: LeafLayout) -> list[Tree]:
         first = this.called[0]
+        update = first.request.update
         inputs = [layout.vectors(call.leaves) for call in this.called]
         outputs = layout.outputs()
         try:
             if self._folding is not None:
                 self._exchanges += 1
-                pack = Pack(layout, inputs, outputs, first.options.bytes_per_pack)
+                pack = Pack(layout, inputs, outputs, first.options.bytes_per_pack, update)
                 words = self._folding.fold(self._exchanges, this.word, pack, this.policy)
                 if words is not None:
                     self._check(this, words)
@@ -181,7 +183,7 @@ class Member:
                 all_replicas = self._all_vectors(this, layout, inputs, this.word)
                 for place, group in enumerate(layout.groups):
                     parts = [vectors[place] for vectors in all_replicas]
-                    quietly(fold_blocks, group.kernel, parts, outputs[place])
+                    quietly(fold_blocks, group.kernel, parts, outputs[place], update)
         except OverflowError:
             # Raise the error that `values.reduce` raises for these trees.
             all_replicas = self._all_vectors(this, layout, inputs, _VALUES)
@@ -189,6 +191,11 @@ class Member:
             values.reduce(first.request.op, values.per_replica(components), None, self._replicas)
             raise
         results = [_assemble(first, layout.leaves(outputs))]
+        for call in this.called:
+            if call.request.update is not None:
+                call.request.update.is_done = True
+        if update is not None:  # all replicas get the one new value, which they only read
+            return results * len(this.called)
         for call in this.called[1:]:
             results.append(_assemble(call, layout.leaves([vector.copy() for vector in outputs])))
         return results

@@ -12,11 +12,14 @@ import os.path
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.core.types import Tree
 from pipedist.reduction.partials import ReduceOp
+
+if TYPE_CHECKING:
+    from pipedist.collectives.folding import FusedUpdate
 
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
@@ -55,7 +58,10 @@ class CollectiveRequest:
     # For merge_call the function's name; else the operation it belongs to ("assign_add of variable 'w'"), or
     # "". Equal in all replicas.
     label: str = ""
+    # The number of the variable that the result is for, else 0. Equal in all replicas, unlike its name it is unique.
+    target: int = 0
     options: CommunicationOptions | None = None  # None: those of the gang
+    update: FusedUpdate | None = None  # for all_reduce: an assignment of the result
 
 
 class UnawaitedCollectives:

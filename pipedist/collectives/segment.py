@@ -78,12 +78,9 @@ class SegmentOwner:
         except (AttributeError, OSError) as error:
             raise SegmentUnavailable(f"no {self.size_bytes} bytes of shared memory: {error}") from None
         _HEADER.pack_into(self._memory, 0, _MAGIC, self._token, self.size_bytes, replicas, pack_bytes)
-        self._abort_word = memoryview(self._memory)[ABORT_AT : ABORT_AT + 8].cast("Q")
-
-    @property
-    def where(self) -> str:
+        self.where = f"{os.getpid()}:{self._descriptor}:{self.size_bytes}:{self._token.hex()}"
         """Address of the segment for `attach`, sent as `AssignGang.segment`."""
-        return f"{os.getpid()}:{self._descriptor}:{self.size_bytes}:{self._token.hex()}"
+        self._abort_word = memoryview(self._memory)[ABORT_AT : ABORT_AT + 8].cast("Q")
 
     def abort(self, serial: int) -> None:
         """Abort all attempts up to this serial: wake waiting members; others notice soon."""

@@ -35,12 +35,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedist.collectives.channel import ENDED, Exchanged, MemberEnded, StallPolicy, agree
-from pipedist.collectives.folding import DtypeGroup, LeafLayout, Pack, Vector, quietly
+from pipedist.collectives.folding import DtypeGroup, FusedUpdate, LeafLayout, Pack, Vector, quietly
 from pipedist.collectives.segment import GangSegment
 from pipedist.collectives.steps import Steps
 from pipedist.protocol.codec import Frame
 
 SMALL_BYTES: Final = 512 << 10  # maximum size of small vectors, of all replicas together
+
+SERIAL_MAX: Final = (1 << 32) - 1
 
 _ALIGNMENT: Final = 64
 _VIEWS_MAX: Final = 256
@@ -52,10 +54,11 @@ class SharedChannel:
 
     Its first exchange announces that earlier attempts are over in this process. `serial` is larger than those
     of all earlier attempts; `spans` are the replicas of each member. Raises GangAborted if it is over already.
+    `begin` begins a later attempt of the same members.
     """
 
     def __init__(self, segment: GangSegment, *, serial: int, member: int, spans: Sequence[range]) -> None:
-        if segment.replicas != spans[-1].stop or not 0 < serial < 1 << 32:
+        if segment.replicas != spans[-1].stop or not 0 < serial <= SERIAL_MAX:
             raise ValueError(f"attempt {serial} of {spans} in a segment for {segment.replicas} replicas")
         self.members, self.member, self.group = len(spans), member, segment.group
         self._segment = segment
@@ -64,6 +67,11 @@ class SharedChannel:
         self._start = spans[member].start
         self._small_bytes = min(SMALL_BYTES // segment.replicas, segment.pack_bytes // 2)
         self._steps = Steps(segment, serial=serial, member=member, members=len(spans))
+
+    def begin(self, serial: int) -> None:
+        if serial > SERIAL_MAX:
+            raise ValueError(f"attempt {serial}, the limit is {SERIAL_MAX}")
+        self._steps.begin(serial)
 
     def ended(self, *, returned: bool) -> None:
         self._steps.end(returned=returned)
@@ -217,8 +225,9 @@ class SharedChannel:
             for start in range(0, group.elements, elements):
                 piece = slice(start, min(start + elements, group.elements))
                 parts = [vector[piece] for vector in inputs]
+                output = pack.outputs[place][piece]
                 yield _Piece(
-                    self._segment, self._spans, self.member, group, parts, pack.outputs[place][piece]
+                    self._segment, self._spans, self.member, group, parts, output, start, pack.update
                 )
 
 
@@ -232,6 +241,8 @@ class _Piece:
     group: DtypeGroup
     inputs: Sequence[Vector]
     output: Vector
+    start: int  # its place in the vector
+    update: FusedUpdate | None
 
     def __post_init__(self) -> None:
         # Slices start at cache lines, so that no two members write to the same one.
@@ -262,6 +273,8 @@ class _Piece:
             parts.append(vector[lo:hi])
         out = self.output[lo:hi]
         kernel.fold(parts, out)
+        if self.update is not None:
+            self.update.apply(slice(self.start + lo, self.start + hi), out)
         np.copyto(self._view(self.segment.result(to_parity), kernel.result)[lo:hi], out)
 
     def take(self, parity: int) -> None:

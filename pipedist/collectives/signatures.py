@@ -109,7 +109,7 @@ def _check_reduce(request: CollectiveRequest, options: CommunicationOptions, rep
         op = ReduceOp.of(request.op)
     key: Hashable
     if type(tree) is np.ndarray and tree.dtype.isnative:  # the common case, cheaper
-        key = (op._value_, tree.dtype, tree.shape, options.key, request.label)
+        key = (op._value_, tree.dtype, tree.shape, options.key, request.label, request.target)
         leaves = [tree if tree.flags.c_contiguous else np.ascontiguousarray(tree)]
         treedef = None
     else:
@@ -119,14 +119,14 @@ def _check_reduce(request: CollectiveRequest, options: CommunicationOptions, rep
             raise ValueError(f"{problem}; give it arrays or numbers")
         leaves = [_number(leaf, op, treedef, index) for index, leaf in enumerate(found)]
         spec = tuple((leaf.dtype, leaf.shape) for leaf in leaves)
-        key = (op._value_, treedef, spec, options.key, request.label)
+        key = (op._value_, treedef, spec, options.key, request.label, request.target)
     signature = _known.get(key)
     if signature is None:
         if treedef is None:
             _number(tree, op, None, 0)
         dtypes, shapes = [leaf.dtype for leaf in leaves], [leaf.shape for leaf in leaves]
         spelled = [(leaf.dtype.name, leaf.shape) for leaf in leaves]
-        text = f"all_reduce {op.value} {_structure(treedef)} {spelled} {request.label}"
+        text = f"all_reduce {op.value} {_structure(treedef)} {spelled} {request.label} {request.target}"
         signature = _intern(key, text, options, LeafLayout.of(op, dtypes, shapes), treedef)
     return CheckedCall(request, signature, options, leaves)
 
@@ -165,7 +165,8 @@ def _check_gather(request: CollectiveRequest, options: CommunicationOptions, rep
 
 def _check_broadcast(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
     source = _source(request, replicas)
-    return CheckedCall(request, _plain(f"broadcast {source} {request.label}", options), options)
+    text = f"broadcast {source} {request.label} {request.target}"
+    return CheckedCall(request, _plain(text, options), options)
 
 
 def _check_barrier(request: CollectiveRequest, options: CommunicationOptions, replicas: int) -> CheckedCall:
@@ -197,8 +198,8 @@ def _check_tensors(request: CollectiveRequest, options: CommunicationOptions, re
                 raise _at(request.kind, treedef, index, error) from None
             shape = tuple(leaf.shape)
             spec[index] = (str(leaf.dtype), shape[:along], shape[along + 1 :])
-    key = (request.kind, detail, treedef, tuple(spec), options.key)
-    text = f"{request.kind} {detail} {_structure(treedef)} {spec}"
+    key = (request.kind, detail, treedef, tuple(spec), options.key, request.target)
+    text = f"{request.kind} {detail} {_structure(treedef)} {spec} {request.target}"
     signature = _known.get(key) or _intern(key, text, options, treedef=treedef)
     return CheckedCall(request, signature, options, leaves)
 
@@ -320,6 +321,8 @@ def mismatch_text(number: int, accounts: Mapping[int, str]) -> str:
     detail = "differs between replicas" if _RETURNED not in together else "was not called by every replica"
     lines = [f"collective {number} of this step {detail}:"]
     lines += [f"  {format_replicas(replicas)}: {text}" for text, replicas in together.items()]
+    if len(together) == 1:  # only the number of the variable differs
+        lines.append("The calls assign different variables of the same name: give them different names.")
     return "\n".join([*lines, _ADVICE])
 
 

@@ -67,7 +67,6 @@ class Steps:
     def __init__(self, segment: GangSegment, *, serial: int, member: int, members: int) -> None:
         self._words = segment.words
         self._address = segment.address
-        self._serial = serial
         self.member = member
         self._mine = _FIRST_BLOCK + member * _BLOCK
         self._others = [m for m in range(members) if m != member]
@@ -77,10 +76,15 @@ class Steps:
             range(_FIRST_BLOCK + of, _FIRST_BLOCK + of + members * _BLOCK, _BLOCK)
             for of in (_NOTES, _NOTES + _NOTE_WORDS)
         ]
+        self._spins = _SPINS if len(os.sched_getaffinity(0)) >= members else 1
+        self.begin(serial)
+
+    def begin(self, serial: int) -> None:
+        """Begin a later attempt of the same members."""
+        self._serial = serial
         self._begin = serial << 32
         self._last = self._begin | _STEP_MASK
         self._ended = _ENDED + serial % ATTEMPTS_REMEMBERED
-        self._spins = _SPINS if len(os.sched_getaffinity(0)) >= members else 1
         self.step = 0
         self._has_entered = False
         if self._words[self._mine + _ARRIVAL] > self._last:
@@ -127,14 +131,18 @@ class Steps:
     def end(self, *, returned: bool) -> None:
         """Announce that this member reaches no further step."""
         self._words[self._mine + self._ended] = self._begin | (_RETURNED if returned else _FAILED)
-        fence()
-        futex.wake(self._address + 8 * self._mine)
+        self._wake()
 
     def _announce(self, arrival: int) -> None:
         words = self._words
         if not IS_TSO:
             fence()
         words[self._mine] = arrival
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake members that sleep until this one arrives or ends."""
+        words = self._words
         fence()
         for sleeps in self._sleeps:
             if words[sleeps]:

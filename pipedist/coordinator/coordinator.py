@@ -100,7 +100,7 @@ class Coordinator:
         self._rejections = Rejections(verbose=dial_in)
         self._scheduler = Scheduler(limits)
         pass_of = self._scheduler.pass_of
-        self._passes = OpenPasses(self.post, pass_of, self._pool)
+        self._passes = OpenPasses(self.post, self._scheduler, self._pool)
         self.states = StateVersions(self._pool)
         self._gangs = GangRelay(
             self._pool,
@@ -297,6 +297,7 @@ class Coordinator:
             raise
         finally:
             self._pumping = False
+        self._passes.settle()
         if self._timer is not None:
             self._timer.set(self._scheduler.deadline())
 

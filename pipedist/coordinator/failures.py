@@ -69,6 +69,13 @@ class FailurePolicy:
             running.lease, running.call, stage.name, cls.__module__, cls.__name__, text, "", True
         )
 
+    def is_final(self, stage: int) -> bool:
+        """Return whether an element that raised in a stage, by index, is not tried again."""
+        if not 0 <= stage < len(self._stages):
+            return False
+        name = self._stages[stage].name
+        return name in self._quarantine and not self._retries.get(name)
+
     def on_death(self, running: Running, failed: msg.Failed | None) -> DeathOutcome:
         """Return the consequence of a worker's death for the call that it ran; `failed`: from `timed_out`."""
         stage = self._stage(running)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from pipedist.coordinator.gang_relay import GangRelay
 from pipedist.coordinator.notices import LOGGER, Notices, printable
 from pipedist.coordinator.passes import OpenPasses
-from pipedist.coordinator.results import Chunk, open_chunk
+from pipedist.coordinator.results import Chunk, FailedElement, open_chunk
 from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.errors import RemoteProtocolError
@@ -115,21 +115,27 @@ class Inbound:
         if handle is not None:  # otherwise the scheduler drops them: they need no decoding
             chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
             size = chunk.size
+        elif (handle := self._passes.of_cancelled(peer.worker, lease)) is not None:
+            handle.arrived_late(open_chunk(lo, hi, frames, handle.slots, handle.required_slots))
         self._post(ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, results.busy_ns, size), chunk)
 
     def _on_elements(self, peer: Peer, message: msg.Elements, frames: Sequence[memoryview]) -> None:
-        handle = self._passes.of_lease(peer.worker, message.lease)
+        place = (peer.worker, message.lease)
+        handle = self._passes.of_lease(*place) or self._passes.of_cancelled(*place)
         if handle is None:
             self._rejections.stale += 1
             return
         results = decode(frames)
-        shapes = (int, int)
         if type(results) is not list or not all(
-            type(each) is list and tuple(map(type, each[:-1])) == shapes for each in results
+            type(each) is list and len(each) == 4 and [type(each[at]) for at in (0, 1, 3)] == [int, int, str]
+            for each in results
         ):
             raise RemoteProtocolError(f"the results of elements of call {message.call} are malformed")
-        for stage, element, result in results:
-            handle.elements.add(message.call, stage, element, result)
+        for stage, element, result, failure in results:
+            if not failure:
+                handle.elements.add(message.call, stage, element, result)
+            elif handle.policy.is_final(stage):
+                handle.elements.add(message.call, stage, element, FailedElement(failure))
 
     def _on_failed(self, peer: Peer, failed: msg.Failed) -> None:
         handle = self._passes.of_lease(peer.worker, failed.lease)

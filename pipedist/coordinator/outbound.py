@@ -26,6 +26,7 @@ from pipedist.errors import LocalProtocolError, PipedistError, WorkersLost
 from pipedist.protocol import messages as msg
 from pipedist.protocol.code_archive import CodeSnapshot, CodeTooLarge, take
 from pipedist.protocol.codec import Frame, encode
+from pipedist.protocol.encoder import encode_arguments
 from pipedist.protocol.program import Shards
 from pipedist.scheduler import Event
 from pipedist.scheduler import commands as cmd
@@ -204,8 +205,12 @@ class CommandExecutor:
         for part, data in zip(parts, shards, strict=True):
             try:
                 finished = handle.elements.of(part.lo, part.hi)
-                payload = [data.ids, data.locations, data.values, data.states]
-                payloads.append(encode(payload if finished is None else [*payload, finished]))
+                others = (data.ids, data.locations, data.states, finished)
+                if data.values is not None and others == (None, None, None, None):
+                    payloads.append(encode_arguments(data.values))
+                else:
+                    payload = [data.ids, data.locations, data.values, data.states]
+                    payloads.append(encode(payload if finished is None else [*payload, finished]))
                 if data.states:
                     self._states.send(part.worker, data.states)
             except Exception as error:  # a value can't be serialized

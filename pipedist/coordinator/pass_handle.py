@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from pipedist.coordinator.failures import DeathOutcome, FailurePolicy, call_error
-from pipedist.coordinator.results import Chunk, ElementStore, ResultStore, Slots, key_of
+from pipedist.coordinator.results import Chunk, ElementStore, QuarantinedCall, ResultStore, Slots, key_of
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import ElementRanges, Feed, ShardRead
@@ -109,8 +109,13 @@ class PassHandle:
         self._on_quarantine = on_quarantine
         self._store = ResultStore()
         self.elements = ElementStore()
-        self._lacking: set[int] = set()  # calls without quarantined elements: only their elements are kept
+        self._quarantined: dict[int, QuarantinedCall] = {}  # by call, until read; without their results
         self._restored: dict[int, Chunk] = {}  # by call, until offered; from an earlier process
+        self.keeps_results = False
+        """Whether results that were not read are kept when the pass is closed, for `finished_calls`."""
+        self.settled = anyio.Event()  # set when the pass is closed, and no worker reports results any more
+        self._late: dict[int, Slots] = {}  # results of cancelled calls, if they are kept
+        self._is_closed = False
         self._visible: deque[tuple[int, int]] = deque()  # ranges of steps that the reader has not consumed
         self._changed = anyio.Event()
         self._demand = 0  # steps that the scheduler has requested, and that were not offered yet
@@ -160,6 +165,8 @@ class PassHandle:
         if end < last:
             self._visible.appendleft((end, last))
         steps, size = self._store.take(first, end, replicas)
+        for call in [call for call in self._quarantined if call < end * replicas]:
+            del self._quarantined[call]
         return Batch(first, steps, size)
 
     async def call_step(
@@ -227,23 +234,45 @@ class PassHandle:
         """The number of results of calls and elements that arrived."""
         return self.counts.calls_done + self.elements.added
 
-    def restore(self, chunks: Iterable[Chunk], elements: Mapping[tuple[int, int, int], Tree] = {}) -> None:
+    def restore(
+        self,
+        chunks: Iterable[Chunk],
+        quarantined: Mapping[int, QuarantinedCall] = {},
+        elements: Mapping[tuple[int, int, int], Tree] = {},
+    ) -> None:
         """Set results of an earlier process, of one call each, before the feed runs: these are not executed.
 
-        `elements` has those of elements of other calls, by (call, stage, element).
+        `quarantined` has those calls of them that have quarantined elements; `elements` has elements of other calls, by
+        (call, stage, element).
         """
+        self._quarantined = {
+            call: replace(each, command=replace(each.command, pass_id=self.id))
+            for call, each in quarantined.items()
+        }
         self._restored = {
-            chunk.lo: chunk for chunk in chunks if self.required_slots <= chunk.calls[0].keys() <= self.slots
+            chunk.lo: chunk
+            for chunk in chunks
+            if self._required(chunk.lo) <= chunk.calls[0].keys() <= self.slots
         }
         for (call, stage, element), result in elements.items():
             if call not in self._restored:
                 self.elements.add(call, stage, element, result)
 
+    def _required(self, call: int) -> frozenset[str]:
+        found = self._quarantined.get(call)
+        return self.required_slots if found is None or found.command.remains else frozenset()
+
     def finished_calls(self) -> dict[int | tuple[int, int, int], Tree]:
-        """Return the results that the reader has not consumed, by call, or by (call, stage, element)."""
+        """Return what the reader has not consumed, by call, or by (call, stage, element).
+
+        That is a result, a `QuarantinedCall` or a `FailedElement`.
+        """
         found: dict[int | tuple[int, int, int], Tree] = dict(self.elements.all().items())
-        found.update((call, chunk.calls[0]) for call, chunk in self._restored.items())
-        found.update(self._store.all().items())
+        restored = {call: chunk.calls[0] for call, chunk in self._restored.items()}
+        calls = self._late | restored | self._store.all()
+        for call, result in calls.items():
+            lacking = self._quarantined.get(call)
+            found[call] = result if lacking is None else replace(lacking, result=result)
         return found
 
     def settle(self, before: int) -> None:
@@ -254,6 +283,13 @@ class PassHandle:
     def close(self) -> None:
         """Close the pass and drop its running calls; may be called twice."""
         self._post(ev.PassClosed(self.id))
+
+    async def stop(self, wait_s_max: float) -> None:
+        """Close the pass, and wait for results that workers have when they drop its calls."""
+        self.close()
+        if self._is_closed and self.keeps_results:
+            with anyio.move_on_after(wait_s_max, shield=True):
+                await self.settled.wait()
 
     async def run_feed(self) -> None:
         """Offer steps on demand until the feed ends, and read data; an error of either ends the pass.
@@ -322,7 +358,11 @@ class PassHandle:
         done = [r for r in range(replicas) if first * replicas + r in self._restored and r not in skipped]
         self.counts.calls_past += len(done) + (last - first) * len(skipped)
         for replica in done:
-            self._put(self._restored.pop(first * replicas + replica))
+            call = first * replicas + replica
+            if call in self._quarantined and self._on_quarantine is not None:
+                elements = self._on_quarantine(self._quarantined[call].command)
+                self._post(ev.ElementsQuarantined(self.id, elements))
+            self._put(self._restored.pop(call))
         for step in range(first, last) if skipped else ():
             for call in [step * replicas + replica for replica in skipped]:
                 self._store.put(Chunk(call, call + 1, [{}], 0))
@@ -370,9 +410,9 @@ class PassHandle:
     def on_quarantined(self, command: CallsQuarantined) -> int:
         """Record quarantined elements, before their step is visible; return how many the scheduler can't count."""
         elements = 0 if self._on_quarantine is None else self._on_quarantine(command)
-        if command.remains:
-            self._lacking.add(command.lo)
-        else:
+        for call in range(command.lo, command.hi):
+            self._quarantined[call] = QuarantinedCall({}, command, elements)
+        if not command.remains:
             self.counts.calls_past += command.hi - command.lo
             self.elements.drop(command.lo, command.hi)
             self._store.put(Chunk(command.lo, command.hi, [{} for _ in range(command.lo, command.hi)], 0))
@@ -455,9 +495,12 @@ class PassHandle:
 
     def arrived(self, chunk: Chunk) -> None:
         self.counts.calls_done += chunk.hi - chunk.lo
-        if chunk.lo not in self._lacking:
-            self.elements.drop(chunk.lo, chunk.hi)
+        self.elements.drop(chunk.lo, chunk.hi)
         self._put(chunk)
+
+    def arrived_late(self, chunk: Chunk) -> None:
+        """Keep results of cancelled calls."""
+        self._late.update(zip(range(chunk.lo, chunk.hi), chunk.calls, strict=True))
 
     def _put(self, chunk: Chunk) -> None:
         self._store.put(chunk)
@@ -471,9 +514,6 @@ class PassHandle:
                 self._finish(step, None)
             return
         self.counts.elements_visible += self._feed.elements(first, last)
-        for call in [call for call in self._lacking if call < last * self.settings.replicas]:
-            self._lacking.discard(call)
-            self.elements.drop(call, call + 1)
         self._drop_errors(first, last)
         if self._visible and self._visible[-1][1] == first:
             self._visible[-1] = (self._visible[-1][0], last)
@@ -501,6 +541,8 @@ class PassHandle:
             on_done(parts, error)
 
     def _drop_errors(self, first: int, last: int) -> None:
+        if not self.raised and not self._failed_attempts:
+            return
         replicas = self.settings.replicas
         for call in [c for c in self.raised if first <= c // replicas < last]:
             del self.raised[call]
@@ -521,15 +563,22 @@ class PassHandle:
         self._requested.set()
 
     def on_closed(self, error: BaseException) -> None:
-        """End the pass with an error, and release everything that it holds."""
+        """End the pass with an error, and release everything that it holds, unless it keeps results."""
         self.fail(error)
-        self._store.clear()
-        self.elements.clear()
+        self._is_closed = True
+        if not self.keeps_results:
+            self.release()
         self._visible.clear()
         self._reads.clear()
         self._inputs.clear()
         self.raised.clear()
         self._failed_attempts.clear()
+
+    def release(self) -> None:
+        """Release the results that were not read."""
+        self.keeps_results = False
+        for kept in (self._store, self.elements, self._restored, self._quarantined, self._late):
+            kept.clear()
 
     def completed(self) -> None:
         """Let `batches` end after the last visible step."""

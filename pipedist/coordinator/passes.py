@@ -10,28 +10,33 @@ from pipedist.coordinator.results import CachedResultIndex
 from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.errors import PipedistError, RunCancelled
 from pipedist.protocol import messages as msg
-from pipedist.scheduler import Event
+from pipedist.scheduler import Event, Scheduler
 from pipedist.scheduler import events as ev
 from pipedist.worker.progress import Running
 
 
 class OpenPasses:
-    """Opens, finds and closes passes; `pass_of`: the pass of a lease that a worker holds, or None."""
+    """Opens, finds and closes passes."""
 
-    def __init__(
-        self, post: Callable[[Event], None], pass_of: Callable[[str, int], int | None], pool: WorkerPool
-    ) -> None:
+    def __init__(self, post: Callable[[Event], None], scheduler: Scheduler, pool: WorkerPool) -> None:
         self._post = post
-        self._pass_of = pass_of
+        self._scheduler = scheduler
         self._pool = pool
         self._cached = CachedResultIndex()
         self.last = 0
         self.handles: dict[int, PassHandle] = {}
+        self._closing: dict[int, PassHandle] = {}  # closed, and workers may still report results
 
     def of_lease(self, worker: str, lease: int) -> PassHandle | None:
         """Return the pass of a lease; None: the worker holds no such lease."""
-        pass_id = self._pass_of(worker, lease)
+        pass_id = self._scheduler.pass_of(worker, lease)
         return None if pass_id is None else self.handles.get(pass_id)
+
+    def of_cancelled(self, worker: str, lease: int) -> PassHandle | None:
+        """Return the pass of a cancelled lease, if the pass keeps late results."""
+        pass_id = self._scheduler.cancelled_pass_of(worker, lease)
+        handle = None if pass_id is None else self.handles.get(pass_id) or self._closing.get(pass_id)
+        return handle if handle is not None and handle.keeps_results else None
 
     def on_death(self, worker: str, running: Running, timed_out: bool) -> DeathOutcome | None:
         handle = self.of_lease(worker, running.lease)
@@ -54,9 +59,16 @@ class OpenPasses:
         handle = self.handles.pop(pass_id, None)
         if handle is not None:
             self._pool.forget_pass(pass_id)
+            if handle.keeps_results:
+                self._closing[pass_id] = handle
             handle.on_closed(RunCancelled(f"{handle.name} was closed"))
             if handle.policy.is_timed and not any(x.policy.is_timed for x in self.handles.values()):
                 self._pool.watch(enabled=False)
+
+    def settle(self) -> None:
+        """Drop the closed passes of which no worker reports results any more."""
+        for pass_id in [each for each in self._closing if not self._scheduler.may_report(each)]:
+            self._closing.pop(pass_id).settled.set()
 
     def fail(self, error: PipedistError) -> None:
         for handle in list(self.handles.values()):

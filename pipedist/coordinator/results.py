@@ -17,6 +17,7 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame, decode
 from pipedist.scheduler import events as ev
+from pipedist.scheduler.commands import CallsQuarantined
 
 Slots = dict[str, Tree]  # the result of one call: slot name -> tree
 CALL_BYTES = 512  # estimated memory of a call's decoded result beyond its bytes: dict, leaves, objects
@@ -51,7 +52,9 @@ def open_chunk(
                 f"a result of calls [{lo}, {hi}) does not have the slots that its program emits: "
                 f"{', '.join(sorted(slots)) or 'none'}"
             )
-    size = CALL_BYTES * len(calls) + sum(memoryview(frame).nbytes for frame in frames)
+    size = CALL_BYTES * len(calls)
+    for frame in frames:
+        size += memoryview(frame).nbytes
     return Chunk(lo, hi, calls, size)
 
 
@@ -77,6 +80,12 @@ class ResultStore:
         A step's results are in replica order, without calls that were not made (empty shards) or failed.
         """
         pop, lo, hi = self._results.pop, first * replicas, last * replicas
+        if last - first == 1:
+            slots_of = [pop(call, None) for call in range(lo, hi)]
+            size = 0
+            for call in range(lo, hi):
+                size += self._sizes.pop(call, 0)
+            return [[slots for slots in slots_of if slots is not None]], size
         if replicas == 1:  # as many lists as calls: the inner loop would be most of the cost
             steps = [[] if (slots := pop(call, None)) is None else [slots] for call in range(lo, hi)]
         else:
@@ -95,24 +104,48 @@ class ResultStore:
         self._sizes.clear()
 
 
+class FailedElement(Struct, frozen=True):
+    """The exception of an element's last attempt, in place of its result."""
+
+    text: str
+
+
+class QuarantinedCall(Struct, frozen=True):
+    """A call that is over, with quarantined elements: the result of the others, and what was quarantined."""
+
+    result: Slots
+    command: CallsQuarantined
+    elements: int  # number of quarantined elements
+
+
 class ElementStore:
     """Results of elements of calls that are not over yet, of stages with `per: element`.
 
-    Another attempt of the call gets them with its lease, so that it executes only the other elements.
+    Another attempt of the call gets them with its lease, so that it executes only the other elements. `FailedElement`s
+    are those that have no attempt left.
     """
 
     def __init__(self) -> None:
         self.added = 0  # the number of results that were added
         self._calls: dict[int, dict[tuple[int, int], Tree]] = {}
 
+    @property
+    def count(self) -> int:
+        return sum(map(len, self._calls.values()))
+
     def add(self, call: int, stage: int, element: int, result: Tree) -> None:
         self.added += 1
         self._calls.setdefault(call, {})[stage, element] = result
 
     def of(self, lo: int, hi: int) -> list[list[Tree]] | None:
-        """Return [call, stage, element, result] of each result of calls [lo, hi), None if there is none."""
-        calls = range(lo, hi) if self._calls else ()
-        return [[c, *at, result] for c in calls for at, result in self._calls.get(c, {}).items()] or None
+        """Return [call, stage, element, result, failure] of elements of calls [lo, hi), None if there is none."""
+        if not self._calls:
+            return None
+        return [
+            [call, *at, None, result.text] if isinstance(result, FailedElement) else [call, *at, result, ""]
+            for call in range(lo, hi)
+            for at, result in self._calls.get(call, {}).items()
+        ] or None
 
     def drop(self, lo: int, hi: int) -> None:
         for call in range(lo, hi) if self._calls else ():

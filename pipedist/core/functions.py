@@ -24,6 +24,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
@@ -64,8 +65,7 @@ def reference(fn: Callable[..., Any] | str) -> FunctionRef:
         raise UsageError(f"expected a function, or its name 'package.module:name', got {fn!r}")
     module, qualname = getattr(fn, "__module__", None), getattr(fn, "__qualname__", None)
     if isinstance(module, str) and isinstance(qualname, str) and _is_importable(fn, module, qualname):
-        name = f"{module}:{qualname}"
-        return FunctionRef(label=name, name=name)
+        return _named(f"{module}:{qualname}")
     label = qualname if isinstance(qualname, str) else type(fn).__qualname__
     return FunctionRef(label=label, pickled=_pickled(fn, label))
 
@@ -147,7 +147,17 @@ def _is_importable(fn: object, module: str, qualname: str) -> bool:
     found: object = loaded
     for part in qualname.split("."):
         found = getattr(found, part, None)
-    return found is fn and _NAME.fullmatch(f"{module}:{qualname}") is not None
+    return found is fn and _is_name(f"{module}:{qualname}")
+
+
+@lru_cache(maxsize=1024)
+def _is_name(text: str) -> bool:
+    return _NAME.fullmatch(text) is not None
+
+
+@lru_cache(maxsize=1024)
+def _named(name: str) -> FunctionRef:
+    return FunctionRef(label=name, name=name)
 
 
 def _pickled(fn: Callable[..., Any], label: str) -> bytes:

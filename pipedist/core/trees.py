@@ -51,7 +51,8 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Treedef]:
 
 def unflatten(treedef: Treedef, leaves: Iterable[Leaf]) -> Tree:
     """Build a tree from a structure and as many leaves (else ValueError), in the order of `flatten`."""
-    return optree.tree_unflatten(treedef, leaves)
+    tree: Tree = treedef.unflatten(leaves)
+    return tree
 
 
 def tree_map(fn: Callable[..., Leaf], tree: Tree, *rest: Tree) -> Tree:

@@ -24,9 +24,9 @@ import msgpack
 from msgspec import Struct, convert, field
 
 from pipedist.errors import JournalError, UsageError
-from pipedist.journal.log_format import FIRST, JournalRecord, LogEnd, read_records
+from pipedist.journal.log_format import FIRST, JournalRecord, LogEnd, read_records, unpacked
 
-FORMAT: Final = 6
+FORMAT: Final = 7
 NAME: Final = "journal"
 
 
@@ -74,6 +74,26 @@ class StoredValue(Struct, frozen=True, omit_defaults=True):
     end: LogEnd | None = None
 
 
+CALLS: Final = "calls."  # prefix of the logs of finished calls, and the snapshot key of their numbers
+
+
+class DurableProgress(Struct, frozen=True):
+    """How much of a pass is durable: its first steps, calls of later steps, and elements of other calls."""
+
+    steps: int
+    calls: int = 0
+    elements: int = 0
+
+    def __str__(self) -> str:
+        counts = {"step": self.steps, "call": self.calls, "element": self.elements}
+        texts = [
+            f"{count:,} {what}{'s' * (count != 1)}"
+            for what, count in counts.items()
+            if count or what == "step"
+        ]
+        return f"{', '.join(texts[:-1])} and {texts[-1]}" if texts[1:] else texts[0]
+
+
 class PassHistory(Struct):
     """The durable state of one pass.
 
@@ -93,6 +113,12 @@ class PassHistory(Struct):
     logs: dict[str, LogEnd] = field(default_factory=dict)
     quarantined: dict[int, int] = field(default_factory=dict)
     code: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def progress(self) -> DurableProgress:
+        part = self.parts.get(CALLS)
+        finished = [] if part is None or part.inline is None else unpacked(part.inline)
+        return DurableProgress(self.steps, *finished)
 
     def files(self) -> set[str]:
         """Return the names of the files that hold its values."""
@@ -287,6 +313,27 @@ class Audit(Struct, frozen=True):
     history: History | None
     problems: tuple[str, ...]
 
+    def passes(self) -> list[dict[str, Any]]:
+        """Return the durable progress of each pass as plain JSON values."""
+        if self.history is None:
+            return []
+        described = [
+            (each, self.history.passes.get(key, PassHistory()))
+            for key, each in self.history.header.passes.items()
+        ]
+        return [
+            {
+                "stages": each["name"],
+                "dataset": each["dataset"],
+                "complete": found.complete,
+                "steps_done": found.steps,
+                "elements_done": found.elements,
+                "later_calls_done": found.progress.calls,
+                "later_elements_done": found.progress.elements,
+            }
+            for each, found in described
+        ]
+
     def lines(self) -> list[str]:
         lines = []
         if self.history is not None:
@@ -298,11 +345,13 @@ class Audit(Struct, frozen=True):
             for key, each in header.passes.items():
                 found = self.history.passes.get(key)
                 state = "not begun" if found is None else "complete" if found.complete else "not complete"
-                steps, elements = (0, 0) if found is None else (found.steps, found.elements)
+                found = found or PassHistory()
                 lines.append(
-                    f"  {each['name']} (of {each['dataset']}): {state}; calls [0, {steps * replicas:,}) in "
-                    f"{steps:,} steps, {elements:,} elements"
+                    f"  {each['name']} (of {each['dataset']}): {state}; calls [0, {found.steps * replicas:,}) in "
+                    f"{found.steps:,} steps, {found.elements:,} elements"
                 )
+                if found.progress != DurableProgress(found.steps):
+                    lines.append(f"    durable, and not executed again: {found.progress}")
             ledger = self.history.ledger()
             sum_text = " + ".join(f"{ledger[name]:,} {name}" for name in ("committed", "quarantined", "lost"))
             state = "the run has ended" if self.history.ended is not None else "the run has not ended"

@@ -240,7 +240,7 @@ class RecordLog:
 
         Args:
             tree: whatever the codec takes; its arrays must not change any more.
-            meta: None, numbers, text, and lists of them.
+            meta: None, numbers, text, and lists and maps of them.
         """
         return self.put(encode(tree), meta)
 

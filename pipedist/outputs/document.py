@@ -41,6 +41,7 @@ def run_document(
     error: BaseException | None = None,
     quarantined: Sequence[Mapping[str, Any]] = (),
     retries: Mapping[str, Mapping[str, int]] = {},
+    resumed: Mapping[str, Mapping[str, int]] = {},
 ) -> Json:
     """Return the document of a run that has ended.
 
@@ -52,6 +53,7 @@ def run_document(
         error: the error that ended the run.
         quarantined: `{element, stage, cause}` of each quarantined element.
         retries: number of attempts of calls that did not count, by stage and reason.
+        resumed: number of steps, calls and elements that were taken from the journal, by pass.
 
     Raises:
         OutputError: a result has no JSON form; the text names the stage and the path in its value.
@@ -74,6 +76,8 @@ def run_document(
         document["error"] = error_document(error)
     if retries:
         document["retries"] = {stage: dict(counts) for stage, counts in retries.items()}
+    if resumed:
+        document["resumed"] = {name: dict(counts) for name, counts in resumed.items()}
     if quarantined:
         document["quarantined"] = [to_json(dict(entry)) for entry in quarantined]
     return document

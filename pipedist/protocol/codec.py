@@ -19,6 +19,9 @@ Received frames are checked before use: the header is parsed once without creati
 that claims a billion elements must have them), then decoded; then every dtype, shape, offset and class
 is checked against the frames. Nothing is unpickled.
 
+Messages of a training loop often have the same header, because only the contents of their arrays change. The
+layout of such a header is kept (`_Layout`): a later message with it is not parsed again, only its frames are checked.
+
 All bits of values are kept: NaN payloads, -0.0, lone surrogates. Arrays become little-endian and
 C-contiguous. `bytearray` and `memoryview` come back as `bytes`.
 """
@@ -27,12 +30,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import numpy as np
 
-from pipedist.core import ragged
+from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.columns import fits, items_of, nodes_of
@@ -83,25 +86,55 @@ def decode(
     Otherwise they must have been imported in this process. Raise RemoteProtocolError if `encode` would not have written
     these frames, or a class is unknown in this process.
     """
+    first = frames[0] if frames else b""
+    key = bytes(first) if 0 < memoryview(first).nbytes <= _UNCHECKED_BYTES_MAX else b""
+    known: _Layout | bool | None = True
+    if len(frames) > 1:
+        known = _layouts.get(key) if key else True
+        if type(known) is _Layout and (tree := known.tree(frames, limits)) is not None:
+            return tree
+    elif key and len(key) <= limits.header_bytes_max and (tree := _small_tree(key)) is not None:
+        return tree
     try:
-        return _Decoder(frames, may_import, limits).tree()
-    except (
-        UnsuitableTree,
-        ValueError,
-        TypeError,
-        OverflowError,
-        RecursionError,
-        MemoryError,
-        msgpack.exceptions.UnpackException,
-    ) as error:
+        decoder = _Decoder(frames, may_import, limits)
+        tree = decoder.tree()
+        if known is None or known is False:
+            _learn(key, decoder.arrays, tree, frames=len(frames) - 1, is_first=known is None)
+        return tree
+    except _FAULTS as error:
         reason = str(error) or type(error).__name__
         raise RemoteProtocolError(f"malformed payload: {reason}") from error
+
+
+_FAULTS: Final = (
+    UnsuitableTree,
+    ValueError,
+    TypeError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+    msgpack.exceptions.UnpackException,
+)
+
+
+def _small_tree(header: bytes) -> Tree | None:
+    """Return the tree of a short header, without frames; None: the decoder handles it, or raises its error."""
+    if header[0] == COLUMNS or _MARK_START in header:
+        return None
+    try:
+        tree = msgpack.unpackb(
+            header, ext_hook=_extension, strict_map_key=False, unicode_errors="surrogatepass"
+        )
+        check_nodes(tree)
+    except _FAULTS:
+        return None
+    return tree
 
 
 class _Decoder:
     """The decoder of one payload; its methods raise ValueError for input that `encode` does not write."""
 
-    __slots__ = ("_classes", "_frames", "_header", "_may_import", "_unused")
+    __slots__ = ("_classes", "_frames", "_header", "_may_import", "_unused", "arrays")
 
     def __init__(
         self, frames: Sequence[bytes | bytearray | memoryview], may_import: bool, limits: MessageLimits
@@ -112,7 +145,8 @@ class _Decoder:
             raise ValueError(f"{len(frames)} frames, the limit is {limits.frames_max}")
         views = [memoryview(frame) for frame in frames]
         self._header = views[0].cast("B") if views[0].format != "B" else views[0]
-        self._frames = [view.toreadonly().cast("B") for view in views[1:]]
+        self._frames = [view.toreadonly().cast("B") for view in views[1:]] if len(views) > 1 else []
+        self.arrays: list[tuple[Any, _Place]] = []  # those in frames, and where they are
         if self._header.nbytes > limits.header_bytes_max:
             raise ValueError(f"a header of {self._header.nbytes} bytes, limit {limits.header_bytes_max}")
         self._unused = set(range(len(self._frames)))
@@ -185,37 +219,7 @@ class _Decoder:
         return build_instance(*found, items[2:])
 
     def _extension(self, code: int, data: bytes) -> Any:
-        if code == INLINE:
-            (dtype, shape, size_bytes), at = parse_array(data)
-            if len(data) != at + size_bytes:
-                raise ValueError(f"an array {dtype}{list(shape)} of {len(data) - at} bytes")
-            array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, at)
-            return _checked(array) if dtype.kind in "bU" else array
-        if code == IN_FRAME:
-            return self._array_in_frame(data)
-        if code == MARK:
-            if len(data) != 1 or data[0] >= len(MARKS):
-                raise ValueError("an unknown mark")
-            return msgpack.ExtType(MARK, data)
-        if code == NUMPY_SCALAR:
-            (dtype, shape, size_bytes), at = parse_array(data)
-            if shape or len(data) != at + size_bytes or dtype.kind in "US":
-                raise ValueError("a malformed NumPy scalar")
-            scalar: np.ndarray[Any, Any] = np.ndarray((), dtype, data, at)
-            return (_checked(scalar) if dtype.kind == "b" else scalar)[()]
-        if code == BIG_INT:
-            if not 9 <= len(data) <= INT_BYTES_MAX:
-                raise ValueError(f"an int of {len(data)} bytes")
-            return int.from_bytes(data, "little", signed=True)
-        if code == COMPLEX:
-            if len(data) != PAIR.size:
-                raise ValueError(f"a complex of {len(data)} bytes")
-            return complex(*PAIR.unpack(data))
-        if code == NUMPY_STR:
-            return np.str_(data.decode("utf-8", "surrogatepass"))
-        if code == NUMPY_BYTES:
-            return np.bytes_(data)
-        raise ValueError(f"unknown extension type {code}")
+        return self._array_in_frame(data) if code == IN_FRAME else _extension(code, data)
 
     def _array_in_frame(self, data: bytes) -> np.ndarray[Any, Any]:
         (dtype, shape, size_bytes), at = parse_array(data)
@@ -230,11 +234,116 @@ class _Decoder:
                 f"an array {dtype}{list(shape)} at byte {offset} of a frame of {frame.nbytes} bytes"
             )
         self._unused.discard(number)
-        array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, frame, offset)
+        place = _Place(dtype, shape, number, offset, offset + size_bytes)
+        array = place.array(frame)
+        self.arrays.append((array, place))
+        return array
+
+
+def _extension(code: int, data: bytes) -> Any:
+    """Return the value of an extension type other than an array in a frame."""
+    if code == INLINE:
+        (dtype, shape, size_bytes), at = parse_array(data)
+        if len(data) != at + size_bytes:
+            raise ValueError(f"an array {dtype}{list(shape)} of {len(data) - at} bytes")
+        array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data, at)
+        return _checked(array) if dtype.kind in "bU" else array
+    if code == MARK:
+        if len(data) != 1 or data[0] >= len(MARKS):
+            raise ValueError("an unknown mark")
+        return MARKS[data[0]]
+    if code == NUMPY_SCALAR:
+        (dtype, shape, size_bytes), at = parse_array(data)
+        if shape or len(data) != at + size_bytes or dtype.kind in "US":
+            raise ValueError("a malformed NumPy scalar")
+        scalar: np.ndarray[Any, Any] = np.ndarray((), dtype, data, at)
+        return (_checked(scalar) if dtype.kind == "b" else scalar)[()]
+    if code == BIG_INT:
+        if not 9 <= len(data) <= INT_BYTES_MAX:
+            raise ValueError(f"an int of {len(data)} bytes")
+        return int.from_bytes(data, "little", signed=True)
+    if code == COMPLEX:
+        if len(data) != PAIR.size:
+            raise ValueError(f"a complex of {len(data)} bytes")
+        return complex(*PAIR.unpack(data))
+    if code == NUMPY_STR:
+        return np.str_(data.decode("utf-8", "surrogatepass"))
+    if code == NUMPY_BYTES:
+        return np.bytes_(data)
+    raise ValueError(f"unknown extension type {code}")
+
+
+class _Place(NamedTuple):
+    """An array in a frame."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    frame: int  # its number, the first one after the header is 0
+    offset: int
+    end: int
+
+    def array(self, frame: memoryview) -> np.ndarray[Any, Any]:
+        """Return the array, or raise ValueError if a value is not one of its dtype."""
+        array: np.ndarray[Any, Any] = np.ndarray(self.shape, self.dtype, frame, self.offset)
         if not array.flags.aligned:
             array = array.copy()
             array.flags.writeable = False
         return _checked(array)
+
+
+class _Layout(NamedTuple):
+    """The content of a header with only plain containers and leaves, and arrays in frames."""
+
+    treedef: trees.Treedef
+    leaves: tuple[Any, ...]  # a `_Place` for each array
+    frames: int  # without the header
+
+    def tree(self, frames: Sequence[bytes | bytearray | memoryview], limits: MessageLimits) -> Tree | None:
+        """Return the tree of frames that fit, else None: the decoder raises its error."""
+        if len(frames) - 1 != self.frames or len(frames) > limits.frames_max:
+            return None
+        views = [memoryview(frame).toreadonly().cast("B") for frame in frames[1:]]
+        leaves: list[Any] = []
+        for leaf in self.leaves:
+            if type(leaf) is _Place:
+                view = views[leaf.frame]
+                if leaf.end > view.nbytes:
+                    return None
+                try:
+                    leaf = leaf.array(view)
+                except ValueError:
+                    return None
+            leaves.append(leaf)
+        return trees.unflatten(self.treedef, leaves)
+
+
+_LAYOUTS_MAX: Final = 64
+_layouts: dict[bytes, _Layout | bool] = {}  # by header; False: it was seen once, True: it has no layout
+_PLAIN: Final = frozenset({bool, int, float, complex, str, bytes})  # immutable: trees may share such a leaf
+
+
+def _learn(
+    header: bytes, arrays: list[tuple[Any, _Place]], tree: Tree, *, frames: int, is_first: bool
+) -> None:
+    """Keep the layout of a header that is seen for the second time."""
+    if is_first:
+        if len(_layouts) >= _LAYOUTS_MAX:
+            _layouts.clear()
+        _layouts[header] = False
+        return
+    places = {id(array): place for array, place in arrays}
+    leaves, treedef = trees.flatten(tree)
+    found = [places.get(id(leaf), leaf) for leaf in leaves]
+    is_plain = _has_plain_nodes(tree) and all(type(leaf) is _Place or type(leaf) in _PLAIN for leaf in found)
+    _layouts[header] = _Layout(treedef, tuple(found), frames) if is_plain else True
+
+
+def _has_plain_nodes(tree: Tree) -> bool:
+    if type(tree) is dict:
+        return all(map(_has_plain_nodes, tree.values()))
+    if type(tree) in (list, tuple):
+        return all(map(_has_plain_nodes, tree))
+    return tree is None or type(tree) in _PLAIN or type(tree) is np.ndarray
 
 
 def _check_syntax(header: memoryview) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -94,6 +95,52 @@ def encode(tree: Tree) -> list[Frame]:
     return frames
 
 
+_FORMS_MAX: Final = 64
+_headers: dict[tuple[Any, ...], bytes] = {}  # of arguments, by form
+_RAW_KINDS: Final = frozenset("biufc")  # of dtypes whose memory is sent as it is, in native order
+
+
+def encode_arguments(values: list[Tree]) -> list[Frame]:
+    """Return `encode([None, None, values, None])`, for (args, kwargs) of each call of a lease.
+
+    In a loop only the contents of arrays change from step to step: a header is made once for each form, which is
+    the dtypes and shapes of positional arguments that are arrays in one shared frame.
+    """
+    form: list[Any] = []
+    parts: list[Any] = []
+    shared_bytes = 0
+    for value in values:
+        if type(value) is not tuple or len(value) != 2:
+            return encode([None, None, values, None])
+        args, kwargs = value
+        if type(args) is not tuple or type(kwargs) is not dict or kwargs:
+            return encode([None, None, values, None])
+        for array in args:
+            if (
+                type(array) is not np.ndarray
+                or array.dtype.kind not in _RAW_KINDS
+                or not array.dtype.isnative
+            ):
+                return encode([None, None, values, None])
+            size_bytes = array.nbytes
+            shared_bytes += size_bytes + -size_bytes % SHARED_ALIGNMENT_BYTES
+            if not INLINE_BYTES_MAX < size_bytes < FRAME_BYTES_MIN or not array.flags.c_contiguous:
+                return encode([None, None, values, None])
+            form.append((array.dtype, array.shape))
+            parts += (array.data, b"\0" * (-size_bytes % SHARED_ALIGNMENT_BYTES))
+        form.append(None)
+    key = tuple(form)
+    header = _headers.get(key)
+    if header is not None:
+        return [header, b"".join(parts)]
+    frames = encode([None, None, values, None])
+    if 0 < shared_bytes <= SHARED_FRAME_BYTES_MAX and sys.byteorder == "little":
+        if len(_headers) >= _FORMS_MAX:
+            _headers.clear()
+        _headers[key] = bytes(frames[0])
+    return frames
+
+
 def _encode_columns(items: list[Any]) -> list[Frame] | None:
     """Return the frames of a list of similar items as columns; None: it is not sent as columns."""
     encoder = _Encoder()
@@ -168,7 +215,7 @@ class _Encoder:
         if convert is not None:
             array = array.astype(convert)
         if size_bytes <= INLINE_BYTES_MAX:
-            return msgpack.ExtType(INLINE, prefix + array.tobytes())
+            return _extension(INLINE, prefix + array.tobytes())
         if size_bytes > LIMITS.frame_bytes_max:
             raise UnsuitableTree(f"an array of {size_bytes} bytes, the limit is {LIMITS.frame_bytes_max}")
         if not array.flags.c_contiguous:
@@ -181,7 +228,7 @@ class _Encoder:
             self._frames.append(view)
         else:
             place = PLACE.pack(*self._share(view, size_bytes))
-        return msgpack.ExtType(IN_FRAME, prefix + place)
+        return _extension(IN_FRAME, prefix + place)
 
     def _share(self, view: memoryview, size_bytes: int) -> tuple[int, int]:
         if self._shared_bytes + size_bytes > SHARED_FRAME_BYTES_MAX:
@@ -200,6 +247,11 @@ class _Encoder:
             self._frames[self._shared_number] = b"".join(self._shared)
             self._shared = []
             self._shared_bytes = 0
+
+
+def _extension(code: int, data: bytes) -> msgpack.ExtType:
+    """Return an extension type, without the checks of its class: they cost more than the rest of an array."""
+    return tuple.__new__(msgpack.ExtType, (code, data))
 
 
 def _objects(array: np.ndarray[Any, Any]) -> list[Any]:

@@ -17,7 +17,7 @@ result counts only while its lease is held.
 | StateVersion | scheduler -> worker | one version of a state: a tree |
 | DropState | scheduler -> worker | - |
 | Results | worker -> scheduler | a list with one entry per call: {slot: tree} |
-| Elements | worker -> scheduler | a list of [stage, element, result] |
+| Elements | worker -> scheduler | a list of [stage, element, result, failure] |
 | Exchange | worker -> scheduler | the contribution of its replicas to a collective |
 | Relay | scheduler -> worker | the contribution of another member of the gang, unchanged |
 | Failed, Retried, Stalled, Cancelled, QuotaMet, LogLine, Heartbeat, Goodbye | worker -> scheduler | - |
@@ -255,9 +255,10 @@ class Results(Message, frozen=True, tag=9):
 
 
 class Elements(Message, frozen=True, tag=26):
-    """Report results of elements of a call that still runs. Payload: a list of [stage, element, result].
+    """Report elements of a call that are over. Payload: a list of [stage, element, result, failure].
 
-    `stage` is the index of the stage in the pass's program, `element` the element's id.
+    `stage` is the index of the stage in the pass's program, `element` the element's id, `failure` the exception of
+    its last attempt in this call, for people; "": it returned.
     """
 
     lease: Count

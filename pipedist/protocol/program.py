@@ -150,7 +150,7 @@ class Shards(Struct, frozen=True):
     locations: list[Tree] | None = None  # the arguments of `Reader.read`, if the source needs more than ids
     values: list[Tree] | None = None  # the shards themselves, if the worker can't read the source
     states: dict[str, list[int]] | None = None  # name -> [space, version] of each state that the calls read
-    # [call, stage, element, result] of each element that needs no execution (`messages.Elements`)
+    # [call, stage, element, result, failure] of each element that needs no execution (`messages.Elements`)
     finished: list[Tree] | None = None
 
 

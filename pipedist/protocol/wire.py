@@ -93,6 +93,8 @@ def unpack(head: bytes | bytearray | memoryview) -> Message:
 def seal(head: bytes, header: bytes | memoryview = b"", references: Sequence[Reference] = ()) -> bytes:
     """Return a message's first frame; references are in order of their places."""
     start = START.pack(len(head), len(references))
+    if not references:  # the common case, cheaper
+        return b"".join((start, head, header))
     return b"".join([start, *[ENTRY.pack(*reference) for reference in references], head, header])
 
 

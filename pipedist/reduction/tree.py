@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -40,7 +41,7 @@ class Reduction:
     @classmethod
     def of(cls, op: ReduceOp | str, axis: int | Sequence[int] | None) -> Reduction:
         """Return the reduction of an operator and axes as a spec or a call names them; see `axes_of`."""
-        return cls(ReduceOp.of(op), axes_of(axis))
+        return _across(op) if axis is None and type(op) is str else cls(ReduceOp.of(op), axes_of(axis))
 
     def partial(self, component: Tree) -> Partial:
         """Reduce one component, a tree of numeric arrays and numbers, to its partial.
@@ -118,6 +119,11 @@ class Reduction:
                 place = f"leaf {path!r}" if path else "the value"
                 raise cls(f"{self.op.value} of {place}: {error}") from None
         return found
+
+
+@lru_cache(maxsize=64)
+def _across(op: str) -> Reduction:
+    return Reduction(ReduceOp.of(op), None)
 
 
 class FoldTree(Generic[T]):

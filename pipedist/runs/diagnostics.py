@@ -66,6 +66,7 @@ def document(run: str, name: str, state: str, execution: Execution | None) -> Do
                 "steps_done": each.steps_done,
                 "steps_total": each.steps_total,
                 "calls_done": each.calls_done,
+                "elements_ahead": each.elements_ahead,
             }
             for each in progress.passes
         ],

@@ -15,6 +15,7 @@ from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.coordinator.pass_handle import PassCounts
 from pipedist.core.types import Tree
 from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunDrained
+from pipedist.journal.history import DurableProgress
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.pass_execution import PassExecution
 from pipedist.runs.pass_feeds import Spool
@@ -111,7 +112,7 @@ class Execution:
                 if execution.is_complete and self._journal is not None:
                     execution.leave_training()  # workers keep its results until the phase is durable
                 else:
-                    execution.leave()
+                    await execution.stop()
                 if failed:
                     stop_later_passes()
 
@@ -298,6 +299,16 @@ class Execution:
                 of_stage[reason] = of_stage.get(reason, 0) + count
         return found
 
+    def resumed(self) -> dict[str, DurableProgress]:
+        """Return what was taken from the journal, by name of the pass."""
+        done = {
+            p: DurableProgress(each.steps_total)
+            for p, each in self._counts.items()
+            if isinstance(each, _Complete)
+        }
+        done.update((pass_, execution.resumed) for pass_, execution in self._executions.items())
+        return {pass_.name: found for pass_, found in done.items() if found != DurableProgress(0)}
+
     def _settle(self) -> None:
         """Check that two independent counts account for every element."""
         for pass_, execution in self._executions.items():
@@ -351,6 +362,7 @@ class Execution:
                     calls_done=counts.calls_done + counts.calls_past,
                     calls_total=calls,
                     calls_past=counts.calls_past,
+                    elements_ahead=handle.elements.count if isinstance(handle, PassHandle) else 0,
                 )
             )
         return Progress(

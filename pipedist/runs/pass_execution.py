@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle, Slots
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
+from pipedist.journal.history import CALLS, DurableProgress
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.pass_feeds import GatedFeed, Spool, SpoolFeed, feed_of
 from pipedist.runs.pass_folds import PassFolds
-from pipedist.runs.pass_journal import CALLS, CALLS_S, PASS_STATE, STATE, Finished, FinishedCallLog
+from pipedist.runs.pass_journal import CALLS_S, PASS_STATE, STATE, Finished, FinishedCallLog
 from pipedist.runs.programs import (
     parts_of,
     pass_program,
@@ -35,7 +36,7 @@ from pipedist.runs.programs import (
 from pipedist.runs.quarantine import PassQuarantine
 from pipedist.runs.rebatching import kept_shards
 from pipedist.runs.state_history import StateHistory
-from pipedist.runs.subscription import Part, Step, Subscription
+from pipedist.runs.subscription import ITEMS_MAX, Part, Step, Subscription
 from pipedist.runs.training import Trainer, TrainingParticipant
 from pipedist.scheduler import PassSettings
 
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 Places = tuple[list[Tree], tuple[int, ...], list[tuple[int, NDArray[np.int64]]]]
 """The ids, skipped replicas and removed positions of a step; see `PassQuarantine.ids`."""
+
+LATE_S_MAX = 2.0  # longest time, in seconds, that an ending pass waits for workers to drop its calls
 
 STORED_BYTES_MAX = 256 * 2**20
 """Bytes of the values of one run that are stored for a reuse; with more, none of them are."""
@@ -99,6 +102,7 @@ class PassExecution:
         self.steps = 0 if durable is None else durable.before.steps
         """Steps [0, steps) have been taken: folded, kept and streamed."""
         self.elements = 0 if durable is None else durable.before.elements
+        self.resumed = DurableProgress(self.steps)  # the results that it took from the journal
         self._taking = anyio.Lock(fast_acquire=True)
         self._between = False  # no step is partly taken, so a snapshot is consistent
         self.is_complete = False  # whether all steps are taken and all values complete
@@ -211,6 +215,7 @@ class PassExecution:
             on_arrival=_announcer(self._subscription, self._replicas),
             stamp=stamp,
         )
+        handle.keeps_results = self._calls is not None
         if self._durable is not None:
             self._durable.on_committed = handle.settle
         handle.counts.elements_offered = handle.counts.elements_visible = self.elements
@@ -244,7 +249,13 @@ class PassExecution:
             if self._participant is not None:
                 self._participant.restore(self._durable.part(PASS_STATE)["training"])
         if self._calls is not None:
-            self.handle.restore(*self._durable.finished_calls())
+            limit = self._plan.quarantine_max(self._pass.dataset)
+            rest = None if limit is None else limit - self.handle.settings.quarantined
+            calls, quarantined, elements = self._durable.finished_calls(rest)
+            self.handle.restore(calls, quarantined, elements)
+            over = {chunk.lo for chunk in calls}
+            others = sum(1 for call, _, _ in elements if call not in over)
+            self.resumed = DurableProgress(self.steps, len(calls), others)
 
     async def run(self) -> None:
         """Execute the pass to its end; errors may be in an ExceptionGroup."""
@@ -323,15 +334,16 @@ class PassExecution:
     async def _next_snapshot(self, durable: PassJournal) -> PendingSnapshot:
         """Wait for new results, and snapshot them; steps when the subscriber has seen them."""
         while True:
-            with anyio.move_on_after(CALLS_S):
-                await self._took.wait()
+            if self._calls is None or self._reported == self.handle.reported:
+                with anyio.move_on_after(CALLS_S):
+                    await self._took.wait()
             async with self._taking:
                 if not self._took.is_set() and (
                     self._calls is None or self._reported == self.handle.reported
                 ):
                     continue
                 self._reported = self.handle.reported
-                finished = self._finished_calls()
+                finished = {} if self._calls is None else self.handle.finished_calls()
                 if not self._took.is_set() and self._calls is not None and not self._calls.lacks(finished):
                     continue
                 if self._calls is not None:
@@ -356,7 +368,11 @@ class PassExecution:
         if self._durable is None or not self._between:
             return None
         finished = self._unread or {}
-        has_calls = self._calls is not None and self._calls.lacks(finished)
+        # those that were logged, but whose commit was cancelled, are lacking too
+        has_calls = self._calls is not None and (
+            self._calls.lacks(finished)
+            or (self._calls.is_used and not self._durable.has_committed(CALLS, self._calls.count))
+        )
         if self.steps == self._durable.steps_committed and not has_calls:
             return None
         if not all(held_out._between for held_out in self.evaluated_by):
@@ -364,16 +380,6 @@ class PassExecution:
         if self._subscription is not None and not self._subscription.has_passed(self._subscription.mark):
             return None
         return self._snapshot(self._durable, finished)
-
-    def _finished_calls(self) -> dict[Finished, Tree]:
-        """Return the finished calls of steps that are not taken, whose elements all count, and elements."""
-        if self._calls is None:
-            return {}
-        return {
-            each: result
-            for each, result in self.handle.finished_calls().items()
-            if not isinstance(each, int) or not self.quarantine.affects(each)
-        }
 
     def complete_snapshot(self) -> PendingSnapshot:
         assert self._durable is not None
@@ -417,12 +423,16 @@ class PassExecution:
         )
 
     def _segments(self, batch: Batch) -> Iterator[tuple[int, int, list[list[Slots]]]]:
-        """Yield (first step, epoch, steps) by epoch, or by step if streamed."""
-        streams = self._subscription is not None and self._subscription.kind == "steps"
+        """Yield (first step, epoch, steps) by epoch; less at once if streamed, so that few steps are ahead."""
+        steps_max = len(batch.steps)
+        if self._subscription is not None and self._subscription.kind == "steps":
+            # a fold or update that fails must not hold back the steps before it
+            steps_max = 1 if self._pass.folds or self._participant is not None else ITEMS_MAX
         first, last = batch.first, batch.first + len(batch.steps)
         while first < last:
             epoch = self._feed.epoch(first)
-            fitting = 1 if streams else bisect_right(range(first, last), epoch, key=self._feed.epoch)
+            ahead = range(first, min(last, first + steps_max))
+            fitting = bisect_right(ahead, epoch, key=self._feed.epoch)
             at = first - batch.first
             yield first, epoch, batch.steps[at : at + fitting]
             first += fitting
@@ -442,7 +452,14 @@ class PassExecution:
         subscription = self._subscription
         if subscription is not None and subscription.kind == "steps":
             for step, slots in enumerate(steps, first):
-                values = {name: await self._folds.step_value(name, slots) for name in subscription.stages}
+                if subscription.is_full:
+                    await subscription.room()
+                values: dict[str, Tree] = {}
+                for name in subscription.stages:
+                    if name in self._pass.runs:
+                        values[name] = self._folds.components(name, slots)
+                    else:
+                        values[name] = await self._folds.step_value(name, slots)
                 subscription.put(Step(step, epoch, values), step_bytes)
         if self._participant is not None:
             await self._notify_training(self._participant, first + len(steps) - 1, epoch)
@@ -496,11 +513,17 @@ class PassExecution:
         if self._training is not None and self._state_history is not None:
             self._state_history.add(self._training.states.latest, steps=self.steps, epochs=epoch + ends)
 
+    async def stop(self) -> None:
+        """End the pass early; results that workers have finished are kept for `last_snapshot`."""
+        if self._calls is not None and self._unread is None and not self.is_complete:
+            await self.handle.stop(LATE_S_MAX)
+            self._unread = self.handle.finished_calls()
+        self.leave()
+
     def leave(self) -> None:
         """End the pass at the coordinator, and its part in a training."""
-        if self._calls is not None and self._unread is None and not self.is_complete:
-            self._unread = self._finished_calls()
         self.handle.close()
+        self.handle.release()
         self.leave_training()
 
     def leave_training(self) -> None:

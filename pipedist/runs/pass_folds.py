@@ -161,13 +161,16 @@ class PassFolds:
         """Return the values of some stages since the previous call, in order."""
         return {name: self._folds[name].take_fresh() for name in names}
 
+    def components(self, name: str, slots: list[Slots]) -> PerReplica:
+        """Return the value of a run stage for a single step, for a subscriber."""
+        slot = self._slots[name]
+        made = [each.get(slot) for each in slots]
+        return PerReplica(made + [None] * (self._plan.spec.replicas - len(made)))
+
     async def step_value(self, name: str, slots: list[Slots]) -> Tree:
-        """Return the value of a stage for a single step, for a subscriber."""
+        """Return the value of a reduce or gather stage for a single step, for a subscriber."""
         stage = self._plan.spec.stages[name]
         (parts,) = parts_of(self._slots[name], [slots])
-        if isinstance(stage, RunSpec):
-            made = [each.get(self._slots[name]) for each in slots]
-            return PerReplica([*made, *[None] * (self._plan.spec.replicas - len(made))])
         if isinstance(stage, GatherSpec):
             if not parts:
                 return None

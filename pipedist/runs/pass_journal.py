@@ -11,19 +11,22 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
+from msgspec import convert, to_builtins
 
-from pipedist.coordinator.results import CALL_BYTES, Chunk
+from pipedist.coordinator.results import CALL_BYTES, Chunk, FailedElement, QuarantinedCall
 from pipedist.core.types import Tree
 from pipedist.errors import JournalError
-from pipedist.journal.history import History, PassHistory
+from pipedist.journal.history import CALLS, DurableProgress, History, PassHistory
 from pipedist.journal.log_format import LogEntry, RecordLog, packed, read_log, unpacked
 from pipedist.journal.writer import Journal, PassSnapshot, file_name
 from pipedist.plan import PassPlan
 from pipedist.protocol.codec import decode, encode
+from pipedist.scheduler.commands import CallsQuarantined
 
 COMMIT_S = 0.4
 COST_SHARE = 0.05
@@ -34,12 +37,6 @@ CALLS_S = 0.1  # time without a complete step after which finished calls are com
 CALLS_BYTES_MAX = 4 * 2**20  # length of a log of finished calls after which the next log begins
 
 Versioned = tuple[int, Tree]  # a version number, and the value of that version
-
-
-def finished_calls(before: PassHistory) -> int:
-    """Return the number of durable results of calls of later steps."""
-    part = before.parts.get(CALLS)
-    return 0 if part is None or part.inline is None else int(unpacked(part.inline))
 
 
 class RunJournal:
@@ -57,7 +54,7 @@ class RunJournal:
         self._changed = anyio.Event()
         self.is_resumed = history is not None
         passes = () if history is None else history.passes.values()
-        self.holds_steps = any(each.steps or finished_calls(each) for each in passes)
+        self.holds_steps = any(each.progress != DurableProgress(0) for each in passes)
         """Whether steps, or finished calls of an interrupted run, are committed, so that a resumed run skips them."""
         self.committing_since: float | None = None  # start of the commit in progress
 
@@ -98,12 +95,13 @@ class RunJournal:
         self, take: Callable[[], Awaitable[PendingSnapshot]], every_s: float | None
     ) -> None:
         """Commit periodically what `take` returns, until cancelled; `every_s` None: COMMIT_S."""
-        while True:
+        # the first commit logs all finished calls of an earlier process again, so its cost is not that of later ones
+        for is_first in chain([True], repeat(False)):
             taken = await take()
             begin = time.monotonic()
             await self.commit([taken])
-            took = time.monotonic() - begin
-            await anyio.sleep(max(COMMIT_S if every_s is None else every_s, took / COST_SHARE))
+            cost_s = 0.0 if is_first else time.monotonic() - begin
+            await anyio.sleep(max(COMMIT_S if every_s is None else every_s, cost_s / COST_SHARE))
 
     def close(self) -> None:
         self._journal.close()
@@ -154,12 +152,17 @@ class PassJournal:
         ((_, frames),) = read_log(self._path(part.file), part.end)
         return decode(frames)
 
-    def finished_calls(self) -> tuple[list[Chunk], dict[tuple[int, int, int], Tree]]:
-        """Return the durable results of calls of later steps, and of elements of such calls by (call, stage, element).
+    def finished_calls(
+        self, quarantined_max: int | None = None
+    ) -> tuple[list[Chunk], dict[int, QuarantinedCall], dict[tuple[int, int, int], Tree]]:
+        """Return the durable results of calls of later steps that the code of this process made.
 
-        They are those that the code of this process made.
+        Of these calls, return those that have quarantined elements; and return elements of other calls by (call,
+        stage, element). If more than `quarantined_max` elements are quarantined, the run could only fail again: their
+        calls, and elements that failed, are not returned.
         """
-        calls: list[Chunk] = []
+        calls: dict[int, Chunk] = {}
+        quarantined: dict[int, QuarantinedCall] = {}
         elements: dict[tuple[int, int, int], Tree] = {}
         for name in self.logs(CALLS):
             entries = self.entries(name)
@@ -169,11 +172,24 @@ class PassJournal:
                 call, *rest = entry.meta if isinstance(entry.meta, list) else [entry.meta]
                 if call < self.before.steps * self._replicas:
                     continue
+                if len(rest) > 1:
+                    stage, element, *failure = rest
+                    elements[call, stage, element] = FailedElement(*failure) if failure else result
+                    continue
+                calls[call] = Chunk(call, call + 1, [result], CALL_BYTES + sum(entry.sizes))
                 if rest:
-                    elements[call, rest[0], rest[1]] = result
-                else:
-                    calls.append(Chunk(call, call + 1, [result], CALL_BYTES + sum(entry.sizes)))
-        return calls, elements
+                    count, command = rest[0]
+                    quarantined[call] = QuarantinedCall({}, convert(command, CallsQuarantined), count)
+        failed = [each for each, result in elements.items() if isinstance(result, FailedElement)]
+        count = sum(each.elements for each in quarantined.values())
+        count += sum(1 for each in failed if each[0] not in quarantined)
+        if quarantined_max is not None and count > quarantined_max:
+            for call in quarantined:
+                del calls[call]
+            for each in failed:
+                del elements[each]
+            quarantined = {}
+        return list(calls.values()), quarantined, elements
 
     def parts(self, prefix: str) -> dict[str, Tree]:
         """Return the parts with a prefix, by the rest of their names."""
@@ -278,6 +294,10 @@ class PassJournal:
         )
         return PendingSnapshot(self, snapshot, versions)
 
+    def has_committed(self, name: str, part: Versioned) -> bool:
+        """Return whether this process has committed this version of a part."""
+        return self._versions.get(name) == part[0]
+
     def committed(self, taken: PendingSnapshot) -> None:
         """Record that the latest snapshot is durable."""
         self.steps_committed = taken.snapshot.last
@@ -314,8 +334,9 @@ class FinishedCallLog:
 
     @property
     def count(self) -> Versioned:
-        """The number of calls in the logs, as a part of a snapshot."""
-        return self._changes, sum(1 for each in self._logged if isinstance(each, int))
+        """The number of calls in the logs, and of elements of other calls, as a part of a snapshot."""
+        calls = {each for each in self._logged if isinstance(each, int)}
+        return self._changes, [len(calls), sum(1 for each in self._logged if call_of(each) not in calls)]
 
     def lacks(self, results: Mapping[Finished, Tree]) -> bool:
         return not self._logged.issuperset(results)
@@ -335,7 +356,13 @@ class FinishedCallLog:
             self._log.append(self._durable.stamp)
         for each in new:
             assert self._log is not None
-            self._log.append(results[each], each)
+            result = results[each]
+            if isinstance(result, QuarantinedCall):
+                self._log.append(result.result, [each, [result.elements, to_builtins(result.command)]])
+            elif isinstance(result, FailedElement) and not isinstance(each, int):
+                self._log.append(None, [*each, result.text])
+            else:
+                self._log.append(result, each)
             self._ends[self._name] = max(self._ends.get(self._name, 0), call_of(each))
         self._logged.update(new)
 
@@ -369,8 +396,6 @@ class PendingSnapshot:
 
 
 PASS_STATE = "reading"  # snapshot key for fold state, training position and quarantined elements
-
-CALLS = "calls."  # prefix of the logs of finished calls, and the snapshot key of their number
 
 STATE = "state."
 """Prefix of the snapshot keys of states, before "SLOT.NAME"; the slots have the kept snapshots, in turn."""

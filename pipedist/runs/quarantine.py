@@ -118,10 +118,6 @@ class PassQuarantine:
             elements += len(causes)
         return elements
 
-    def affects(self, call: int) -> bool:
-        """Return whether elements of a call, of a step that is not taken, are quarantined."""
-        return call in self._removed
-
     def _list(self, call: int, ids: Sequence[int], causes: dict[int, Cause], *, alone: bool) -> None:
         step, replica = divmod(call, self._replicas)
         found = self._by_step.setdefault(step, [])

@@ -49,6 +49,7 @@ class StageCount:
         calls_done, calls_total: the same in calls: those that have returned, and those that a resumed run need not
             execute.
         calls_past: of the calls done, those that this process need not execute.
+        elements_ahead: elements that are over in a stage with `per: element`, of calls that are not.
     """
 
     name: str
@@ -60,6 +61,7 @@ class StageCount:
     calls_done: int
     calls_total: int | None = None
     calls_past: int = 0
+    elements_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,8 @@ class Result(Mapping[str, Tree]):
         retries: by stage, the number of attempts of calls that did not count, by reason: "error" (another attempt
             followed), "timeout", "death" (of the worker), "slow" (executed a second time beside the first, which took
             far longer than others). Trials of single elements for a quarantine are attempts too.
+        resumed: by pass, the numbers of "steps" that an earlier process had committed, of "calls" of later steps that
+            it had finished, and of "elements" of other calls: these were not executed again.
         notice: a message about the output folder for the user, or "".
         restored: the document of a finished run, if this one was not executed again.
         quarantined: id, failing stage and cause of each quarantined element.
@@ -120,6 +124,7 @@ class Result(Mapping[str, Tree]):
     ledger: Ledger
     timings: Mapping[str, float]
     retries: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    resumed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     notice: str = ""
     restored: Mapping[str, Any] | None = None
     quarantined: Sequence[Mapping[str, Any]] = ()
@@ -147,6 +152,7 @@ class Result(Mapping[str, Tree]):
             stored=self.stored,
             quarantined=self.quarantined,
             retries=self.retries,
+            resumed=self.resumed,
         )
 
     def __getitem__(self, stage: str) -> Tree:
@@ -197,6 +203,7 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
         ledger=Ledger(**document["ledger"]),
         timings=document["timings"],
         retries=document.get("retries", {}),
+        resumed=document.get("resumed", {}),
         quarantined=document.get("quarantined", []),
         quarantine_file=finished.files.get(QUARANTINE),
         notice=notice,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from pipedist.errors import JournalError, UsageError
-from pipedist.journal.history import Header, History, read_history
+from pipedist.journal.history import DurableProgress, Header, History, read_history
 from pipedist.journal.writer import Journal
 from pipedist.plan import Plan
 from pipedist.runs.identity import (
@@ -27,7 +27,7 @@ from pipedist.runs.identity import (
     meaning,
 )
 from pipedist.runs.pass_folds import can_write
-from pipedist.runs.pass_journal import RunJournal, finished_calls
+from pipedist.runs.pass_journal import RunJournal
 from pipedist.runs.reuse import reuse_run
 from pipedist.runs.run_header import (
     changed_inputs,
@@ -89,7 +89,7 @@ def open_journal(
         if (
             used
             and not there.spares
-            and not any(x.steps or finished_calls(x) for x in history.passes.values())
+            and not any(x.progress != DurableProgress(0) for x in history.passes.values())
         ):
             return _created(plan, folder, header_of(plan, folder.run_id, source))
         planned = with_passes(plan, there)
@@ -177,12 +177,14 @@ def _resumed(history: History, now: Header, moved: Sequence[str]) -> str:
     same_code = history.header.code == now.code
     done = ", ".join(
         f"{history.header.passes[key]['name']}: "
-        + ("all" if found.complete else f"{found.steps:,}")
-        + f" step{'s' * (found.complete or found.steps != 1)}"
-        + (f" and {calls:,} calls" if same_code and (calls := finished_calls(found)) else "")
+        + (
+            "all steps"
+            if found.complete
+            else str(found.progress if same_code else DurableProgress(found.steps))
+        )
         for key, found in history.passes.items()
     )
-    notice = f"resuming the run {history.header.run}; committed steps: {done or 'none'}"
+    notice = f"resuming the run {history.header.run}; durable: {done or 'nothing'}"
     if history.torn:
         notice += f" (dropped {history.torn:,} bytes of an incomplete record)"
     if changed := list(differences(history.header.code, now.code)):

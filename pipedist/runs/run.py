@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 import anyio.abc
 import anyio.to_thread
+from msgspec.structs import asdict
 
 from pipedist.cluster.base import Cluster, checked_count, usable_cores
 from pipedist.cluster.factory import cluster_for
@@ -468,6 +469,7 @@ class Run(AsyncOnly):
             ledger=execution.ledger(),
             timings=timings,
             retries=execution.retries(),
+            resumed={name: asdict(found) for name, found in execution.resumed().items()},
             notice=self.notice,
             quarantined=[each.entry() for _, each in quarantine],
             quarantine_file=folder.final(QUARANTINE) if folder is not None and quarantine else None,

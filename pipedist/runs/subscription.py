@@ -142,6 +142,16 @@ class Subscription:
             if self._ended:
                 return None
             await self._change()
+        return self._pop()
+
+    def take_waiting(self) -> Step | Part | None:
+        """Return the next item, None if none waits."""
+        if not self._items:
+            return None
+        self._given = self.mark - len(self._items)
+        return self._pop()
+
+    def _pop(self) -> Step | Part:
         item, size = self._items.popleft()
         self._bytes -= size
         self._wake()
@@ -198,9 +208,12 @@ class Stream(AsyncIterableOnly, Generic[Item]):
         if self._subscription is None:
             self._subscription = self._begin()
             self._loop = asyncio.get_running_loop()
+        item: Any = self._subscription.take_waiting()  # the common case, cheaper
+        if item is not None:
+            return item  # type: ignore[no-any-return]  # as below
         self._is_taking = True
         try:
-            item: Any = await self._subscription.take()
+            item = await self._subscription.take()
         finally:
             self._is_taking = False
         if item is None:

@@ -112,6 +112,12 @@ class Assigner:
     def _next_pass(self, stuck: Collection[int]) -> Pass | None:
         """Return the pass whose turn it is, or None; `stuck` ones have no suitable worker with capacity."""
         waiting = self._waiting
+        if len(waiting) == 1:  # the common case, cheaper
+            [pass_] = waiting.values()
+            if not pass_.has_assignable_calls:
+                waiting.clear()
+                return None
+            return None if pass_.id in stuck else pass_
         for idle in [p.id for p in waiting.values() if not p.has_assignable_calls]:
             del waiting[idle]
         if stuck:

@@ -39,12 +39,12 @@ class GangGroups:
         if len(idle) < size:
             return None
         last = self._last
-        if (
-            last is not None
-            and len(last.workers) == size
-            and all(idle.get(w.name) is w for w in last.workers)
-        ):
-            return last
+        if last is not None and len(last.workers) == size:
+            for worker in last.workers:
+                if idle.get(worker.name) is not worker:
+                    break
+            else:
+                return last
         chosen = {w.name: w for w in last.workers if idle.get(w.name) is w} if last is not None else {}
         for name, worker in idle.items():
             if len(chosen) >= size:

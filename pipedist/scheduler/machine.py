@@ -127,6 +127,8 @@ class Scheduler:
 
     def deadline(self) -> float | None:
         """Return the time at which to send a Tick if no other event occurs, or None."""
+        if not (self._backing_off or self._members.watched or self._members.supervised):
+            return None
         due = [pass_.backing_off.due for pass_ in self._backing_off.values()]
         if self._members.watched:
             due.append(self._outcomes.speculation.due)
@@ -145,6 +147,15 @@ class Scheduler:
     def pass_of(self, worker: str, lease: int) -> int | None:
         held = self._members.leases.get(lease)
         return held.pass_id if held is not None and held.worker == worker else None
+
+    def cancelled_pass_of(self, worker: str, lease: int) -> int | None:
+        """Return the pass of a cancelled lease of which a worker may still report results."""
+        held = self._members.cancelled.get(lease)
+        return held.pass_id if held is not None and held.worker == worker else None
+
+    def may_report(self, pass_id: int) -> bool:
+        """Return whether workers may still report results of cancelled leases of a pass."""
+        return any(lease.pass_id == pass_id for lease in self._members.cancelled.values())
 
     def _silent_at(self, worker: Worker) -> float:
         return worker.heard_at + self._limits.heartbeat_timeout_s
@@ -369,8 +380,8 @@ class Scheduler:
 
     def _on_cancel_confirmed(self, event: ev.CancelConfirmed) -> None:
         worker = self._members.current(event.worker, event.incarnation)
-        if worker is not None and worker.suspended == event.lease:
-            self._members.resume(worker)
+        if worker is not None:
+            self._members.confirm(worker, event.lease)
 
     def _on_quota_met(self, event: ev.QuotaConfirmed) -> None:
         pass_ = self._passes.get(event.pass_id)

@@ -34,6 +34,8 @@ class Membership:
             OrderedDict()
         )  # time of the start, of workers that may join soon
         self.leases: dict[int, Lease] = {}
+        self.cancelled: dict[int, Lease] = {}
+        """Overlapping leases whose cancellation is not confirmed: their workers may still report results."""
         self.now = 0.0  # of the event that is being handled
         self.ready = 0  # number of READY workers that are not suspended
         self.watched: dict[int, Stragglers] = {}  # leases that may get a second attempt, by pass
@@ -121,6 +123,8 @@ class Membership:
     def dismiss(self, worker: Worker) -> list[Lease]:
         """Mark a READY or STARTING worker as lost; return its leases, the running one first."""
         held = [self.leases.pop(i) for i in worker.leases]
+        for lease in [x for x in self.cancelled.values() if x.worker == worker.name]:
+            del self.cancelled[lease.id]
         for lease in held:
             self._over(lease)
         if worker.state is WorkerState.READY and not worker.suspended:
@@ -160,10 +164,12 @@ class Membership:
             worker.leases.append(lease.id)
             worker.overlapping += 1
             self._occupy(lease, hi - lo)
-        else:
-            worker.leases.insert(worker.ordered, lease.id)
-        if overlaps or worker.ordered == 1:
             self._begun(lease)
+        else:
+            place = worker.ordered
+            worker.leases.insert(place, lease.id)
+            if place == 0:
+                self._begun(lease)
         self._sort(worker)
         return lease
 
@@ -208,6 +214,15 @@ class Membership:
         worker = self.workers[lease.worker]
         worker.unsure = worker.unsure or (worker.leases[0] == lease.id and not lease.overlaps)
         self.revoke(lease)
+        if lease.overlaps and lease.probe is None:
+            self.cancelled[lease.id] = lease
+
+    def confirm(self, worker: Worker, lease: int) -> None:
+        """Record that a worker reports nothing more of a cancelled lease."""
+        if lease in self.cancelled and self.cancelled[lease].worker == worker.name:
+            del self.cancelled[lease]
+        if worker.suspended == lease:
+            self.resume(worker)
 
     def send_nothing_behind(self, lease: Lease) -> None:
         lease.expected_s = 0.0
@@ -261,9 +276,9 @@ class Membership:
             return
         if not worker.leases:
             self.idle[worker.name] = room.idle[worker.name] = worker
-        elif not worker.ordered:
+        elif not (ordered := worker.ordered):
             room.waiting[worker.name] = worker
-        elif worker.ordered == 1:
+        elif ordered == 1:
             expected_s = self.leases[worker.leases[0]].expected_s
             if 0 < expected_s < self._prefetch_below_s:
                 room.under_prefetched[worker.name] = worker

@@ -50,6 +50,9 @@ class RangeSet:
         j = bisect_left(self._los, hi)
         if i >= j:
             return
+        if j - i == 1 and self._los[i] == lo and self._his[i] == hi:  # the common case
+            del self._los[i], self._his[i]
+            return
         kept = [(a, b) for a, b in ((self._los[i], lo), (hi, self._his[j - 1])) if a < b]
         self._los[i:j] = [a for a, _ in kept]
         self._his[i:j] = [b for _, b in kept]

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import anyio.lowlevel
 import anyio.to_thread
+import numpy as np
 
 from pipedist import values
 from pipedist.core import trees
@@ -30,6 +31,9 @@ from pipedist.worker.variables.access import VariableTree
 from pipedist.worker.variables.access import component as component_of
 
 _INLINE_BYTES_MAX: Final = 2**20  # larger values are combined in a thread: the event loop feeds workers
+
+_FLAT: Final = frozenset({PerReplica, np.ndarray, np.float64, np.float32, np.int64, int, float, bool, str})
+"""Frequent types of arguments that are leaves and no variables."""
 
 
 class BaseStrategy(InputStrategy, VariableOwner, TfNames):
@@ -331,12 +335,18 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
             )
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs is {kwargs!r} of type {type(kwargs).__name__}; expected a dict")
+        if args and not kwargs and _FLAT.issuperset(map(type, args)):  # the common case, cheaper
+            columns = [
+                value.components if type(value) is PerReplica else (value,) * self._replicas for value in args
+            ]
+            if {len(column) for column in columns} == {self._replicas}:
+                return [(own, {}) for own in zip(*columns, strict=True)]
         leaves, treedef = trees.flatten((tuple(args), dict(kwargs or {})))
         split = False
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, PerReplica):
                 split = True
-                if len(leaf) != self._replicas:
+                if len(leaf.components) != self._replicas:
                     raise ValueError(
                         f"an argument has {len(leaf)} components, but this strategy has {self._replicas} "
                         "replicas: it comes from another strategy"
@@ -345,11 +355,10 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
                 leaves[place] = argument(leaf)
         if not split:
             return [trees.unflatten(treedef, leaves)] * self._replicas
-        each = (
-            [leaf[replica] if isinstance(leaf, PerReplica) else leaf for leaf in leaves]
-            for replica in range(self._replicas)
-        )
-        return [trees.unflatten(treedef, own) for own in each]
+        columns = [
+            leaf.components if isinstance(leaf, PerReplica) else (leaf,) * self._replicas for leaf in leaves
+        ]
+        return [trees.unflatten(treedef, own) for own in zip(*columns, strict=True)]
 
 
 async def _computed(compute: Callable[[], Tree], value: Tree) -> Tree:
@@ -364,6 +373,6 @@ async def _computed(compute: Callable[[], Tree], value: Tree) -> Tree:
 def _bytes_of(value: Tree) -> int:
     size = 0
     for leaf in (value,) if type(value) is PerReplica else trees.flatten(value)[0]:
-        for component in leaf if isinstance(leaf, PerReplica) else (leaf,):
+        for component in leaf.components if isinstance(leaf, PerReplica) else (leaf,):
             size += getattr(component, "nbytes", 0)
     return size

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -215,6 +214,34 @@ class _OpenPass:
     users: int = 0
 
 
+class UsedPass:
+    """A pass in use; as a context manager, which is entered once, its handle.
+
+    The use ends with the `with` block, or with this object: the results of a run may never be fetched.
+    """
+
+    __slots__ = ("_entry", "_is_used", "_used")
+
+    def __init__(self, entry: _OpenPass, used: Callable[[_OpenPass], None]) -> None:
+        self._entry = entry
+        self._used = used
+        self._is_used = False
+
+    def __enter__(self) -> PassHandle:
+        self._is_used = True
+        self._entry.users += 1
+        return self._entry.handle
+
+    def __exit__(self, *_error: object) -> None:
+        if self._is_used:
+            self._is_used = False
+            self._entry.users -= 1
+            self._used(self._entry)
+
+    def __del__(self) -> None:
+        self.__exit__()
+
+
 class FunctionPasses:
     """Opens a pass for a function, and keeps it open for later runs of the same function.
 
@@ -246,9 +273,8 @@ class FunctionPasses:
         self._opened = 0
         self._open: OrderedDict[FunctionRef, _OpenPass] = OrderedDict()
 
-    @contextmanager
-    def using(self, function: FunctionRef) -> Iterator[PassHandle]:
-        """Yield the pass of a function; it stays open at least until the `with` block ends.
+    def using(self, function: FunctionRef) -> UsedPass:
+        """Return a context manager of the pass of a function; it stays open at least until the `with` block ends.
 
         A pass that fails as a whole is dropped: the next run of the function opens a new one. Raises UsageError
         in another event loop than the cluster's.
@@ -258,17 +284,16 @@ class FunctionPasses:
         if entry is None:
             entry = self._open[function] = _OpenPass(self._new(function))
         self._open.move_to_end(function)
-        entry.users += 1
-        try:
-            yield entry.handle
-        finally:
-            entry.users -= 1
-            if entry.handle.has_failed:  # the error of a single step does not affect others
-                if self._open.get(function) is entry:
-                    del self._open[function]
-                entry.handle.close()
+        return UsedPass(entry, partial(self._used, function))
+
+    def _used(self, function: FunctionRef, entry: _OpenPass) -> None:
+        if entry.handle.has_failed:  # the error of a single step does not affect others
+            if self._open.get(function) is entry:
+                del self._open[function]
+            entry.handle.close()
+        if len(self._open) > PASSES_MAX:
             idle = [each for each, opened in self._open.items() if opened.users == 0]
-            for each in idle[: max(0, len(self._open) - PASSES_MAX)]:
+            for each in idle[: len(self._open) - PASSES_MAX]:
                 self._open.pop(each).handle.close()
 
     def close(self) -> None:

@@ -20,7 +20,14 @@ from pipedist.protocol.wire import Reference, pack, seal, unpack, unseal, weave
 from pipedist.transport.config import SETTINGS, SocketSettings
 from pipedist.transport.endpoints import parse_endpoint
 from pipedist.transport.shared_memory.link import Link, join
-from pipedist.transport.zeromq.connections import COPY_BYTES_MAX, FAILURE_EVENTS, configure, event_of, size_of
+from pipedist.transport.zeromq.connections import (
+    COPY_BYTES_MAX,
+    FAILURE_EVENTS,
+    configure,
+    event_of,
+    plain_send,
+    size_of,
+)
 
 if TYPE_CHECKING:
     from pipedist.transport.keys import ClientKeys
@@ -64,11 +71,13 @@ class Dealer:
         self._is_connected = False
         self._handshakes_failed = 0
         self._failure: PipedistError | None = None
+        self._is_readable = False  # a message was found, and not received yet
         # The link comes first: the Router then knows of it before the first message.
         self._link = None if parsed.is_tcp or keys is not None else join(parsed.path, identity)
         self._watched_link: Link | None = self._link  # the open link: it is read while waiting
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
+        self._send_part = plain_send(socket)
         socket.setsockopt(zmq.ROUTING_ID, identity)
         # Not IMMEDIATE=1: when the connection is lost, that drops messages that have arrived, and
         # aborts the process (libzmq 4.3.5, fq.cpp: !_more) if it happens between two frames of one.
@@ -123,7 +132,7 @@ class Dealer:
         last = len(parts) - 1
         for number, part in enumerate(parts):
             flags = _SNDMORE if number < last else 0
-            self._socket.send(part, flags, copy=copy or size_of(part) <= COPY_BYTES_MAX)
+            self._send_part(part, flags, copy or size_of(part) <= COPY_BYTES_MAX)
 
     def fileno(self) -> int:
         """Return a file that becomes readable when a message arrives after `poll` has found none."""
@@ -131,7 +140,9 @@ class Dealer:
 
     def poll(self, timeout_s: float) -> bool:
         """Wait for a message (0 s: only look); return whether there is one."""
-        return self._wait(_POLLIN, timeout_s)
+        if not self._is_readable:
+            self._is_readable = self._wait(_POLLIN, timeout_s)
+        return self._is_readable
 
     def recv(self, timeout_s: float = 60.0) -> tuple[Message, list[memoryview]]:
         """Receive the next message and its payload: read-only views of the received memory.
@@ -139,7 +150,7 @@ class Dealer:
         Raise ConnectionLost also if nothing comes in time, RemoteProtocolError if it is malformed or refuses this
         worker.
         """
-        if not self._wait(_POLLIN, timeout_s):
+        if not self.poll(timeout_s):
             raise ConnectionLost(f"{self._endpoint} sent no message for {timeout_s:g} s")
         frames = self._receive()
         head, header, references = unseal(frames[0], self._limits)
@@ -157,6 +168,7 @@ class Dealer:
 
     def _receive(self) -> list[memoryview]:
         limits = self._limits
+        self._is_readable = False
         frames: list[memoryview] = []
         count, size_bytes, more = 0, 0, True
         while more:

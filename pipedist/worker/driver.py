@@ -111,8 +111,10 @@ class Driver:
                     if self._slice is not None and self._left is None:
                         self._execute_next(self._slice)
                 elif self._slice is None:
-                    with contextlib.suppress(_Interrupted):
+                    try:
                         self._wait()
+                    except _Interrupted:
+                        continue
                 else:
                     self._execute_next(self._slice)
         finally:
@@ -163,6 +165,10 @@ class Driver:
         while self._left is None and self._socket.poll(0):
             message, self._frames = self._socket.recv()
             try:
+                if isinstance(message, msg.Cancel) and message.lease in self._leases.overlapping.runs:
+                    self._report_overlapping()
+                    self._leases.overlapping.runs[message.lease].abandon()
+                    self._report_overlapping()  # elements that were over before their call was
                 self._handle(message)
             finally:
                 self._frames = []

@@ -102,7 +102,7 @@ Event = (
 )
 
 
-class ProtocolState(enum.Enum):
+class ProtocolState(enum.StrEnum):  # hashed in C: an Enum is in Python
     JOINING = "joining"
     READY = "ready"
     EXECUTING = "executing"

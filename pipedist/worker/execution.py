@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextvars import Token
 from functools import partial
 from operator import lt
 from time import monotonic
@@ -36,7 +35,7 @@ from pipedist.worker import failures, process_setup
 from pipedist.worker.array_isolation import as_readonly, check_objects, take_ownership
 from pipedist.worker.context import ReplicaContext, current
 from pipedist.worker.failures import CallFailure
-from pipedist.worker.inputs import LeaseShards, Shard, ShardFinder, States
+from pipedist.worker.inputs import FinishedElements, LeaseShards, Shard, ShardFinder, States
 from pipedist.worker.log_forwarding import importer
 from pipedist.worker.progress import StageClock
 from pipedist.worker.stages import Call, GangCallContext, Stage
@@ -101,6 +100,9 @@ class PassExecutor:
         self._stages = [Stage(stage, program.code) for stage in program.stages]
         self._records_stage = len(self._stages) > 1 or any(stage.limit_ns for stage in self._stages)
         """Whether to record the running stage (needed if there are several, or any has a timeout)."""
+        self.reads_states = (
+            True  # whether states are set that a lease without any must remove; True: not known
+        )
         self.finder = ShardFinder(program.reader, program.replicas)
         emits = [emit for emit in program.emits if emit.of >= -1]
         self._reduced = [(e, Reduction.of(e.op, e.axis)) for e in emits if e.op]
@@ -133,7 +135,8 @@ class PassExecutor:
         return Call(number, *divmod(number, self.program.replicas), self.first_stage, gang)
 
     def use(self, states: States, values: Mapping[str, Tree]) -> None:
-        """Set the states that the next lease reads, and their values by name."""
+        """Set the states that the next leases read, and their values by name."""
+        self.reads_states = bool(states)
         for stage in self._stages:
             stage.use(states, values)
 
@@ -218,12 +221,17 @@ class PassExecutor:
                 result = self._begin(stage, call, shard, values, ctx)
                 if hasattr(type(result), "__await__"):
                     result = wait(result)
-                values.append(self._end(call, result))
+                call.in_user_code = False
+                values.append(result if call.gang is None else self._end(call, result))
                 if self._stored:
                     call.seconds.append(monotonic() - began)
                 del result  # `take_ownership` would count it as another reference
             finally:
-                self._leave(stage, call, token)
+                if process_setup.is_copy:
+                    process_setup.end_copy(stage.name)
+                if stage.limit_ns:
+                    self.clock.stop(call.number)
+                current.reset(token)
         return values
 
     def run_at_once(
@@ -277,10 +285,8 @@ class PassExecutor:
             self._check_same(call, first, values)
         return self._emit(call, shard.value, values, False)
 
-    async def _values_among_others(
-        self, call: Call, shard: Shard, finished: Mapping[tuple[int, int], Tree]
-    ) -> list[Tree]:
-        """Return the values of the stages; `finished` has results of elements, by stage and element."""
+    async def _values_among_others(self, call: Call, shard: Shard, finished: FinishedElements) -> list[Tree]:
+        """Return the values of the stages; `finished` has elements that need no execution."""
         values: list[Tree] = []
         for place, stage in enumerate(self._stages):
             call.place = place + 1
@@ -289,7 +295,7 @@ class PassExecutor:
             value = self._input(stage, shard, values)
             context = partial(self._context, stage, call, shard)
             if stage.program.per_element:
-                done = {element: result for (at, element), result in finished.items() if at == place}
+                done = {element: found for (at, element), found in finished.items() if at == place}
                 result = await self._waiting(stage).elements(call, shard.elements, value, done, context)
             else:
                 result = await self._waiting(stage).attempts(call, value, partial(context, shard.elements))
@@ -298,13 +304,6 @@ class PassExecutor:
                 call.seconds.append(monotonic() - began)
             del result
         return values
-
-    def _leave(self, stage: Stage, call: Call, token: Token[ReplicaContext | None]) -> None:
-        if process_setup.is_copy:
-            process_setup.end_copy(stage.name)
-        if stage.limit_ns:
-            self.clock.stop(call.number)
-        current.reset(token)
 
     @staticmethod
     def _digests(values: list[Tree]) -> list[Digests]:
@@ -407,7 +406,7 @@ class PassExecutor:
 
     def _collected(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
         gang = call.gang
-        stored = [emit for emit in self._stored if call.seconds[emit.of] >= STORED_S_MIN]
+        stored = self._stored and [emit for emit in self._stored if call.seconds[emit.of] >= STORED_S_MIN]
         if self._sole is not None and not stored and not empty and (gang is None or gang.variables is None):
             of = self._sole.of
             call.stage = self._stages[of].name

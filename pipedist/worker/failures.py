@@ -84,7 +84,7 @@ def describe(
         traceback=_clipped(_formatted(error, text, in_user_code), TRACEBACK_CHARS_MAX),
         retryable=retryable,
         aborted=aborted,
-        culprits=tuple((at, _clipped(each, CULPRIT_CHARS_MAX)) for at, each in culprits),
+        culprits=culprits,
     )
 
 
@@ -120,6 +120,11 @@ def user_stack(frame: FrameType) -> list[traceback.FrameSummary]:
     stack = traceback.extract_stack(frame)
     callers = [index for index, line in enumerate(stack) if line.filename in _CALLERS]
     return list(stack[callers[-1] + 1 :]) if callers else []
+
+
+def culprit_text(error: BaseException) -> str:
+    """Return the text of an element's exception."""
+    return _clipped(f"{class_names(error)[1]}: {exception_text(error)}", CULPRIT_CHARS_MAX)
 
 
 def _clipped(text: str, chars_max: int) -> str:

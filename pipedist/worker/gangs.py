@@ -14,14 +14,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pipedist.collectives.channel import Channel, GangAborted
 from pipedist.collectives.gang import LocalGang
 from pipedist.collectives.options import CommunicationOptions, Implementation
 from pipedist.collectives.requests import CollectiveRequest, UnawaitedCollectives
-from pipedist.collectives.segment import GangSegments
+from pipedist.collectives.segment import GangSegment, GangSegments
 from pipedist.collectives.thread_pool import ReplicaThreadPool
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError, UsageError
@@ -41,6 +41,7 @@ from pipedist.worker.stages import Call, GangCallContext
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
+    from pipedist.collectives.shared import SharedChannel
     from pipedist.worker.variables.replica import BoundVariables
 
 
@@ -52,6 +53,8 @@ class GangRunFactory:
         self._loops = [loop]
         self._threads = ReplicaThreadPool()
         self._segments = GangSegments()
+        self._shared: tuple[GangSegment, int, int, SharedChannel] | None = None
+        """The channel of the latest gang that shared memory, by segment, member and members."""
         self._devices = Devices()
 
     def new_run(
@@ -63,7 +66,7 @@ class GangRunFactory:
         *,
         bound: BoundVariables | None,
         begin: Callable[[int], None],
-        on_success: Callable[[], None],
+        on_success: Callable[[], None] | None,
         kind: Callable[..., GangRun] | None = None,  # None: GangRun
     ) -> GangRun:
         """Return the run of a lease, or raise DevicesUnseen, and PipedistError if it cannot be executed."""
@@ -72,8 +75,7 @@ class GangRunFactory:
         devices = program.devices
         if devices:
             self._devices.show(devices[local.start : local.stop])
-        bytes_per_pack, timeout_s, implementation = program.communication
-        options = CommunicationOptions(bytes_per_pack, timeout_s, Implementation.of(implementation))
+        options = _options(*program.communication)
         channel = self._channel(assigned, program.replicas, options.implementation, buffer)
         gang = LocalGang(
             replicas=program.replicas,
@@ -104,23 +106,40 @@ class GangRunFactory:
         if assigned.members == 1:
             return None
         if assigned.segment and implementation is not Implementation.TRANSPORT:
-            from pipedist.collectives.shared import SharedChannel  # as large as the rest of the package
-
-            return SharedChannel(
-                self._segments.get(assigned.segment),
-                serial=assigned.serial,
-                member=assigned.member,
-                spans=[range(a, b) for a, b in spans(replicas, assigned.members)],
-            )
+            return self._shared_channel(assigned, replicas)
         if implementation is Implementation.SHARED:
             raise UsageError(NOT_SHARED)
         return RelayChannel(self._client, assigned.lease, buffer, assigned.member, assigned.members)
+
+    def _shared_channel(self, assigned: AssignGang, replicas: int) -> SharedChannel:
+        """Return a channel through the gang's segment: the latest one, if the members are the same."""
+        segment = self._segments.get(assigned.segment)
+        key = segment, assigned.member, assigned.members
+        if self._shared is not None and self._shared[:3] == key:
+            channel = self._shared[3]
+            channel.begin(assigned.serial)
+            return channel
+        from pipedist.collectives.shared import SharedChannel  # as large as the rest of the package
+
+        channel = SharedChannel(
+            segment,
+            serial=assigned.serial,
+            member=assigned.member,
+            spans=[range(a, b) for a, b in spans(replicas, assigned.members)],
+        )
+        self._shared = *key, channel
+        return channel
 
     def close(self) -> None:
         self._threads.close()
         for loop in self._loops[1:]:
             loop.close()
         self._segments.close()
+
+
+@lru_cache(maxsize=64)
+def _options(bytes_per_pack: int, timeout_s: float | None, implementation: str) -> CommunicationOptions:
+    return CommunicationOptions(bytes_per_pack, timeout_s, Implementation.of(implementation))
 
 
 def local_replicas(lo: int, hi: int, replicas: int, member: int, members: int) -> range:
@@ -154,7 +173,7 @@ class GangRun:
     device_of: Callable[[int], str]  # this process's name of a replica's device; "": none
     bound: BoundVariables | None
     begin: Callable[[int], None]  # called with the number of a call before it runs
-    on_success: Callable[[], None]  # called when every call has returned
+    on_success: Callable[[], None] | None  # called when every call has returned
 
     def __post_init__(self) -> None:
         self._next = self.lo  # the first call that has neither been taken nor raised
@@ -191,7 +210,8 @@ class GangRun:
 
     def abandon(self) -> None:
         """End the replicas that wait for others; `advance` returns when all have ended."""
-        self.gang.abort("the scheduler has cancelled the step")
+        if self._over is None:
+            self.gang.abort("the scheduler has cancelled the step")
 
     def _execute(self) -> dict[int, Result | CallFailure]:
         numbers = range(self._next, self.hi)
@@ -215,9 +235,14 @@ class GangRun:
             if self.channel is not None:
                 self.channel.close()
         over: dict[int, Result | CallFailure] = {}
+        has_failed = False
         for call, each in zip(calls, found, strict=True):
-            over[call.number] = self._failure(call, each) if isinstance(each, BaseException) else each
-        if not any(isinstance(each, CallFailure) for each in over.values()):
+            if isinstance(each, BaseException):
+                has_failed = True
+                over[call.number] = self._failure(call, each)
+            else:
+                over[call.number] = each
+        if self.on_success is not None and not has_failed:
             self.on_success()
         return over
 

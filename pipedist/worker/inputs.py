@@ -139,6 +139,10 @@ class ShardFinder:
             close()
 
 
+FinishedElements = Mapping[tuple[int, int], tuple[Tree, str]]
+"""Results and failures of elements, by stage and id; see `messages.Elements`."""
+
+
 class LeaseShards:
     """The shards of a lease's calls [lo, hi), as they were sent."""
 
@@ -151,10 +155,10 @@ class LeaseShards:
         self._block: list[Shard] = []
         self._block_lo = lo
 
-    def finished(self, call: int) -> dict[tuple[int, int], Tree]:
-        """Return the results of elements of a call that were sent along, by stage and element."""
+    def finished(self, call: int) -> FinishedElements:
+        """Return the elements of a call that need no execution."""
         found = self._shards.finished or ()
-        return {(stage, element): result for number, stage, element, result in found if number == call}
+        return {(stage, id_): (result, why) for number, stage, id_, result, why in found if number == call}
 
     def find(self, call: int) -> Shard:
         index = call - self._block_lo

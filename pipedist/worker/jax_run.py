@@ -77,7 +77,8 @@ class JaxRun(GangRun):
             if self.channel is not None:
                 self.channel.ended(returned=returned)
                 self.channel.close()
-        self.on_success()
+        if self.on_success is not None:
+            self.on_success()
         return {call.number: result for call, result in zip(calls, results, strict=True)}
 
     def _share(self, channel: Channel, value: Tree) -> list[Any]:

@@ -146,6 +146,7 @@ class LeaseRun:
         self._worked_until_ns = self._reported_until_ns = time.perf_counter_ns()
         self._overlaps: bool | None = None
         self._running: deque[tuple[Call, asyncio.Task[Result]]] = deque()  # overlapping calls, in order
+        self._is_abandoned = False  # they were cancelled
 
     def start(self, lease: int, on_done: Callable[[object], None]) -> None:
         """Begin all calls as tasks of the running loop, beside those of other leases; `collect` returns results."""
@@ -174,14 +175,14 @@ class LeaseRun:
         """Yield the results of elements of calls without a result, since the last time, by call."""
         for call, task in self._running:
             returned = task.done() and not task.cancelled() and task.exception() is None
-            if call.fresh and not returned:
+            if call.fresh and (not returned or self._is_abandoned):
                 fresh, call.fresh = call.fresh, []
                 yield call.number, fresh
 
     @property
     def has_done(self) -> bool:
         """Whether `collect` has something to return."""
-        return bool(self._running) and self._running[0][1].done()
+        return bool(self._running) and self._running[0][1].done() and not self._is_abandoned
 
     @property
     def is_over(self) -> bool:
@@ -223,9 +224,10 @@ class LeaseRun:
         self._taken += 1
 
     def abandon(self) -> None:
-        if self._running:
-            running, self._running = self._running, deque()
-            self._loop.run(cancel_tasks([task for _, task in running]))
+        """Cancel the running calls; only `elements` is called after that."""
+        if self._running and not self._is_abandoned:
+            self._is_abandoned = True
+            self._loop.run(cancel_tasks([task for _, task in self._running]))
 
     def _one_by_one(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
         while self._next < self._hi:

@@ -127,16 +127,17 @@ class Leases:
 
     def _use_states(self, executor: PassExecutor, shards: Shards) -> BoundVariables | None:
         """Pass a lease's states to the stages; return the variables among them."""
-        states = shards.states or {}
-        values = self.states.values(states)
-        bound = None
-        if states:
-            from pipedist.worker.variables.replica import bind  # most passes read no state
+        if not shards.states:
+            if executor.reads_states:
+                executor.use({}, {})
+            return None
+        from pipedist.worker.variables.replica import bind  # most passes read no state
 
-            bound = bind(states, values)
-            if bound is not None:
-                values |= bound.proxies
-        executor.use(states, values)
+        values = self.states.values(shards.states)
+        bound = bind(shards.states, values)
+        if bound is not None:
+            values |= bound.proxies
+        executor.use(shards.states, values)
         return bound
 
     def _begin_gang(
@@ -158,11 +159,11 @@ class Leases:
             self._gangs = GangRunFactory(self._client, self._loop)
 
         def store_produced() -> None:
-            if bound is not None:
-                for space, version, value in bound.produced():
-                    self.states.put(space, version, value)
+            for space, version, value in bound.produced() if bound is not None else ():
+                self.states.put(space, version, value)
 
         assigned, buffer = self._members[lease]
+        on_success = None if bound is None else store_produced
         return self._gangs.new_run(
             assigned,
             executor,
@@ -170,7 +171,7 @@ class Leases:
             buffer,
             bound=bound,
             begin=begin,
-            on_success=store_produced,
+            on_success=on_success,
             kind=kind,
         )
 

@@ -49,7 +49,7 @@ class Call:
     place: int = 1  # the number of its stage, counted from 1
     begin: Callable[[int], None] = lambda _call: None  # records that the call has the thread
     fresh: list[Tree] = field(default_factory=list)
-    """[stage, element, result] of elements that are over, and not reported yet."""
+    """[stage, element, result, failure] of elements that are over, and not reported yet."""
     culprits: tuple[tuple[int, str], ...] = ()  # elements that failed by themselves; see `messages.Failed`
     seconds: list[float] = field(default_factory=list)  # how long each stage took, if its value may be stored
 
@@ -77,6 +77,7 @@ class Stage:
         self._fn: Callable[..., Any] | None = None
         self._instances: dict[int, Callable[..., Any]] = {}  # by replica in a gang; else under 0
         self._wants_ctx = False
+        self._takes_shard_only = False  # whether calls need no other argument
         self.is_loaded = False  # whether the function was found, and can be called
         self.is_class = False  # whether calls go to an instance, which serves one call at a time
         self.is_async = False  # whether calls return an awaitable
@@ -105,6 +106,8 @@ class Stage:
             called = functions.call_of(fn)
         self.is_async = functions.is_async(called)
         self._wants_ctx = functions.wants_ctx(called)
+        others = self.is_class or self._wants_ctx or self._program.kwargs
+        self._takes_shard_only = self._program.form == "shard" and not others
         if self._program.form == "combine" and self.is_async:
             raise TypeError(f"{label} combines values, so it must be a plain function, not an async one")
         self._fn = fn
@@ -133,6 +136,8 @@ class Stage:
         """Call the function after `load` and `make_instance`; its result is an awaitable if it is async."""
         fn = self._instances[owner] if self.is_class else self._fn
         assert fn is not None  # load() came first
+        if self._takes_shard_only:  # the common case, cheaper
+            return fn(value)
         kwargs = {} if self.is_class else self._kwargs.fresh()
         form = self._program.form
         if form == "shard":

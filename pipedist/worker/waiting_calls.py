@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 from pipedist.core import ragged, trees
 from pipedist.core.remote_errors import class_names, exception_text
 from pipedist.core.types import Tree
-from pipedist.errors import RetryAfter
+from pipedist.errors import RemoteError, RetryAfter
 from pipedist.protocol.messages import CULPRITS_MAX
 from pipedist.protocol.program import StageProgram
 from pipedist.worker import process_setup
 from pipedist.worker.array_isolation import as_readonly, take_ownership
 from pipedist.worker.context import ReplicaContext, current
-from pipedist.worker.failures import CULPRIT_CHARS_MAX
+from pipedist.worker.failures import CULPRIT_CHARS_MAX, culprit_text
 from pipedist.worker.progress import StageClock, Stepped
 from pipedist.worker.stages import Call, CallHeld, Stage
 
@@ -175,14 +175,20 @@ class WaitingStage:
         call: Call,
         elements: Elements,
         value: Tree,
-        done: Mapping[int, Tree],
+        done: Mapping[int, tuple[Tree, str]],
         context: Callable[[Elements, int], ReplicaContext],
     ) -> Tree:
-        """Call the function with each element that is not done, and return all results as a batch."""
+        """Call the function with each element that is not done, and return all results as a batch.
+
+        `done` has results and failures by element.
+        """
         size = count_elements(value)
         is_named = elements is not None and len(elements) == size
         ids = [int(each) for each in elements] if is_named and elements is not None else range(size)
-        results = {at: done[element] for at, element in enumerate(ids) if is_named and element in done}
+        over = {at: done[element] for at, element in enumerate(ids) if is_named and element in done}
+        results = {at: result for at, (result, why) in over.items() if not why}
+        culprits = {at: why for at, (_, why) in over.items() if why}
+        sets_aside = self._stage.program.quarantine
 
         async def execute(at: int) -> None:
             id_ = ids[at]
@@ -198,16 +204,23 @@ class WaitingStage:
             del result
             results[at] = take_ownership(box)[0]
             if is_named:
-                call.fresh.append([call.place - 1, ids[at], results[at]])
+                call.fresh.append([call.place - 1, ids[at], results[at], ""])
 
-        rest = [at for at in range(size) if at not in results]
-        failed = await each_element(rest, self.share, execute, all_of_them=self._stage.program.quarantine)
-        made = [] if failed else [results[at] for at in range(size)]
-        failed = failed or unlike(made, ids)
-        if failed:
-            if is_named and len(failed) <= CULPRITS_MAX:
-                call.culprits = tuple((at, f"{class_names(e)[1]}: {exception_text(e)}") for at, e in failed)
-            raise failed[0][1]
+        def on_failure(at: int, error: BaseException) -> None:
+            culprits[at] = culprit_text(error)
+            if is_named and sets_aside:
+                call.fresh.append([call.place - 1, ids[at], None, culprits[at]])
+
+        rest = [at for at in range(size) if at not in over]
+        failed = await each_element(rest, self.share, execute, on_failure, all_of_them=sets_aside)
+        made = [] if culprits else [results[at] for at in range(size)]
+        if not culprits:
+            failed = unlike(made, ids)
+            culprits.update((at, culprit_text(error)) for at, error in failed)
+        if culprits:
+            if is_named and len(culprits) <= CULPRITS_MAX:
+                call.culprits = tuple(sorted(culprits.items()))
+            raise failed[0][1] if failed else RemoteError(culprits[min(culprits)])
         return batched(made)
 
     async def attempts(
@@ -343,16 +356,22 @@ async def each_element(
     indices: Sequence[int],
     share: WorkerShare,
     execute: Callable[[int], Awaitable[None]],
+    on_failure: Callable[[int, BaseException], None],
     *,
     all_of_them: bool,
 ) -> list[tuple[int, BaseException]]:
     """Execute a function for each index, as many at the same time as the share allows.
 
-    Return the exceptions by index. If not `all_of_them`, no call begins after one that raised; those before it are
-    over, so the first exception does not depend on timing. Raise CallHeld if some calls do not begin for it.
+    Call `on_failure` with each exception, and return them by index. If not `all_of_them`, no call begins after one
+    that raised; those before it are over, so the first exception does not depend on timing. Raise CallHeld if some
+    calls do not begin for it.
     """
     failures: list[tuple[int, BaseException]] = []
     rest, returned = iter(indices), 0
+
+    def failed(index: int, error: BaseException) -> None:
+        failures.append((index, error))
+        on_failure(index, error)
 
     async def work() -> None:
         nonlocal returned
@@ -369,9 +388,9 @@ async def each_element(
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise
-                    failures.append((index, error))
+                    failed(index, error)
                 except BaseException as error:  # any exception of user code is a failure of its element
-                    failures.append((index, error))
+                    failed(index, error)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(share.stage.concurrency or len(indices), len(indices))):

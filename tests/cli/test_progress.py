@@ -109,6 +109,8 @@ def test_a_line_contains_what_is_known() -> None:
     assert describe("x", reducing, Pace(7200.0, 0.0, 0.001, 0.0)) == (
         "x: 100%, 12 of 12 calls, 2 workers, 2:00:00 so far, reducing t, 3 of 9 steps"
     )
+    ahead = describe("x", replace(one_step, elements_ahead=30), Pace(50.0, 0.0, 0.08, 100.0))
+    assert ahead.startswith("x: 33%, 4 of 12 calls, 30 elements of running calls, 4.8 calls/min, ")
     endless = ProgressTotals(500, None, 5, 1, 1, 3)
     assert describe("x", endless, Pace(1.0, 1e6, 12.0, None)) == (
         "x phase 2 of 3: 5 calls, 500 elements, 1,000,000 elements/s, 1 worker, 1.0 s so far"

@@ -80,7 +80,10 @@ def test_a_failing_function(pipedist: Command, spec: Path, tmp_path: Path) -> No
         "replay": "pipedist replay out/squares --call squares/1/0",
     }
     assert document["ledger"]["committed"] == 4
-    assert "Committed steps are kept. Fix the problem, then rerun with --resume" in done.stderr
+    assert (
+        "Committed steps and finished calls are kept. Fix the problem, then rerun with --resume"
+        in done.stderr
+    )
     assert document["results"] == {}
     ledger = document["ledger"]
     assert ledger["elements"] == ledger["committed"] + ledger["quarantined"] + ledger["lost"]

@@ -7,6 +7,7 @@ import mmap
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -349,7 +350,44 @@ def test_serials_and_spans_are_checked(owner: SegmentOwner) -> None:
     for serial, spans in ((0, SPANS), (1 << 32, SPANS), (1, spans_of([1, 2]))):
         with pytest.raises(ValueError, match="replicas"):
             SharedChannel(segment, serial=serial, member=0, spans=spans)
+    channel = SharedChannel(segment, serial=1, member=0, spans=SPANS)
+    with pytest.raises(ValueError, match="attempt 4294967296"):
+        channel.begin(1 << 32)
     segment.close()
+
+
+def test_a_channel_begins_later_attempts(owner: SegmentOwner) -> None:
+    """Attempts in one channel give the results of attempts in a channel each, also after one that was left."""
+    segments = [attach(owner.where) for _ in range(2)]
+    channels = [
+        SharedChannel(segment, serial=1, member=member, spans=SPANS)
+        for member, segment in enumerate(segments)
+    ]
+
+    def reduce_again(serial: int, member: int) -> Any:
+        if serial > 1:
+            channels[member].begin(serial)
+        gang = LocalGang(replicas=2, local=SPANS[member], channel=channels[member])
+
+        def function(replica: Replica) -> Any:
+            if serial == 2 and member == 1:
+                raise ValueError("left")
+            return replica.all_reduce("sum", np.full(1000, serial + member)).tolist()
+
+        return run_member(gang, SPANS[member], function)[0]
+
+    with ThreadPoolExecutor(2) as threads:
+        for serial in range(1, 5):
+            found = list(threads.map(reduce_again, [serial] * 2, range(2)))
+            if serial == 2:
+                assert isinstance(found[0], GangAborted)
+                assert isinstance(found[1], ValueError)
+            else:
+                assert found == [[2 * serial + 1] * 1000] * 2
+    with pytest.raises(GangAborted):
+        channels[0].begin(3)
+    for segment in segments:
+        segment.close()
 
 
 # Memory for results

@@ -88,5 +88,7 @@ def gated(x: np.ndarray, folder: str, waiting: list[int], replicas: int, ctx: An
     return np.asarray(np.sqrt(x.astype(np.float64)))
 
 
-def one_negative(count: int) -> np.ndarray:
-    return np.where(np.arange(count) == 1, -1, np.arange(count))
+def one_negative(count: int, last: int = 1) -> np.ndarray:
+    """Numbers, of which the first one to `last` are negative."""
+    numbers = np.arange(count)
+    return np.where((numbers >= 1) & (numbers <= last), -1, numbers)

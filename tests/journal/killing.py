@@ -15,26 +15,28 @@ from pathlib import Path
 from typing import Any
 
 from pipedist.journal.history import History, read_history
-from tests.preloaded import run_module
+from tests.preloaded import ROOT, run_module
 
-ROOT = Path(__file__).parents[2]
 F = "tests.journal.functions"
 REPLICAS = 2
-ONCE = "cluster: {speculation: off}"
-"""Calls are counted: one that takes long, on a busy machine, is not begun a second time elsewhere."""
 NEVER = 10**9
 """A record that no run has: it is executed step by step, and not killed."""
 
 
-def everything(folder: Path, steps: int) -> str:
-    """A spec with every kind of value: folded, gathered, kept for a later phase, inline, streamed."""
+def head(name: str, seed: int = 0) -> str:
+    """The first keys of a spec; calls that take long are not begun a second time elsewhere: they are counted."""
     return f"""
 pipedist: 1
-name: many
+name: {name}
 replicas: {REPLICAS}
-seed: 5
+seed: {seed}
 code: {ROOT}
-{ONCE}
+cluster: {{speculation: off}}"""
+
+
+def everything(folder: Path, steps: int) -> str:
+    """A spec with every kind of value: folded, gathered, kept for a later phase, inline, streamed."""
+    return f"""{head("many", 5)}
 dataset: {{range: {8 * steps - 1}, batch: 8}}
 stages:
   numbers: {{run: "{F}:numbers", with: {{calls: "{folder}/calls"}}}}
@@ -55,13 +57,7 @@ outputs: {{each: each.jsonl, rows: rows.npz, again: again.csv}}
 
 def streamed(folder: Path, steps: int) -> str:
     """Runs that read each other's values while they are made, in steps of other sizes, in two epochs."""
-    return f"""
-pipedist: 1
-name: streamed
-replicas: {REPLICAS}
-seed: 5
-code: {ROOT}
-{ONCE}
+    return f"""{head("streamed", 5)}
 dataset: {{range: {4 * steps - 1}, batch: 8, epochs: 2, shuffle: true}}
 stages:
   numbers: {{run: "{F}:numbers", with: {{calls: "{folder}/calls"}}}}
@@ -76,12 +72,7 @@ outputs: {{each: each.jsonl, rows: rows.npy}}
 
 def gang(folder: Path, steps: int) -> str:
     """A gang, fed by a source without random access, in two epochs."""
-    return f"""
-pipedist: 1
-name: gang
-replicas: {REPLICAS}
-code: {ROOT}
-{ONCE}
+    return f"""{head("gang")}
 dataset: {{function: {{call: "{F}:one_by_one", with: {{count: {4 * steps - 3}}}}}, batch: 4, epochs: 2}}
 stages:
   y: {{run: "{F}:together", collectives: true, with: {{calls: "{folder}/calls"}}}}
@@ -93,13 +84,7 @@ outputs: {{rows: rows.csv}}
 
 def training(folder: Path, steps: int) -> str:
     """A state that changes with each step, and held-out data read after each of three epochs."""
-    return f"""
-pipedist: 1
-name: descent
-replicas: {REPLICAS}
-seed: 3
-code: {ROOT}
-{ONCE}
+    return f"""{head("descent", 3)}
 datasets:
   train:
     function: {{call: "tests.runs.training_functions:rows", with: {{count: {8 * steps}, seed: 1}}}}

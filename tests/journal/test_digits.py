@@ -11,7 +11,8 @@ import pytest
 from pipedist.journal.history import History
 from pipedist.journal.log_format import read_log
 from pipedist.protocol.codec import decode
-from tests.journal.killing import ROOT, Job
+from tests.journal.killing import Job
+from tests.preloaded import ROOT
 
 EPOCHS = 2
 STEPS = 23

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,9 +18,9 @@ import pytest
 import pipedist
 from pipedist.journal.history import FORMAT, Header, PassHistory, audit, read_history
 from pipedist.journal.writer import Journal
-from pipedist.runs.pass_journal import CALLS, FinishedCallLog, PassJournal, finished_calls
+from pipedist.runs.pass_journal import CALLS, FinishedCallLog, PassJournal
 from tests import preloaded
-from tests.journal.killing import ROOT
+from tests.preloaded import ROOT
 
 F = "tests.journal.functions"
 
@@ -71,9 +72,7 @@ def durable_calls(folder: Path) -> int:
     history = read_history(journal) if (journal / "journal").exists() else None
     if history is None:
         return 0
-    return sum(
-        each.steps * history.header.replicas + finished_calls(each) for each in history.passes.values()
-    )
+    return sum(each.steps * history.header.replicas + each.progress.calls for each in history.passes.values())
 
 
 def _done(run: pipedist.Run) -> int:
@@ -93,7 +92,8 @@ def test_calls_of_the_only_step_are_not_executed_again(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, n=16, batch=16, replicas=8, waiting=[4, 5, 6, 7])
     assert asyncio.run(interrupted(spec, tmp_path, done=4, began=6)) == 4
     result = finish(spec, tmp_path)
-    assert "committed steps: y: 0 steps and 4 calls" in result.notice
+    assert "durable: y: 0 steps and 4 calls" in result.notice
+    assert result.resumed == {"y": {"steps": 0, "calls": 4, "elements": 0}}
     assert result["total"] == pytest.approx(np.sqrt(np.arange(16)).sum())
     assert np.load(result.files["rows"]).tolist() == np.sqrt(np.arange(16.0)).tolist()
     counts = calls_in(tmp_path)
@@ -114,18 +114,65 @@ def test_calls_of_steps_behind_an_incomplete_one_are_not_executed_again(tmp_path
     assert sum(calls_in(tmp_path).values()) == began + 12 - durable
 
 
-def test_a_call_with_quarantined_elements_is_executed_again(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, n=0, batch=8, replicas=4, waiting=[3])
+@pytest.mark.parametrize("replicas", [4, 8])
+def test_a_call_with_quarantined_elements_is_not_executed_again(tmp_path: Path, replicas: int) -> None:
+    """Interrupted twice: of a shard of two elements one remains, of a shard of one none."""
+    spec = spec_of(tmp_path, n=0, batch=8, replicas=replicas, waiting=[replicas - 1])
     spec["dataset"] = {"function": {"call": f"{F}:one_negative", "with": {"count": 8}}, "batch": 8}
     spec["stages"]["y"]["on_error"] = "quarantine"
-    asyncio.run(interrupted(spec, tmp_path, done=3, began=5))
-    before = calls_in(tmp_path)
+    spec["quarantine_max"] = 1
+    asyncio.run(interrupted(spec, tmp_path, done=replicas - 1, began=replicas))
+    first = calls_in(tmp_path)
+    assert durable_calls(tmp_path) == replicas - 1
+    asyncio.run(interrupted(spec, tmp_path, done=replicas - 1, began=first.total() + 1, resume=True))
     result = finish(spec, tmp_path)
     assert result.ledger == pipedist.Ledger(elements=8, committed=7, quarantined=1)
-    assert [entry["element"] for entry in result.quarantined] == [1]
-    after = calls_in(tmp_path)
-    assert after["gated 0 0"] > before["gated 0 0"]
-    assert (after["gated 0 1"], after["gated 0 2"]) == (1, 1)
+    assert [(x["element"], x["cause"]) for x in result.quarantined] == [(1, "ValueError: negative")]
+    waiting = f"gated 0 {replicas - 1}"
+    assert calls_in(tmp_path) == first + Counter({waiting: 2})
+    entry = json.loads((tmp_path / "out" / "quarantine.jsonl").read_text())
+    assert (entry["input"], entry["alone"]) == (-1, True)
+
+
+def test_quarantined_calls_are_executed_again_if_the_run_could_only_fail(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, n=0, batch=8, replicas=8, waiting=[7])
+    source = {"call": f"{F}:one_negative", "with": {"count": 8, "last": 2}}
+    spec["dataset"] = {"function": source, "batch": 8}
+    spec["stages"]["y"]["on_error"] = "quarantine"
+    asyncio.run(interrupted(spec, tmp_path, done=7, began=8))
+    first = calls_in(tmp_path)
+    (tmp_path / "go").touch()
+    with pytest.raises(pipedist.PipedistError, match="may be quarantined"):
+        pipedist.run({**spec, "quarantine_max": 1}, workers=2, output=tmp_path / "out", resume=True)
+    again = calls_in(tmp_path) - first
+    assert (again.pop("gated 0 1"), again.pop("gated 0 2")) == (1, 1)
+    assert set(again) <= {"gated 0 7"}
+
+
+@pytest.mark.asyncio
+async def test_calls_that_were_logged_when_the_run_was_cancelled_are_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is cancelled after its last finished call was logged, and before that is committed."""
+    spec = spec_of(tmp_path, n=8, batch=8, replicas=8, waiting=[7])
+    loop, add, is_cancelled = asyncio.get_running_loop(), FinishedCallLog.add, threading.Event()
+
+    async with pipedist.open(spec, workers=2, output=tmp_path / "out") as run:
+
+        def cancel() -> None:
+            run.cancel()
+            is_cancelled.set()
+
+        def cancelling(self: FinishedCallLog, before: int, results: Any) -> None:
+            add(self, before, results)
+            if len(results) == 7 and not is_cancelled.is_set():
+                loop.call_soon_threadsafe(cancel)
+                is_cancelled.wait(30)
+
+        monkeypatch.setattr(FinishedCallLog, "add", cancelling)
+        with pytest.raises(pipedist.RunCancelled):
+            await run.results()
+    assert durable_calls(tmp_path) == 7
 
 
 def test_a_stream_of_a_resumed_run_has_all_parts_of_an_incomplete_step(tmp_path: Path) -> None:
@@ -195,7 +242,7 @@ def test_a_log_of_finished_calls_ends_with_its_last_step_and_counts_for_the_same
         return sorted(path.name for path in tmp_path.glob("*calls.*"))
 
     def found(stamp: str = "stamp") -> dict[Any, Any]:
-        chunks, elements = reopened(tmp_path, stamp).finished_calls()
+        chunks, _, elements = reopened(tmp_path, stamp).finished_calls()
         return {chunk.lo: chunk.calls[0]["y"] for chunk in chunks} | elements
 
     assert not calls.is_used

@@ -186,7 +186,7 @@ def test_another_name_or_format_of_an_output_recomputes_nothing(tmp_path: Path, 
         assert (tmp_path / "calls").read_text() == calls
     else:
         assert committed == 4
-        assert "committed steps: y: 4 steps" in job.stderr
+        assert "durable: y: 4 steps" in job.stderr
     out = tmp_path / "out"
     assert sorted(p.name for p in out.iterdir()) == [".pipedist", "each.jsonl", "sub", "u.npy"]
     assert np.load(out / "u.npy") == sum(ELEMENTS)

@@ -70,7 +70,7 @@ def test_results_of_other_code_are_computed_again(tmp_path: Path) -> None:
         with job.run("--resume") as again:
             assert again.ends() == 0, again.said
             assert worker.ends() == 0, worker.said
-    said = re.findall(r"committed steps: y: (\d+) step", again.said)
+    said = re.findall(r"durable: y: (\d+) step", again.said)
     done = int(said[0]) if said else 0  # it was killed before its first commit
     for call in before:
         assert job.calls()[call] == (1 if call[0] < done else 2), call

@@ -453,3 +453,24 @@ def test_ctrl_c_in_a_notebook_ends_the_run(tmp_path: Path) -> None:
         process.wait(60)
     assert rest[-1] == "interrupted"
     assert process.returncode == 0
+
+
+@pytest.mark.asyncio
+async def test_a_streamed_result_costs_few_python_calls() -> None:
+    steps, made = 3000, 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal made
+        made += event == "call"
+
+    async with (
+        pipedist.LocalCluster(workers=1) as cluster,
+        pipedist.open(document(steps, batch=1, replicas=1), cluster=cluster) as run,
+    ):
+        sys.setprofile(count)
+        try:
+            received = [step.index async for step in run.steps("y")]
+        finally:
+            sys.setprofile(None)
+    assert received == list(range(steps))
+    assert made < 20 * steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ pytestmark = pytest.mark.asyncio
 
 def square(x: Any) -> Any:
     return x * x
+
+
+def add(a: Any, b: Any) -> Any:
+    return a + b
 
 
 async def test_results_come_in_the_order_of_steps() -> None:
@@ -179,3 +184,18 @@ async def test_what_makes_no_sense_is_refused() -> None:
             strategy.run_steps(3, Counted(1))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="ahead"):
             strategy.run_steps(square, Counted(1), ahead=0)
+
+
+async def test_an_abandoned_iterator_uses_its_function_no_longer() -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=1)
+        results = strategy.run_steps(square, Counted(10), ahead=3)
+        with pytest.raises(pipedist.CallError):
+            await anext(results)  # takes one argument
+        results = strategy.run_steps(add, Counted(10), ahead=3)
+        assert list(await anext(results)) == [0]
+        del results
+        await strategy.run(add, args=(1, 2))  # the steps before it are over
+        gc.collect()
+        assert strategy._passes is not None
+        assert [entry.users for entry in strategy._passes._open.values()] == [0, 0]

@@ -77,6 +77,99 @@ async def test_a_worker_that_is_killed_in_mid_step_changes_nothing(workers: int,
     assert (tmp_path / "killed").exists()
 
 
+LARGE = 270_001
+"""Elements of a variable that all_reduce updates in its own pass (at least 1 MiB), not a multiple of its pieces."""
+
+
+async def train_large(cluster: pipedist.LocalCluster, replicas: int, *, kill_at: str = "") -> None:
+    """Check the bits of large variables after each step."""
+    strategy = pipedist.Strategy(cluster, replicas=replicas)
+    kinds = [
+        ("sum", np.float32),
+        ("mean", np.float32),
+        ("mean", np.float64),
+        ("sum", np.int32),
+        ("only_first_replica", np.float32),
+    ]
+    with strategy.scope():
+        variables = [
+            pipedist.Variable(np.ones((LARGE, 1), dtype), name=f"{op} {dtype.__name__}", aggregation=op)
+            for op, dtype in kinds
+        ]
+
+    def step(number: int, operands: Any, all_variables: Any) -> Any:
+        seen = []
+        for variable, operand in zip(all_variables, operands, strict=True):
+            before = variable.value()
+            given = operand[:, None].copy()
+            if number == 1 and "float" in variable.name:
+                with np.errstate(over="raise"):  # not updated in the same pass
+                    new = variable.assign_sub(given)
+            else:
+                new = variable.assign_sub(given) if number % 2 else variable.assign_add(given)
+            given[:] = 0
+            assert new is variable.value() or np.array_equal(new, variable.value(), equal_nan=True)
+            assert not new.flags.writeable
+            assert before is not new
+            seen.append(float(before[7, 0]))
+            if kill_at and number == 2 and not os.path.exists(kill_at):
+                ctx = pipedist.get_replica_context()
+                if ctx.replica_id_in_sync_group == replicas - 1:
+                    Path(kill_at).touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+        return seen
+
+    random = np.random.default_rng(11)
+    expected = [variable.numpy() for variable in variables]
+    for number in range(4):
+        rows = random.normal(scale=1e3, size=(replicas, LARGE))
+        if number == 2:
+            rows[0, 5:9] = np.nan, np.inf, -np.inf, -0.0
+        with np.errstate(invalid="ignore"):
+            operands = [
+                [
+                    np.nan_to_num(row, posinf=9, neginf=9).astype(dtype)
+                    if dtype is np.int32
+                    else row.astype(dtype)
+                    for row in rows
+                ]
+                for _, dtype in kinds
+            ]
+        given = [PerReplica(each) for each in operands]
+        await strategy.run(step, args=(number, given, variables))
+        for place, (op, _) in enumerate(kinds):
+            if op == "only_first_replica":
+                operand = operands[place][0]
+            else:
+                operand = pipedist.values.reduce(op, given[place], None, replicas)
+            change = np.subtract if number % 2 else np.add
+            with np.errstate(invalid="ignore"):
+                expected[place] = change(expected[place], operand[:, None])
+            assert variables[place].value().tobytes() == expected[place].tobytes(), (number, kinds[place])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+async def test_large_variables_have_the_bits_of_reduce_and_of_numpy(workers: int, tmp_path: Path) -> None:
+    async with pipedist.LocalCluster(workers=workers) as cluster:
+        await cluster.ready()
+        await train_large(cluster, 4, kill_at=str(tmp_path / "killed"))
+    assert (tmp_path / "killed").exists()
+
+
+async def test_large_variables_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIPEDIST_SHARED_MEMORY", "0")
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        await cluster.ready()
+        await train_large(cluster, 2)
+
+
+@pytest.mark.slow
+async def test_large_variables_on_8_workers() -> None:
+    async with pipedist.LocalCluster(workers=8) as cluster:
+        await cluster.ready()
+        await train_large(cluster, 8)
+
+
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[msg.Message]:
     """States that are sent to workers, and dropped there."""
@@ -178,6 +271,28 @@ async def test_replicas_that_assign_different_variables_raise() -> None:
         ):
             assert part in told
         assert (v.numpy(), w.numpy()) == (1, 1)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("aggregation", ["sum", "only_first_replica"])
+async def test_replicas_that_assign_different_variables_of_one_name_raise(
+    workers: int, aggregation: str
+) -> None:
+    async with pipedist.LocalCluster(workers=workers) as cluster:
+        await cluster.ready()
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            pair = [pipedist.Variable(np.zeros(2), aggregation=aggregation) for _ in range(2)]
+
+        def step(one: Any, other: Any) -> None:
+            ctx = pipedist.get_replica_context()
+            (other if ctx.replica_id_in_sync_group else one).assign_add(np.ones(2))
+
+        with pytest.raises(pipedist.CallError) as error:
+            await strategy.run(step, args=tuple(pair))
+        assert isinstance(error.value.__cause__, pipedist.CollectiveMismatchError)
+        assert "different variables of the same name" in str(error.value.__cause__)
+        assert not pair[0].numpy().any()
 
 
 async def test_a_step_whose_results_do_not_fit_together_assigns_nothing() -> None:

@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as hnp
 
 from pipedist.core import ragged
 from pipedist.errors import RemoteProtocolError
-from pipedist.protocol import codec, layout
+from pipedist.protocol import codec, encoder, layout
 from pipedist.protocol.codec import UnsendableError, decode, encode
 from pipedist.protocol.limits import DEPTH_MAX, MessageLimits
 
@@ -121,7 +121,8 @@ TREES = st.recursive(
 
 @given(TREES)
 def test_any_tree_comes_back_with_every_bit(tree: Any) -> None:
-    assert same(tree, round_trip(tree))
+    for _ in range(3):  # the layout of a header is known from the third time on
+        assert same(tree, round_trip(tree))
 
 
 @given(ARRAYS)
@@ -520,6 +521,131 @@ def test_nested_claims_allocate_nothing() -> None:
         tracemalloc.stop()
 
 
+# Layouts: a message whose header is known is not parsed
+
+STEP = [None, [((np.arange(400.0), 7), {"z": [np.arange(300, dtype=np.uint16)], "a": "text"})]]
+
+
+@pytest.fixture
+def layouts(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, Any]:
+    known: dict[bytes, Any] = {}
+    monkeypatch.setattr(codec, "_layouts", known)
+    return known
+
+
+def known_layouts(layouts: dict[bytes, Any]) -> int:
+    return sum(not isinstance(layout, bool) for layout in layouts.values())
+
+
+def test_a_known_layout_gives_each_message_its_own_contents(layouts: dict[bytes, Any]) -> None:
+    trees = []
+    for step in range(4):
+        tree = [None, [((np.arange(400.0) + step, 7), {"z": [np.full(300, step, np.uint16)], "a": "text"})]]
+        trees.append(round_trip(tree))
+        assert same(tree, trees[-1])
+        assert known_layouts(layouts) == (step > 0)
+        assert not trees[-1][1][0][0][0].flags.writeable
+    trees[2][1][0][1]["z"].append("changed")
+    assert len(trees[3][1][0][1]["z"]) == 1, "containers belong to one message"
+
+
+@pytest.mark.parametrize("damage", ["short", "fewer", "more"])
+def test_frames_that_do_not_fit_a_known_layout_are_the_same_errors(
+    damage: str, layouts: dict[bytes, Any]
+) -> None:
+    header, frame = map(bytes, encode(STEP))
+    damaged = {"short": [header, frame[:100]], "fewer": [header], "more": [header, frame, b""]}[damage]
+    with pytest.raises(RemoteProtocolError) as unknown:
+        decode(damaged)
+    for _ in range(3):
+        decode([header, frame])
+    assert known_layouts(layouts) == 1
+    with pytest.raises(RemoteProtocolError) as known:
+        decode(damaged)
+    assert str(known.value) == str(unknown.value)
+
+
+def test_values_are_checked_in_a_known_layout(layouts: dict[bytes, Any]) -> None:
+    header, frame = map(bytes, encode([np.ones(2000, bool)]))
+    for _ in range(3):
+        decode([header, frame])
+    assert known_layouts(layouts) == 1
+    with pytest.raises(RemoteProtocolError, match="a bool array with a byte that is neither 0 nor 1"):
+        decode([header, b"\2" * len(frame)])
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        [np.arange(400.0), Batch(1)],
+        [np.arange(400.0), Point(1, 2)],
+        [np.arange(400.0), np.arange(2)],
+        [np.arange(400.0), np.float32(1)],
+        [np.arange(400.0), slice(1)],
+        [{"a": np.full(400, step)} for step in range(20)],
+        {"text": "x" * 600, "a": np.arange(400.0)},
+        [1, 2.5],
+    ],
+    ids=["record", "namedtuple", "small array", "scalar", "slice", "columns", "long header", "no frames"],
+)
+def test_other_trees_have_no_layout(tree: Any, layouts: dict[bytes, Any]) -> None:
+    for _ in range(3):
+        assert same(tree, round_trip(tree))
+    assert known_layouts(layouts) == 0
+
+
+def test_the_number_of_known_layouts_is_limited(layouts: dict[bytes, Any]) -> None:
+    for number in range(300):
+        for _ in range(2):
+            round_trip([np.arange(400.0), number])
+        assert len(layouts) <= codec._LAYOUTS_MAX
+
+
+# Arguments: their headers are made once for each form
+
+FORMS: list[list[Any]] = [
+    [((np.arange(400.0),), {})],
+    [
+        ((np.ones((20, 30), np.float32), np.arange(999, dtype=np.int16)), {}),
+        ((np.ones((20, 30), np.float32),), {}),
+    ],
+    [((np.arange(400.0)[::2],), {})],
+    [((np.asfortranarray(np.ones((30, 40))),), {})],
+    [((np.arange(400.0).astype(">f8"),), {})],
+    [((np.ones(600, bool),), {})],
+    [((np.arange("1970", "1972", dtype="M8[D]"),), {})],
+    [((np.arange(400.0), 1),), {}],
+    [((np.arange(400.0), 1), {})],
+    [((np.arange(400.0),), {"x": 1})],
+    [((np.arange(3.0),), {})],
+    [((np.zeros(10_000),), {})],
+    [((np.zeros(8000),) * 20, {})],
+    [(np.arange(400.0), np.arange(2.0))],
+    [((), {})],
+    [],
+]
+
+
+@pytest.mark.parametrize("values", FORMS, ids=range(len(FORMS)))
+def test_arguments_are_encoded_as_any_tree(values: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "_headers", {})
+    expected = [bytes(frame) for frame in encode([None, None, values, None])]
+    for _ in range(3):
+        assert [bytes(frame) for frame in encoder.encode_arguments(values)] == expected
+
+
+def test_headers_of_arguments_are_kept_by_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers: dict[Any, bytes] = {}
+    monkeypatch.setattr(encoder, "_headers", headers)
+    for step in range(3):
+        values = [((np.arange(400.0) + step,), {})]
+        assert same([None, None, values, None], decode(encoder.encode_arguments(values)))
+        assert len(headers) == 1
+    for rows in range(200, 500):
+        encoder.encode_arguments([((np.arange(float(rows)),), {})])
+        assert len(headers) <= encoder._FORMS_MAX
+
+
 SEEDS = [
     {"a": np.arange(3), "b": (1, 2.5, None, 2**80), "c": np.zeros(10_000), "d": np.arange(1000.0)},
     [Point(1, "x"), Frozen(np.float32(2)), slice(1, None, 2), range(3), 1j, {1: b"abc", "k": [True]}],
@@ -538,6 +664,10 @@ def test_fuzz_bit_flips_truncations_and_noise_never_do_harm() -> None:
     try:
         for tree in SEEDS:
             header, *rest = map(bytes, encode(tree))
+            for _ in range(2):
+                decode([header, *rest])
+            for _ in range(200):  # frames of a known layout
+                attempt([header, *[part[: int(random.integers(len(part) + 1))] for part in rest]])
             for at in range(len(header)):
                 attempt([header[:at], *rest])
                 for bit in range(8):

@@ -62,6 +62,10 @@ def test_a_wait_that_a_function_names_has_no_jitter_and_survives_a_process() -> 
         RetryAfter(-1)
 
 
+def ignored(_index: int, _error: BaseException) -> None:
+    """Note no failure."""
+
+
 @pytest.mark.asyncio
 async def test_a_worker_has_its_share_of_the_places() -> None:
     share = WorkerShare(stage(concurrency=8))
@@ -75,7 +79,7 @@ async def test_a_worker_has_its_share_of_the_places() -> None:
         await asyncio.sleep(0)
         running -= 1
 
-    both = (each_element(range(10), share, execute, all_of_them=True) for _ in range(2))
+    both = (each_element(range(10), share, execute, ignored, all_of_them=True) for _ in range(2))
     assert await asyncio.gather(*both) == [[], []]
     assert most == 2
 
@@ -89,7 +93,7 @@ async def test_a_share_that_changes_lets_calls_begin_at_once_and_interrupts_none
         begun.append(index)
         await end.wait()
 
-    calls = asyncio.create_task(each_element(range(10), share, execute, all_of_them=True))
+    calls = asyncio.create_task(each_element(range(10), share, execute, ignored, all_of_them=True))
     for calls_max, running in ((0, 0), (3, 3), (7, 7), (2, 7)):
         share.use(calls_max, 1)
         for _ in range(5):
@@ -142,7 +146,9 @@ async def test_no_element_begins_after_a_failure_and_those_before_it_are_over() 
         if index in (1, 2):
             raise ValueError(index)
 
-    failed = await each_element(range(9), WorkerShare(stage(concurrency=3)), execute, all_of_them=False)
+    failed = await each_element(
+        range(9), WorkerShare(stage(concurrency=3)), execute, ignored, all_of_them=False
+    )
     assert [index for index, _ in failed] == [1, 2]
     assert begun == [0, 1, 2]
 

@@ -9,7 +9,8 @@ import os
 import socket
 import struct
 from collections import deque
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import zmq
 
@@ -51,6 +52,13 @@ class Outbox:
 
 def size_of(part: bytes | memoryview) -> int:
     return part.nbytes if isinstance(part, memoryview) else len(part)
+
+
+def plain_send(socket: zmq.Socket[bytes]) -> Callable[[bytes | memoryview, int, bool], object]:
+    """Return the `send` of a socket, of (part, flags, whether to copy), without pyzmq's options for other sockets."""
+    send: Any = super(zmq.Socket, socket).send
+    plain: Callable[[bytes | memoryview, int, bool], object] = send
+    return plain
 
 
 def address_of(frame: zmq.Frame) -> str:

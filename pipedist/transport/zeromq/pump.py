@@ -72,8 +72,14 @@ class Pump:
             if self._loop is not None and self._wake is not None:
                 self._wake()
             for _ in range(self._frames_per_wake_up):
-                if self._loop is None or not self._read():
+                if self._loop is None:
                     return
+                # The frames of a message arrive together, so that only its first one can be missing.
+                if not self._is_within and not zmq.zmq_poll(self._readable, 0):
+                    return
+                frame = self._socket.recv(_DONTWAIT, copy=False)
+                self._is_within = more = frame.more
+                self._take(frame, more)
         except BaseException:
             # A failing function is reported by the loop; the frames after it must not wait for it.
             self._run_soon()
@@ -81,12 +87,3 @@ class Pump:
         finally:
             self._is_running = False
         self._run_soon()
-
-    def _read(self) -> bool:
-        # The frames of a message arrive together, so that only its first one can be missing.
-        if not self._is_within and not zmq.zmq_poll(self._readable, 0):
-            return False
-        frame = self._socket.recv(_DONTWAIT, copy=False)
-        self._is_within = more = frame.more
-        self._take(frame, more)
-        return True

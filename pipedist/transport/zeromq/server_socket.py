@@ -30,7 +30,7 @@ from pipedist.transport.zeromq.connections import (
     event_of,
     hang_up,
     plain_address,
-    size_of,
+    plain_send,
 )
 from pipedist.transport.zeromq.pump import Pump
 
@@ -177,6 +177,7 @@ class ServerSocket:
 
     def _open(self) -> None:
         self._socket = self._context.socket(zmq.ROUTER)
+        self._send = plain_send(self._socket)
         self._zap = (
             None if self._keys is None else ZapHandler(self._context, self._keys.clients, self._on_reject)
         )
@@ -272,7 +273,8 @@ class ServerSocket:
         try:
             for number, part in enumerate(parts):
                 flags = _MORE if number < last else _LAST
-                self._socket.send(part, flags, copy=size_of(part) <= COPY_BYTES_MAX)
+                size_bytes = part.nbytes if type(part) is memoryview else len(part)
+                self._send(part, flags, size_bytes <= COPY_BYTES_MAX)
         except zmq.Again:
             return None
         except zmq.ZMQError as error:
@@ -289,6 +291,8 @@ class ServerSocket:
         Looking for messages may use up the edge that says that there is room again: so while something
         waits, it is tried again also without a wake-up.
         """
+        if self._is_open and not self._waiting:  # at most wake-ups
+            return
         for identity, outbox in list(self._waiting.items()):
             while outbox.messages:
                 sent = self._try_send(outbox.messages[0])

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from pipedist.collectives.folding import RECYCLED_BYTES_MIN, FusedUpdate
 from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.values import PerReplica
@@ -40,6 +41,8 @@ from pipedist.worker.variables.rules import (
 
 PREFIX: Final = "variable:"  # prefix of the name of a variable's state, followed by the number of its space
 SLOT: Final = "variables"  # slot in which a call sends back its assignments
+_FUSED_DTYPES: Final = (np.float32, np.float64)
+_QUIET_ERRORS: Final = frozenset({"ignore", "warn"})
 EMIT_OF: Final = -2  # `Emit.of` of that slot, which is not the value of a stage
 
 
@@ -170,19 +173,35 @@ class ReplicaVariables:
         assert context is not None  # the variable got this object from it
         space = variable._space
         traits = self._bound.traits[space]
-        own = operand_of(traits, operand, method)
-        if traits.copies or traits.replicas == 1:
+        is_shared = not traits.copies and traits.replicas > 1
+        # A collective that is awaited later reads the operand after the caller may have changed it.
+        own = operand_of(traits, operand, method, is_kept=context.is_async or not is_shared)
+        if not is_shared:
             new = self._set(space, traits, method, own)
             return _Done(new) if context.is_async else new
         require_aggregation(traits, method)
         label = f"{method} of variable {traits.name!r}"
         if traits.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-            result = context._request("broadcast", own, source=0, label=label)
+            result = context._request("broadcast", own, source=0, label=label, target=space)
         else:
-            result = context._request("all_reduce", own, op=traits.aggregation.value, label=label)
+            update = None if context.is_async else self._fused(space, traits, method)
+            op = traits.aggregation.value
+            result = context._request("all_reduce", own, op=op, label=label, target=space, update=update)
+            if update is not None and update.is_done:
+                new = self.changed[space] = frozen(result)
+                return new
         if context.is_async:
             return self._later(space, traits, method, result)
         return self._set(space, traits, method, frozen(np.asarray(result)))
+
+    def _fused(self, space: int, traits: Traits, method: AssignMethod) -> FusedUpdate | None:
+        """Return the update that all_reduce is to make in its own pass over a large array."""
+        old = self.value(space)
+        if method == "assign" or traits.dtype not in _FUSED_DTYPES or old.nbytes < RECYCLED_BYTES_MIN:
+            return None
+        if not _QUIET_ERRORS.issuperset(np.geterr().values()):
+            return None  # the function wants to be notified of an overflow
+        return FusedUpdate(np.add if method == "assign_add" else np.subtract, old)
 
     async def _later(self, space: int, traits: Traits, method: AssignMethod, result: Awaitable[Any]) -> Array:
         return self._set(space, traits, method, frozen(np.asarray(await result)))

@@ -171,8 +171,8 @@ def frozen(array: Array) -> Array:
     return array
 
 
-def operand_of(traits: Traits, value: object, method: AssignMethod) -> Array:
-    """Return an operand as an array with the variable's dtype and shape.
+def operand_of(traits: Traits, value: object, method: AssignMethod, *, is_kept: bool = True) -> Array:
+    """Return an operand as an array with the variable's dtype and shape: a read-only copy if `is_kept`.
 
     A NumPy value must have the variable's dtype. Python numbers, and nested lists of them, are converted to it, but
     not from float to int (ValueError, or OverflowError). The shape must be equal: nothing is broadcast.
@@ -204,6 +204,8 @@ def operand_of(traits: Traits, value: object, method: AssignMethod) -> Array:
         raise ValueError(
             f"{method} of a value of shape {list(array.shape)} to the {traits.label}: the shape must be the same"
         )
+    if not is_kept and array.dtype == traits.dtype:
+        return array
     return frozen(np.array(value if array.dtype != traits.dtype else array, traits.dtype, order="C"))
 
 
