@@ -398,6 +398,10 @@ class Checks:
         retries, collectives = raw.get("retries"), raw.get("collectives")
         resources = raw.get("resources")
         devices = resources.get("devices") if isinstance(resources, dict) else None
+        if resources == {}:
+            self._note_key(
+                (*path, "resources"), "`resources` names none", "`gpus` or `devices`, or no `resources`"
+            )
         if raw.get("compile") is not None and (devices is None or collectives in (None, False)):
             message = "`compile` needs the devices of the replicas, which run at the same time"
             self._note_key(
