@@ -168,8 +168,16 @@ The runs of a chain are one call: they are executed one after the other on each 
 calls of its own if its `resources` differ from those of the run that it reads, or if it has a `batch`. Its calls
 get the committed values of that run while these are made, on other workers if these are free, and both make
 progress at the same time. A step is available when all of its elements are; at most a few MiB of values wait
-between the two, beside the limits of each. `pipedist plan` shows which runs share a call, and which are streamed. A
-dataset whose stages have `collectives`, or feed or read a state, has one call for each chain, whatever the resources.
+between the two, beside the limits of each. `pipedist plan` shows which runs share a call, and which are streamed.
+Runs that read the same dataset with different `resources` have calls of their own too, and both sides make progress
+at the same time. Each side reads the dataset; one that can only be read in order is read once for both, and the faster
+side waits for the slower one, at most a few MiB behind.
+
+A gang and a training are fed in the same way: decodes of later steps run while a step waits for its updates. A replica
+without elements joins the collectives with arrays without rows. In a training, a run has calls of its own only if all
+stages that feed an update or read its state are in these calls or after them, or none is. It has none in a held-out
+dataset, or if an `until` may end the epochs early: there a chain is one call, whatever its resources, and a `batch` is
+an error.
 If the values of a run can't leave their process, give the runs that read it the same `resources`.
 
 With `batch: B`, step s of an epoch is the elements [s*B, (s+1)*B) of the epoch in the dataset's order, and is divided

@@ -340,7 +340,9 @@ class PassHandle:
                 self._demand -= batch.last - batch.first
                 self.counts.elements_offered += batch.elements
                 parts = self.settings.replicas if self.settings.gang else batch.parts
-                skipped = () if self.settings.gang else batch.skipped_replicas
+                skipped = batch.skipped_replicas
+                if self.settings.gang:  # all replicas of a step join, or none
+                    skipped = tuple(range(parts)) if len(skipped) == batch.parts else ()
                 first = batch.first
                 while first < batch.last:
                     # Single steps while there are restored results.

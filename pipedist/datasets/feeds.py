@@ -33,6 +33,9 @@ READ_S = 0.01
 READ_BYTES = 2**20  # with READ_S, the limit of one uninterrupted read of a sequential source
 
 
+AHEAD_STEPS_MAX = 256  # with AHEAD_BYTES_MAX, the limit of what waits between two passes
+AHEAD_BYTES_MAX = 4 * 2**20
+
 CLOSE_S = 1.0  # how long `aclose` waits for user code and reads, which cannot be interrupted
 ElementRanges = Sequence[tuple[int, int]]  # positions in a shard, as ranges [lo, hi)
 ShardRead = Callable[[], Shards]  # reads shards, may block, and may run in any thread
@@ -247,6 +250,44 @@ def _uneven(epoch: int, what: str) -> SourceError:
     )
 
 
+class _SequentialRead:
+    """One read of a sequential source, for one feed or several; a slow feed holds back the others."""
+
+    def __init__(self, steps: Generator[_Block, None, None]) -> None:
+        self.steps = steps
+        self.feeds: list[SequentialFeed] = []
+        self.reading = threading.Lock()  # held by the thread that advances `steps`
+        self.broken: Exception | None = None
+        self.ended = False
+        self.changed = anyio.Event()
+
+    def wake(self) -> None:
+        self.changed.set()
+        self.changed = anyio.Event()
+
+    def advance(self, feed: SequentialFeed, count: int) -> None:
+        """Read the next `count` blocks for a feed, within READ_S and READ_BYTES, and give them to all feeds."""
+        size, until = 0, time.monotonic() + READ_S
+        try:
+            for block in self.steps:
+                for each in list(self.feeds):
+                    each.receive(block)
+                size += block.size
+                count -= 1
+                if not count or size >= READ_BYTES or time.monotonic() >= until or feed.closed:
+                    return
+            self.ended = True
+        except Exception as error:
+            self.broken = error  # blocks read before the error are delivered first
+
+    def close(self) -> None:
+        if self.reading.acquire(blocking=False):
+            try:
+                self.steps.close()
+            finally:
+                self.reading.release()
+
+
 class SequentialFeed(Feed):
     """Feeds a sequential source, read in this process; each epoch must have the same number of elements."""
 
@@ -255,19 +296,29 @@ class SequentialFeed(Feed):
     ) -> None:
         self._source = source
         self._batch = batch
-        self._replicas = replicas
         self._drop_remainder = drop_remainder
         self._epochs = epochs
-        self._steps = self._read()
-        self._reading = threading.Lock()  # held by the thread that advances `_steps`
+        self._share(_SequentialRead(self._read()), replicas)
+        self.reader = ReaderConfig(None, batch, -1, drop_remainder)
+
+    def _share(self, read: _SequentialRead, replicas: int) -> None:
+        self._replicas = replicas
+        self._shared = read
         self._ahead: deque[_Block] = deque()  # read, and not pulled yet
-        self._broken: Exception | None = None
-        self._closed = False
+        self._skipped = 0  # number of blocks that are dropped before the first one
+        self.closed = False
         self._blocks: dict[int, _Block] = {}
         self._next = 0
         self._released = 0
         self.steps_total: int | None = None
-        self.reader = ReaderConfig(None, batch, -1, drop_remainder)
+        read.feeds.append(self)
+
+    def beside(self) -> SequentialFeed:
+        """Return another feed of the same read, before it begins; each element is read once for all of them."""
+        feed = SequentialFeed.__new__(SequentialFeed)
+        feed._share(self._shared, self._replicas)
+        feed.reader = self.reader
+        return feed
 
     def _read(self) -> Generator[_Block, None, None]:
         length = 0
@@ -285,14 +336,7 @@ class SequentialFeed(Feed):
             length = index
 
     async def begin_at(self, step: int) -> None:
-        while self._next < step:
-            blocks = await self._read_in_thread(step - self._next)
-            if not blocks:
-                raise SourceError(
-                    f"the dataset has {self._next} steps now, and had at least {step} before", key="call"
-                )
-            self._next += len(blocks)
-        self._released = self._next
+        self._skipped = self._next = self._released = step
 
     async def pull(self, count: int) -> list[StepBatch]:
         """Read the next steps, in a thread, because the user's iterator may block."""
@@ -308,48 +352,59 @@ class SequentialFeed(Feed):
             offers.append(StepBatch(step, step + 1, parts, block.rows, block.size))
         return offers
 
+    def receive(self, block: _Block) -> None:
+        """Take the next block of the shared read."""
+        if self._skipped:
+            self._skipped -= 1
+        elif not self.closed:
+            self._ahead.append(block)
+
+    @property
+    def _is_behind(self) -> bool:
+        return (
+            len(self._ahead) >= AHEAD_STEPS_MAX or sum(each.size for each in self._ahead) >= AHEAD_BYTES_MAX
+        )
+
     async def _read_in_thread(self, count: int) -> list[_Block]:
-        # On cancellation, do not wait for the user's iterator; its later blocks are for the next call.
-        if not self._ahead:
+        shared = self._shared
+        while not self._ahead and not shared.ended:
+            if shared.broken is not None:
+                raise shared.broken
+            if any(each._is_behind for each in shared.feeds if each is not self):
+                await shared.changed.wait()
+                continue
+            # On cancellation, do not wait for the user's iterator; its later blocks are for the next call.
             await anyio.to_thread.run_sync(self._read_some, count, abandon_on_cancel=True)
-        return [self._ahead.popleft() for _ in range(min(count, len(self._ahead)))]
+        if not self._ahead and self._skipped:
+            done = self._next - self._skipped
+            raise SourceError(
+                f"the dataset has {done} steps now, and had at least {self._next} before", key="call"
+            )
+        blocks = [self._ahead.popleft() for _ in range(min(count, len(self._ahead)))]
+        shared.wake()
+        return blocks
 
     def _read_some(self, count: int) -> None:
-        """Read the next blocks, at most `count`, within READ_S and READ_BYTES."""
-        with self._reading:
-            if not self._ahead and not self._closed:  # a cancelled read may have been in progress
-                self._advance(count)
-        if self._closed:
+        """Read the next blocks, at most `count`, unless a cancelled or another read has brought some."""
+        with self._shared.reading:
+            if not self._ahead and not self.closed and self._shared.broken is None:
+                self._shared.advance(self, count + self._skipped)
+        if self.closed:
             self._close()
 
-    def _advance(self, count: int) -> None:
-        if self._broken is not None:
-            raise self._broken
-        size, until = 0, time.monotonic() + READ_S
-        try:
-            for block in self._steps:
-                self._ahead.append(block)
-                size += block.size
-                count -= 1
-                if not count or size >= READ_BYTES or time.monotonic() >= until or self._closed:
-                    break
-        except Exception as error:
-            self._broken = error  # blocks read before the error are delivered first
-            if not self._ahead:
-                raise
-
     async def aclose(self) -> None:
-        """Close the user's iterator, or have the thread close it that is reading it."""
-        self._closed = True
+        """Close the user's iterator after the last feed, or have the thread close it that is reading it."""
+        self.closed = True
+        self._ahead.clear()
+        if self in self._shared.feeds:
+            self._shared.feeds.remove(self)
+        self._shared.wake()
         with anyio.move_on_after(CLOSE_S, shield=True):
             await anyio.to_thread.run_sync(self._close, abandon_on_cancel=True)
 
     def _close(self) -> None:
-        if self._reading.acquire(blocking=False):
-            try:
-                self._steps.close()
-            finally:
-                self._reading.release()
+        if not self._shared.feeds:
+            self._shared.close()
 
     def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards:
         shards = [self._shard(call) for call in range(lo, hi)]

@@ -202,7 +202,7 @@ def _check_gangs(plan: Plan) -> Iterator[Problem]:
         for name in pass_.runs if parts < division.replicas else ():
             stage = plan.spec.stages[name]
             source = plan.spec.stages.get(stage.of)
-            joins = getattr(stage, "collectives", False) and source is not None
+            joins = getattr(stage, "collectives", False) and source is not None and stage.of in pass_.runs
             if joins and not getattr(source, "collectives", False):
                 yield plan.spec.document.problem(
                     ("stages", name, "of"),

@@ -7,7 +7,8 @@ first.
 
 A run whose `resources` differ from those of its input, or that has a `batch`, begins a pass of its own in the same
 phase: workers with and without the resources execute both at once, and the values stream from one pass to the
-other. A dataset whose stages use collectives or take part in a training is excluded from that rule.
+other. Runs that read the same dataset with different `resources` are passes of their own too, each of which reads
+the dataset. In a training, the stages that feed updates or read a changing state are one pass (`why_together`).
 
 All passes of a training (`pipedist.spec.training`) are in ONE phase: the pass whose steps feed the updates, and
 a pass for each held-out dataset, which follows its epochs. Other stages of the feeding dataset share its pass if
@@ -20,7 +21,7 @@ from graphlib import TopologicalSorter
 
 from pipedist.plan.model import PassPlan
 from pipedist.spec import RunSpec, Spec, UpdateSpec
-from pipedist.spec.training import TrainingStages, undivided
+from pipedist.spec.training import TrainingStages, why_together
 
 
 class ConflictingTrainingInputs(Exception):
@@ -56,7 +57,7 @@ def phases(spec: Spec, training: TrainingStages | None) -> tuple[tuple[PassPlan,
     for (number, _, _, root, gpus, batch), names in sorted(groups.items()):
         runs = [name for name in names if isinstance(spec.stages[name], RunSpec)]
         dataset = dataset_of(spec, root)
-        trains = training is not None and (number, root) == places.training_pass
+        trains = training is not None and (number, root, gpus, batch) == places.training_pass
         passes.append(
             PassPlan(
                 number,
@@ -91,9 +92,11 @@ class _Places:
         self.kind: dict[str, tuple[float, int]] = {}
         """What passes with the same root differ in: GPUs of a pass that begins within a phase, and the batch size
         that differs from the dataset's, or 0."""
-        collectives = [name for name, stage in spec.stages.items() if getattr(stage, "collectives", False)]
-        self._undivided = undivided(tuple(spec.datasets), spec.links, collectives)
-        self.training_pass: tuple[int, str] | None = None
+        self._least_gpus: dict[str, float] = {}  # of the runs that read a dataset
+        for stage in spec.stages.values():
+            if isinstance(stage, RunSpec) and stage.of in spec.datasets:
+                self._least_gpus[stage.of] = min(stage.gpus, self._least_gpus.get(stage.of, stage.gpus))
+        self.training_pass: tuple[int, str, float, int] | None = None
         graph = {
             name: [other for other in (spec.stages[name].of, *links.waits) if other in spec.stages]
             for name, links in spec.links.items()
@@ -118,17 +121,26 @@ class _Places:
             self.phase[name] = max([least, before, *waited])
             if self.phase[name] > before and stage.of in self._spec.stages:
                 self.root[name], self.depth[name] = stage.of, 0
-                self.kind[name] = (0.0, stage.batch or self.kind[name][1])
-            elif self._begins_a_pass(stage):
+                gpus = 0.0 if self._why_together(name) else stage.gpus
+                self.kind[name] = (gpus, stage.batch or self.kind[name][1])
+            elif not self._begins_a_pass(name, stage):
+                return
+            elif stage.of in self._spec.datasets:
+                self.kind[name] = (stage.gpus, 0)
+            else:
                 self.root[name], self.depth[name] = stage.of, self.depth[name] + 1
                 self.kind[name] = (stage.gpus, stage.batch or self.kind[name][1])
 
-    def _begins_a_pass(self, stage: RunSpec) -> bool:
+    def _begins_a_pass(self, name: str, stage: RunSpec) -> bool:
         """Return whether a run is executed in calls of its own, although its input is in the same phase."""
         source = self._spec.stages.get(stage.of)
-        if not isinstance(source, RunSpec) or dataset_of(self._spec, stage.of) in self._undivided:
+        gpus = source.gpus if isinstance(source, RunSpec) else self._least_gpus[stage.of]
+        if stage.batch is None and stage.gpus == gpus:
             return False
-        return stage.batch is not None or stage.gpus != source.gpus
+        return not self._why_together(name)
+
+    def _why_together(self, name: str) -> str:
+        return why_together(name, tuple(self._spec.datasets), self._links, self._training)
 
     def _put_training(self, training: TrainingStages) -> None:
         members = [name for name in self.order if name in training.members]
@@ -139,17 +151,18 @@ class _Places:
         for name in members:
             self._put(name, number)
         fed = [name for name in members if dataset_of(self._spec, name) == training.feeder]
-        root = self.root[fed[0]]
-        for name in fed:
-            if self.root[name] != root:
-                raise ConflictingTrainingInputs(name, self.root[name], root)
-        self.training_pass = (number, root)
+        core = [name for name in fed if name in training.core]
+        root = self.root[core[0]]
+        for other in (self.root[name] for name in core if self.root[name] != root):
+            first = next(name for name in fed if self.root[name] == other)
+            raise ConflictingTrainingInputs(first, other, root)
+        self.training_pass = (number, root, *self.kind[core[0]])
 
     def _least(self, name: str) -> int:
         """Return the earliest phase of a stage; it is after a training that may end the stage's epochs early."""
         if self._training is None or self.training_pass is None:
             return 0
-        number, root = self.training_pass
+        number, root, *_ = self.training_pass
         if self._spec.stages[name].of != self._training.feeder:
             return 0
-        return number if root == self._training.feeder else number + 1
+        return number if self.phase.get(root, number) == number else number + 1

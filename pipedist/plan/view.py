@@ -9,6 +9,7 @@ from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.sources.paths import hindrance
 from pipedist.plan.model import PassPlan, Plan
 from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, references
+from pipedist.spec.training import training_of, why_together
 
 _WHEN = {"step": "after each step", "epoch": "after each epoch", "run": "once, at the end"}
 _REPLICAS_SHOWN = 8
@@ -116,8 +117,13 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
         lines.append(
             f"  ends if more than {plural(plan.quarantine_max(pass_.dataset), 'element')} fail (quarantine_max)"
         )
-    if len(pass_.runs) > 1 and any(plan.maker(each) for each in plan.passes):
-        lines.append(f"  one call executes {', '.join(pass_.runs)}")
+    needs = {getattr(plan.spec.stages[name], "gpus", 0.0) for name in pass_.runs}
+    if len(pass_.runs) > 1 and (len(needs) > 1 or any(plan.maker(each) for each in plan.passes)):
+        datasets, links = tuple(plan.spec.datasets), plan.spec.links
+        reasons = [why_together(name, datasets, links, training_of(datasets, links)) for name in pass_.runs]
+        reason = next(filter(None, reasons), "") if len(needs) > 1 else ""
+        why = f", although their `resources` differ: {reason}" if reason else ""
+        lines.append(f"  one call executes {', '.join(pass_.runs)}{why}")
     for name in pass_.runs:
         lines.append(f"  run     {name}: {_call(plan, name)}{_waits(plan, name)}{_limits(plan, pass_, name)}")
     for name in pass_.folds:

@@ -10,6 +10,7 @@ worker processes import none of it.
 | `run`, `result`, `subscription` | the run as the user sees it: its lifetime, results and streams |
 | `execution`, `pass_execution` | phases one after the other; one pass step by step |
 | `programs`, `pass_feeds` | the inputs of a pass: its program for workers, its feed |
+| `kept_values`, `rebatching` | values that other passes read, and their division into other steps |
 | `folds`, `gather_fold`, `pass_folds` | reductions and gathers, in step order |
 | `training`, `state_history` | states, their updates, and the versions that are kept for replays |
 | `quarantine` | elements that are set aside |

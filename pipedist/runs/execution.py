@@ -14,11 +14,12 @@ from msgspec import Struct
 from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.coordinator.pass_handle import PassCounts
 from pipedist.core.types import Tree
+from pipedist.datasets.feeds import SequentialFeed
 from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunDrained
 from pipedist.journal.history import DurableProgress
 from pipedist.plan import PassPlan, Plan
+from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_execution import PassExecution
-from pipedist.runs.pass_feeds import Spool
 from pipedist.runs.pass_folds import restore_pass, sink_of
 from pipedist.runs.pass_journal import PASS_STATE
 from pipedist.runs.quarantine import PassQuarantine, QuarantinedElement
@@ -131,7 +132,10 @@ class Execution:
                     self._spools[name] = stack.enter_context(closing(Spool(name, log)))
         with ExitStack() as opened:
             training = await self._begin_training(phase, opened, durables)
-            executions = [self._open(pass_, training, opened, durables.get(pass_)) for pass_ in phase]
+            sequential: dict[str, SequentialFeed] = {}
+            executions = [
+                self._open(pass_, training, opened, durables.get(pass_), sequential) for pass_ in phase
+            ]
             if training is not None:
                 held_out = [r for p, r in zip(phase, executions, strict=True) if p.follows]
                 self._executions[next(p for p in phase if p.updates)].evaluated_by = held_out
@@ -211,14 +215,19 @@ class Execution:
         return training
 
     def _open(
-        self, pass_: PassPlan, training: Trainer | None, stack: ExitStack, durable: PassJournal | None
+        self,
+        pass_: PassPlan,
+        training: Trainer | None,
+        stack: ExitStack,
+        durable: PassJournal | None,
+        sequential: dict[str, SequentialFeed],
     ) -> PassExecution:
         subscription = self._subscription
         feeding = self._plan.training
         steps_max = None
         if (
             feeding is not None
-            and pass_.dataset == pass_.root == feeding.dataset
+            and pass_.dataset == pass_.root == feeding.root
             and pass_.phase > feeding.phase
         ):
             steps_max = self._counts[feeding].counts.steps_visible  # the training may have ended early
@@ -231,6 +240,7 @@ class Execution:
             values=self._values,
             unwritten=self.unwritten,
             spools=self._spools,
+            sequential=sequential,
             training=training if pass_.updates or pass_.follows else None,
             steps_max=steps_max,
             journal=self._journal,

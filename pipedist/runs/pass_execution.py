@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 
 from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle, Slots
 from pipedist.core.types import Tree
+from pipedist.datasets.feeds import Feed, SequentialFeed
 from pipedist.errors import OutputError
 from pipedist.journal.history import CALLS, DurableProgress
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.pass_feeds import GatedFeed, Spool, SpoolFeed, feed_of
+from pipedist.runs.kept_values import Spool
+from pipedist.runs.pass_feeds import GatedFeed, SpoolFeed, feed_of
 from pipedist.runs.pass_folds import PassFolds
 from pipedist.runs.pass_journal import CALLS_S, PASS_STATE, STATE, Finished, FinishedCallLog
 from pipedist.runs.programs import (
@@ -64,6 +66,7 @@ class PassExecution:
             its file is the file's path.
         unwritten: why an output file could not be written, by stage; this pass adds its own.
         spools: the kept values of run stages, of earlier phases and (open) of this pass.
+        sequential: see `feed_of`.
         training: the training that the pass is part of, None if it is independent.
         steps_max: number of steps to read; None: the whole dataset.
     """
@@ -79,6 +82,7 @@ class PassExecution:
         values: MutableMapping[str, Tree],
         unwritten: MutableMapping[str, OutputError],
         spools: Mapping[str, Spool],
+        sequential: MutableMapping[str, SequentialFeed],
         training: Trainer | None,
         steps_max: int | None,
         journal: RunJournal | None,
@@ -91,7 +95,8 @@ class PassExecution:
         self._subscription = subscription
         self._values = values
         self._replicas = plan.spec.replicas
-        self._feed = feed_of(plan, pass_, spools)
+        self._feed: Feed = feed_of(plan, pass_, spools, sequential)
+        self._kept_feed = self._feed if isinstance(self._feed, SpoolFeed) else None
         self._training = training if pass_.updates else None
         self._state_history: StateHistory | None = None
         self._snapshot_versions: dict[str, int] = {}
@@ -146,7 +151,7 @@ class PassExecution:
         subscription = self._subscription
         if wait.reason == "data" and isinstance(self._feed, GatedFeed) and self._feed.held_back:
             return wait.refined("state", self._feed.held_back)
-        if wait.reason == "data" and isinstance(self._feed, SpoolFeed) and self._feed.is_live:
+        if wait.reason == "data" and self._kept_feed is not None and self._kept_feed.is_live:
             return wait.refined("stream", f"not all values of {self._pass.root} for the next step are made")
         if wait.reason != "reader":
             return wait
@@ -225,15 +230,15 @@ class PassExecution:
 
     def read_from(self, maker: PassExecution) -> None:
         """Get the values of a run from the pass of the phase that makes them."""
-        assert isinstance(self._feed, SpoolFeed)  # its root is a run
+        assert self._kept_feed is not None  # its root is a run
         self.evaluated_by.append(maker)
-        self._feed.follow()
-        maker._readers.setdefault(self._pass.root, []).append(self._feed)
+        self._kept_feed.follow()
+        maker._readers.setdefault(self._pass.root, []).append(self._kept_feed)
 
     @property
     def is_starved(self) -> bool:
         """Whether the pass that makes its values has failed, and all of these are processed."""
-        return isinstance(self._feed, SpoolFeed) and self._feed.is_starved(self.steps)
+        return self._kept_feed is not None and self._kept_feed.is_starved(self.steps)
 
     async def begin(self) -> None:
         """Go to the first uncommitted step, before any pass of the phase runs."""
@@ -462,6 +467,7 @@ class PassExecution:
                         values[name] = await self._folds.step_value(name, slots)
                 subscription.put(Step(step, epoch, values), step_bytes)
         if self._participant is not None:
+            self.on_taken()  # the training may wait for a step that never comes
             await self._notify_training(self._participant, first + len(steps) - 1, epoch)
         if subscription is not None:
             await subscription.room()

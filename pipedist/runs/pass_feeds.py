@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from itertools import groupby
 
 import anyio
 import anyio.to_thread
 import numpy as np
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import (
+    AHEAD_BYTES_MAX,
+    AHEAD_STEPS_MAX,
     READ_BYTES,
     ElementRanges,
     Feed,
@@ -26,16 +25,22 @@ from pipedist.datasets.feeds import (
     StepBatch,
     positions,
 )
-from pipedist.errors import FoldError, OutputError, PipedistError
-from pipedist.journal.log_format import EMPTY, LogEntry, RecordLog
+from pipedist.errors import FoldError
 from pipedist.plan import PassPlan, Plan
 from pipedist.plan.model import Granularity
-from pipedist.protocol.codec import decode
 from pipedist.protocol.program import ReaderConfig, Shards
+from pipedist.runs.kept_values import Spool
 from pipedist.runs.rebatching import KeptShard, KeptStep, StepCutter, has_rows, kept_shards
 
 
-def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
+def feed_of(
+    plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool], sequential: MutableMapping[str, SequentialFeed]
+) -> Feed:
+    """Return the feed of a pass.
+
+    Args:
+        sequential: the first feed of each dataset of the phase that can be read only in order, by dataset.
+    """
     spec = plan.spec
     dataset = spec.datasets[pass_.dataset]
     division = plan.division_of(pass_)
@@ -47,13 +52,16 @@ def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
         return SpoolFeed(pass_.root, spools.get(pass_.root), spec.replicas, batch, reader)
     source = plan.sources[pass_.dataset]
     if division is None:
-        return SequentialFeed(
+        if pass_.dataset in sequential:
+            return sequential[pass_.dataset].beside()
+        sequential[pass_.dataset] = feed = SequentialFeed(
             source,
             batch=dataset.batch,
             replicas=spec.replicas,
             drop_remainder=dataset.drop_remainder,
             epochs=plan.epochs(pass_),
         )
+        return feed
     return IndexedFeed(
         source,
         pass_.dataset,
@@ -62,117 +70,6 @@ def feed_of(plan: Plan, pass_: PassPlan, spools: Mapping[str, Spool]) -> Feed:
         shuffle_seed=spec.seed if dataset.shuffle else None,
     )
 
-
-class Spool:
-    """The committed values of one run stage, step by step, in a log on disk.
-
-    Memory holds only a few numbers for each step.
-
-    Args:
-        log: a log of the journal, which survives the process. None: a temporary file without a name, which
-            disappears with the process.
-    """
-
-    def __init__(self, stage: str, log: RecordLog | None = None) -> None:
-        self.stage = stage
-        self._is_temporary = log is None
-        self._log = log if log is not None else self._temporary()
-        self._starts = array("q")  # file offset of the frames of each step
-        self._frames = array("q", [0])  # index of the first frame of each step in `_sizes`
-        self._sizes = array("q")
-        self._bytes = array("q", [0])  # bytes of the frames before each step, and in total
-        self._elements = array("q", [0])  # elements before each step, and in total
-        self.epochs = array("l")
-
-    def _temporary(self) -> RecordLog:
-        import tempfile  # rarely needed
-
-        with tempfile.TemporaryFile(prefix="pipedist-") as file:
-            return RecordLog(os.dup(file.fileno()), EMPTY, self._unwritable)
-
-    def __len__(self) -> int:
-        return len(self.epochs)
-
-    def append(
-        self,
-        parts: Sequence[Tree],
-        ids: Sequence[Tree],
-        *,
-        elements: int,
-        epoch: int,
-        skipped: Sequence[int] = (),
-        removed: Sequence[tuple[int, NDArray[np.int64]]] = (),
-    ) -> None:
-        """Append the values of the next step.
-
-        Args:
-            parts: values of the shards that are not empty, possibly followed by those of empty shards.
-            ids: the element ids of the shards that are not empty.
-            skipped: the replicas among them without a value, because their whole shard was quarantined.
-            removed: replicas with quarantined elements, and their positions in the shard.
-        """
-        values = list(parts)
-        for hole in skipped:
-            values.insert(hole, None)
-        tree = [list(ids), values, *([[list(each) for each in removed]] if removed else [])]
-        self._index(self._log.append(tree, [len(ids), elements, epoch, *skipped]))
-
-    async def restore(self, entries: Iterable[LogEntry]) -> None:
-        """Restore the steps of a log, in a thread, because all of it is read and checked."""
-
-        def index() -> None:
-            for entry in entries:
-                self._index(entry)
-
-        await anyio.to_thread.run_sync(index)
-
-    def _index(self, entry: LogEntry) -> None:
-        _, elements, epoch, *_ = entry.meta
-        self._sizes.extend(entry.sizes)
-        self._frames.append(len(self._sizes))
-        self._starts.append(entry.at)
-        self._bytes.append(self._bytes[-1] + sum(entry.sizes))
-        self._elements.append(self._elements[-1] + elements)
-        self.epochs.append(epoch)
-
-    def finish(self) -> None:
-        """Flush the log after the last step, so that it can be read."""
-        self._log.flush()
-
-    def _unwritable(self, error: OSError) -> PipedistError:
-        import tempfile
-
-        return OutputError(
-            f"can't store the values of stage {self.stage} for a later phase in {tempfile.gettempdir()} "
-            f"(TMPDIR): {error.strerror or error}"
-        )
-
-    def read(self, step: int) -> list[Tree]:
-        """Return the ids, the values and, if there are any, the removed positions of a step, from the disk."""
-        sizes = self._sizes[self._frames[step] : self._frames[step + 1]]
-        starts = accumulate(sizes, initial=self._starts[step])
-        fd = self._log.fd
-        found: list[Tree] = decode([os.pread(fd, n, at) for n, at in zip(sizes, starts, strict=False)])
-        return found
-
-    def bytes(self, first: int, last: int) -> int:
-        return self._bytes[last] - self._bytes[first]
-
-    def elements(self, first: int, last: int) -> int:
-        return self._elements[last] - self._elements[first]
-
-    def close(self) -> None:
-        """Close a temporary file; a log of the journal is closed by the journal."""
-        if self._is_temporary:
-            self.close_log()
-
-    def close_log(self) -> None:
-        """Close the log, even if it belongs to the journal."""
-        self._log.close()
-
-
-AHEAD_STEPS_MAX = 256
-AHEAD_BYTES_MAX = 4 * 2**20
 
 _Made = tuple[int, int, int, list[KeptShard]]  # epoch, elements, bytes and shards of a step
 
@@ -324,29 +221,13 @@ class SpoolFeed(Feed):
     def request(self, lo: int, hi: int, *, local: bool, elements: ElementRanges = ()) -> Shards | ShardRead:
         """Return the values of calls [lo, hi), or the function that joins them."""
         calls = [(self._held[call // self._replicas], call % self._replicas) for call in range(lo, hi)]
-        for (held, part), call in zip(calls, range(lo, hi), strict=True):
-            step = call // self._replicas
-            if part in held.skipped:
-                raise FoldError(
-                    self._stage,
-                    f"step {step} has no value for replica {part}, because its shard was quarantined, so the "
-                    "replica can't join a collective. Put both stages into one phase",
-                )
-            if part >= len(held.shards):
-                raise FoldError(
-                    self._stage,
-                    f"step {step} has no shard for replica {part}, so the replica has no value to join a "
-                    "collective with. Add `collectives: true` here too, or `drop_remainder: true`",
-                )
 
         def read() -> Shards:
-            ids = [held.ids(part) for held, part in calls]
+            ids = [held.ids(part) if part < len(held.shards) else range(0) for held, part in calls]
             try:
                 values = [held.value(part) for held, part in calls]
             except (TypeError, ValueError) as error:
-                raise FoldError(
-                    self._stage, f"its values can't be divided into other steps: {error}"
-                ) from error
+                raise FoldError(self._stage, f"its values can't be divided into calls: {error}") from error
             if elements:
                 rows = positions(elements)
                 ids = [np.asarray(ids[0], np.int64)[rows]]

@@ -28,7 +28,7 @@ from pipedist.runs.folds import (
     is_large,
 )
 from pipedist.runs.gather_fold import GatherFold
-from pipedist.runs.pass_feeds import Spool
+from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_journal import PASS_STATE
 from pipedist.runs.programs import COMBINED, combine_program, parts_of, reduction_of, slot_of
 from pipedist.scheduler import PassSettings

@@ -96,13 +96,26 @@ class KeptStep(Struct, frozen=True):
 
     def is_whole(self, replica: int) -> bool:
         """Return whether a shard is one of the input, so that its value is used as it is."""
+        if replica >= len(self.shards):
+            return False
         (shard, lo, hi), *others = self.shards[replica]
         return not others and (lo, hi) == (0, shard.size)
 
     def value(self, replica: int) -> Tree:
-        """Return the value of a shard; raise ValueError or TypeError if values can't be cut or joined."""
-        if self.is_whole(replica):
+        """Return the value of a shard; raise ValueError or TypeError if values can't be cut or joined.
+
+        That of a shard without rows, which a gang reads too, is made of the first rows of the step.
+        """
+        if self.is_whole(replica) and replica not in self.skipped:
             return self.shards[replica][0][0].value
+        if replica >= len(self.shards) or replica in self.skipped:
+            full = next((s for part in self.shards for s, *_ in part if len(s.ids)), None)
+            if full is None or not has_rows(full.value, len(full.ids)):
+                raise ValueError(
+                    f"replica {replica} has no elements, but joins collectives. It gets arrays without rows if all "
+                    "values are arrays with one row for each element"
+                )
+            return trees.tree_map(lambda leaf: leaf[:0], full.value)
         found, names = [], []
         for shard, lo, hi in self.shards[replica]:
             first, last = shard.rows(lo, hi)

@@ -29,7 +29,8 @@ from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.protocol.program import Shards
 from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
 from pipedist.runs.identity import SpecSource, differences, listed
-from pipedist.runs.pass_feeds import Spool, SpoolFeed, feed_of
+from pipedist.runs.kept_values import Spool
+from pipedist.runs.pass_feeds import SpoolFeed, feed_of
 from pipedist.runs.pass_folds import restore_pass
 from pipedist.runs.pass_journal import PASS_STATE, PassJournal
 from pipedist.runs.programs import CallKey, pass_of, pass_program, slot_of
@@ -83,7 +84,8 @@ def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Ite
     history = _history(folder)
     header = history.header
     with ExitStack() as stack:
-        plan = compile_plan(SpecSource(header.source, tuple(header.sets), header.params).load(), workers=1)
+        spec = SpecSource(header.source, tuple(header.sets), header.params).load()
+        plan = compile_plan(spec, workers=spec.replicas)  # a gang with GPUs needs as many
         stack.callback(plan.close)
         now = header_of(plan, header.run, SpecSource(), header, ended_ns(folder / PRIVATE / "journal"))
         if changed := changes(header, now):
@@ -159,7 +161,7 @@ class _Lookup:
         if journal.before.complete and key.step >= journal.before.steps:
             raise _no_such_step(key, pass_, journal.before.steps)
         values, spools = await self._restore_earlier_phases()
-        feed = feed_of(plan, pass_, spools)
+        feed = feed_of(plan, pass_, spools, {})
         await self._go_to_step(feed)
         epoch = feed.epoch(key.step)
         shards, chosen, skipped = self._shards(feed, journal, elements, notes)

@@ -193,6 +193,8 @@ class _Division:
                 if piece.pass_.root in other.pass_.kept and piece.pass_.phase == other.pass_.phase:
                     piece.late = max(piece.late, other.late)
         turns = [piece for piece in found if piece.pass_.updates or piece.pass_.follows]
+        for piece in turns:  # passes of a training are in one phase
+            piece.late = max(each.late for each in turns)
         for first in [piece for piece in turns if piece.source is None][:1]:
             for piece in turns:
                 training = f"it is part of the training of {first.pass_.name}, which is executed again"

@@ -27,7 +27,7 @@ from pipedist.spec.training import (
     granularity,
     root_of,
     training_of,
-    undivided,
+    why_together,
 )
 
 _READS = {
@@ -99,6 +99,7 @@ class Checks:
                 tuple(awaited for _, waiting, awaited, _ in self._waits if waiting == name),
                 tuple(state for reading, state in states if reading == name),
                 stage.per,
+                stage.raw.get("until") is not None,
             )
             for name, stage in stages.items()
         }
@@ -197,19 +198,16 @@ class Checks:
 
     def _batches(self) -> None:
         """A run with a `batch` reads a run, and is executed in calls of its own."""
-        collectives = [
-            name for name, stage in self._stages.items() if stage.raw.get("collectives", False) is not False
-        ]
-        whole = undivided(tuple(self._datasets), self.links, collectives)
+        training = training_of(tuple(self._datasets), self.links)
         for name, stage in self._stages.items():
             if stage.verb != "run" or stage.raw.get("batch") is None:
                 continue
-            path, root = ("stages", name, "batch"), root_of(name, self._datasets, self.links)
+            path = ("stages", name, "batch")
             if stage.of in self._datasets:
                 message = f"`batch` requires the input of `{name}` to be a run, and `{stage.of}` is a dataset"
                 self._note_key(path, message, f"`batch` in `{stage.of}`, or no `batch`")
-            elif root in whole:
-                message = f"`{name}` can't have a `batch`: stages of `{root}` use collectives or are part of a training"
+            elif why := why_together(name, tuple(self._datasets), self.links, training):
+                message = f"`{name}` can't have a `batch`: {why}"
                 self._note_key(path, message, "no `batch`")
 
     def _cluster(self, cluster: Mapping[object, object]) -> None:

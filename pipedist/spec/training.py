@@ -20,6 +20,7 @@ class Links:
     waits: tuple[str, ...]  # stages that must be complete before it begins (`${stages.NAME}`, `after`)
     reads: tuple[str, ...]  # the updates whose states it reads (`${state.NAME}`)
     per: str = "run"  # run, epoch or step: how often a reduce or gather has a value
+    ends: bool = False  # an update that may end the epochs early (`until`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class TrainingStages:
     updates: tuple[str, ...]  # the updates, each after those of the same granularity whose states it reads
     held_out: tuple[str, ...]  # the datasets that are read once after each epoch of the feeder
     members: frozenset[str]  # updates, their inputs, readers of a changing state, stages of held-out datasets
+    core: frozenset[str]  # the inputs of updates, and the readers of a changing state
     early: frozenset[str]  # the stages that members wait for, and the dependencies of these
 
 
@@ -57,16 +59,27 @@ def granularity(update: str, links: Mapping[str, Links]) -> str:
     return "run" if source is None else source.per
 
 
-def undivided(
-    datasets: Sequence[str], links: Mapping[str, Links], collectives: Collection[str]
-) -> frozenset[str]:
-    """Return the datasets whose chains of runs are one call: those of a gang or of a training.
+def why_together(
+    name: str, datasets: Sequence[str], links: Mapping[str, Links], training: TrainingStages | None
+) -> str:
+    """Return why a run is executed in one call with the runs beside and before it, whatever their resources; or "".
 
-    `collectives` are the runs that join collectives.
+    In a training, the stages that feed updates or read a changing state stay together: all of them are in the calls
+    that the run begins or after these, or none.
     """
-    training = training_of(datasets, links)
-    found = set() if training is None else {training.feeder, *training.held_out}
-    return frozenset(found | {root for name in collectives if (root := root_of(name, datasets, links))})
+    root = root_of(name, datasets, links)
+    if training is None or root not in (training.feeder, *training.held_out):
+        return ""
+    if root != training.feeder:
+        return f"`{root}` is held out of a training"
+    if ends := [update for update in training.updates if links[update].ends]:
+        return f"`until` of `{ends[0]}` may end the epochs of `{root}` early"
+    core = {each: name in ancestry(each, links) for each in sorted(training.core)}
+    core = {each: after for each, after in core.items() if root_of(each, datasets, links) == root}
+    if len({*core.values()}) <= 1:
+        return ""
+    other = next(each for each, after in core.items() if not after)
+    return f"`{other}`, which does not read `{name}`, is part of the training too"
 
 
 def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> TrainingStages | None:
@@ -84,10 +97,11 @@ def training_of(datasets: Sequence[str], links: Mapping[str, Links]) -> Training
     evaluated = {roots[name] for name in readers} - {feeder, None}
     held_out = tuple(name for name in datasets if name in evaluated)
     core |= {name for name, root in roots.items() if root in held_out}
+    together = frozenset(sources | readers)
     core_chain = {other for name in core for other in ancestry(name, links) if other in links}
     early = _awaited(core_chain, links, core)
     return TrainingStages(
-        feeder, _ordered(updates, links), held_out, frozenset(core_chain - early), frozenset(early)
+        feeder, _ordered(updates, links), held_out, frozenset(core_chain - early), together, frozenset(early)
     )
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -67,11 +67,12 @@ class Work:
 
     STEPS = 40
     GATED_FROM = 30
+    MODULE, CODE, SPEC = "network_code", CODE, SPEC
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
-        (folder / "network_code.py").write_text(CODE)
+        (folder / f"{self.MODULE}.py").write_text(self.CODE)
         self.spec = folder / "spec.yaml"
         self.write_spec("")
 
@@ -84,7 +85,7 @@ class Work:
         # What waits at the gate takes long, and is counted.
         cluster = f"speculation: off, {cluster}" if cluster else "speculation: off"
         self.spec.write_text(
-            SPEC.format(
+            self.SPEC.format(
                 elements=12 * self.STEPS, folder=self.folder, gated_from=self.GATED_FROM, cluster=cluster
             )
         )
@@ -174,14 +175,26 @@ class NetworkRun:
         self.told = Told(process.stdout)
         assert self.told.wait_for("listening")["endpoint"] == self.endpoint
 
-    def start_worker(self, on: Host, key_file: str = "cluster.worker.key") -> subprocess.Popen[bytes]:
+    def start_worker(
+        self, on: Host, key_file: str = "cluster.worker.key", *, gpus: str = ""
+    ) -> subprocess.Popen[bytes]:
         """Start `pipedist worker` on a host."""
         args = ("-m", "pipedist", "worker", "--connect", self.endpoint, "--key-file", key_file)
-        return self._start(on.name, on, *args)
+        if not gpus:
+            return self._start(on.name, on, *args)
+        tool = self._folder / "bin" / "nvidia-smi"
+        tool.parent.mkdir(exist_ok=True)
+        tool.write_text('#!/bin/sh\necho "GPU 0: a test\'s"\n')
+        tool.chmod(0o755)
+        path = f"{tool.parent}:{os.environ['PATH']}"
+        return self._start(on.name, on, *args, env={"CUDA_VISIBLE_DEVICES": gpus, "PATH": path})
 
-    def _start(self, name: str, on: Host, *args: str | Path) -> subprocess.Popen[bytes]:
+    def _start(
+        self, name: str, on: Host, *args: str | Path, env: Mapping[str, str] = {}
+    ) -> subprocess.Popen[bytes]:
+        env = {**self._env, **env}
         with (self._folder / f"{name}.stderr").open("ab") as errors:
-            process = on.start([sys.executable, *args], cwd=self._folder, stderr=errors, env=self._env)
+            process = on.start([sys.executable, *args], cwd=self._folder, stderr=errors, env=env)
         self._processes[name] = process
         return process
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -417,16 +418,71 @@ def test_a_batch_is_that_of_all_runs_after_it_also_in_a_later_phase() -> None:
     ]
 
 
-def test_stages_of_a_gang_or_a_training_stay_in_one_call() -> None:
-    gang = {"a": run(), "b": run("a", 0.5, collectives=True)}
-    assert runs_of(gang, replicas=1) == [("dataset", ("a", "b"), 4)]
-    training = {
-        "a": run(),
-        "b": run("a", 1),
+def test_runs_of_one_dataset_with_other_resources_are_calls_of_their_own() -> None:
+    stages = {"a": run(), "b": run(gpus=1), "c": run("b", 1), "d": run("b"), "e": run(gpus=0.5)}
+    total = {"total": {"reduce": "sum", "of": "dataset", "axis": 0}}
+    assert runs_of(stages | total) == [
+        ("dataset", ("a",), 4),
+        ("dataset", ("e",), 4),
+        ("dataset", ("b", "c"), 4),
+        ("b", ("d",), 4),
+    ]
+    only_gpus = {"b": run(gpus=1), "c": run(gpus=1)}
+    assert runs_of(only_gpus | total) == [("dataset", ("b", "c"), 4)]
+
+
+def training(**stages: Any) -> dict[str, Any]:
+    """Return the stages of a training, whose last run is `b`."""
+    return {
+        **stages,
         "t": {"reduce": "sum", "of": "b", "axis": 0, "per": "step"},
         "s": {"update": f"{F}:plus", "of": "t", "init": 0},
     }
-    assert runs_of(training) == [("dataset", ("a", "b"), 4)]
+
+
+def test_values_are_streamed_to_a_gang_and_to_a_training() -> None:
+    gang = {"a": run(), "b": run("a", 0.5, collectives=True)}
+    assert runs_of(gang, replicas=1) == [("dataset", ("a",), 4), ("a", ("b",), 4)]
+    assert runs_of(training(a=run(), b=run("a", 1))) == [("dataset", ("a",), 4), ("a", ("b",), 4)]
+    assert runs_of(training(a=run(), b=run("a", batch=8))) == [("dataset", ("a",), 4), ("a", ("b",), 8)]
+    beside = training(a=run(), b=run("a", 1), c=run("a"), d=run("b"), e=run(gpus=0.5))
+    assert runs_of(beside) == [
+        ("dataset", ("a", "c"), 4),
+        ("dataset", ("e",), 4),
+        ("a", ("b",), 4),
+        ("b", ("d",), 4),
+    ]
+
+
+READS = {"with": {"amount": "${state.s}"}, "run": f"{F}:plus"}
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        training(a=run(**READS), b=run("a", 1)),
+        training(a=run(), b=run("a", 1), c=run("a", **READS)),
+        training(a=run(), b=run("a", 1))
+        | {"s": {"update": f"{F}:plus", "of": "t", "init": 0, "until": f"{G}:at_least_20"}},
+    ],
+    ids=["before", "beside", "until"],
+)
+def test_stages_that_depend_on_the_updates_stay_in_one_call(stages: dict[str, Any]) -> None:
+    names = tuple(name for name in stages if "run" in stages[name])
+    assert runs_of(stages) == [("dataset", names, 4)]
+    plan = planned({"pipedist": 1, "replicas": 2, "dataset": {"range": 103, "batch": 4}, "stages": stages})
+    assert re.search("one call executes a, b.*, although their `resources` differ: `", as_text(plan))
+    plan.close()
+
+
+def test_runs_of_kept_values_with_other_resources_are_calls_of_their_own() -> None:
+    stages = {
+        "a": run(),
+        "t": {"reduce": "sum", "of": "a", "axis": 0},
+        "b": run("a", after=["t"]),
+        "c": run("a", 1, after=["t"]),
+    }
+    assert runs_of(stages) == [("dataset", ("a",), 4), ("a", ("b",), 4), ("a", ("c",), 4)]
 
 
 @pytest.mark.parametrize(
@@ -434,8 +490,8 @@ def test_stages_of_a_gang_or_a_training_stay_in_one_call() -> None:
     [
         ({"a": run(batch=8)}, "`batch` requires the input of `a` to be a run, and `dataset` is a dataset"),
         (
-            {"a": run(), "b": run("a", batch=8, collectives=True)},
-            "`b` can't have a `batch`: stages of `dataset`",
+            training(a=run(**READS), b=run("a", batch=8)),
+            "`b` can't have a `batch`: `a`, which does not read `b`, is part of the training too",
         ),
         (
             {"a": run(), "b": run("a", batch=0)},

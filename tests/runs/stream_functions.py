@@ -6,10 +6,13 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.runs import training_functions
 
 WAIT_S = 60.0
 
@@ -93,3 +96,48 @@ def not_four(x: int) -> int:
     if x == 4:
         raise ValueError("four")
     return x
+
+
+COUNTED = 120
+
+
+def counted(folder: str) -> Iterator[int]:
+    for i in range(COUNTED):
+        with open(Path(folder) / "read", "a") as file:
+            file.write(f"{i}\n")
+        yield i
+
+
+def unchanged(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def unchanged_checked(x: np.ndarray, folder: str) -> np.ndarray:
+    """Fail on the elements in a file, which is no part of the spec."""
+    if found := sorted({*json.loads((Path(folder) / "bad.json").read_text())} & {*x.tolist()}):
+        raise ValueError(f"inference of {found[0]}")
+    return x
+
+
+# -- a training behind a decode --------------------------------------------------------------
+
+
+def decode_rows(shard: Any, ctx: Any, folder: str = "", dies: int = -1) -> Any:
+    """Return a row of each element, with noise; the element `dies` ends the process once."""
+    ids = np.asarray(ctx.elements)
+    _act("decode", ids, folder, (), dies)
+    noise = ctx.rng.standard_normal(shard["x"].shape).astype(np.float32) * np.float32(1e-3)
+    return {**shard, "x": shard["x"] + noise, "id": ids}
+
+
+def gradients_of_decoded(shard: Any, weights: Any, folder: str = "", dies: int = -1) -> Any:
+    bad = Path(folder) / "bad.json"
+    _act("train", shard["id"], folder, tuple(json.loads(bad.read_text())) if bad.exists() else (), dies)
+    return training_functions.gradients(shard, weights)
+
+
+def all_gradients(shard: Any, weights: Any, ctx: Any, folder: str = "", dies: int = -1) -> Any:
+    """Return the sum of all replicas' gradients on replica 0, and zeros on the others."""
+    own = gradients_of_decoded(shard, weights, folder, dies)
+    total = ctx.all_reduce("sum", own)
+    return {name: value if ctx.replica_id_in_sync_group == 0 else value * 0 for name, value in total.items()}

@@ -28,7 +28,7 @@ from pipedist.datasets.sources.memory import RangeReader
 from pipedist.journal.log_format import EMPTY, LogEntry, RecordLog, read_log
 from pipedist.protocol import messages as msg
 from pipedist.protocol.program import Emit, Program, StageProgram
-from pipedist.runs.pass_feeds import Spool
+from pipedist.runs.kept_values import Spool
 from pipedist.runs.quarantine import PassQuarantine
 from pipedist.scheduler import PassSettings
 from pipedist.scheduler.commands import CallsQuarantined, Cause

@@ -25,7 +25,8 @@ from pipedist.reduction.tree import FoldTree, Reduction
 from pipedist.runs import folds, gather_fold
 from pipedist.runs.folds import THREAD_OBJECTS, CombineFold, Per, ReduceFold
 from pipedist.runs.gather_fold import GatherFold
-from pipedist.runs.pass_feeds import Spool, SpoolFeed
+from pipedist.runs.kept_values import Spool
+from pipedist.runs.pass_feeds import SpoolFeed
 from pipedist.values import PerReplica, gather, reduce
 
 

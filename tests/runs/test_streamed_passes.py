@@ -213,7 +213,7 @@ async def test_an_error_of_either_stage_ends_the_run_at_once(
 def test_values_that_cannot_be_divided_end_the_run_with_the_stage() -> None:
     document = spec_of(decode={"run": functions.length})
     del document["stages"]["noise"]
-    with pytest.raises(FoldError, match=r"decoded: its values can't be divided into other steps"):
+    with pytest.raises(FoldError, match=r"decoded: its values can't be divided into calls"):
         pipedist.run(document, workers=2)
 
 
