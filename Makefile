@@ -149,6 +149,10 @@ bench-training: $(INSTALLED)  ## Measure a training with 1,000,000 parameters, b
 bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, to check results only.
 	$(BIN)/python -m pytest -q benchmarks/tests
 
+.PHONY: bench-jax
+bench-jax: $(INSTALLED)  ## Measure what steps_per_run saves on JAX devices (after make test-jax).
+	$(BIN)/python -m benchmarks.jax_steps $(ARGS)
+
 .PHONY: bench-profile
 bench-profile: $(INSTALLED)  ## Profile the time of a call: make bench-profile ARGS="--only W1".
 	$(BIN)/python -m benchmarks.call_profile $(ARGS)
@@ -173,8 +177,8 @@ test-torch:  ## Run the tests that need torch (after make bench-torch).
 
 .PHONY: test-jax
 test-jax: $(INSTALLED)  ## Install jax for the CPU, and run the tests that need it (120 MiB).
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check jax
-	$(BIN)/python -m pytest -q -m jax tests/values
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[jax]'
+	$(BIN)/python -m pytest -q -n 2 -m jax tests/values tests/jax
 
 .PHONY: browser
 browser:  ## Install the browser that the tests of pages use (Debian, as root).

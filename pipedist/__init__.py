@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from pipedist.cluster.resolvers_environment import SlurmClusterResolver as SlurmClusterResolver
     from pipedist.cluster.resolvers_environment import TFConfigClusterResolver as TFConfigClusterResolver
     from pipedist.cluster.resolvers_kubernetes import KubernetesClusterResolver as KubernetesClusterResolver
+    from pipedist.cluster.resolvers_tpu import DeviceAssignment as DeviceAssignment
+    from pipedist.cluster.resolvers_tpu import TPUClusterResolver as TPUClusterResolver
+    from pipedist.cluster.resolvers_tpu import TPUTopology as TPUTopology
     from pipedist.cluster.tf_config import TaskCluster as TaskCluster
     from pipedist.cluster.tf_config import open_cluster as open_cluster
     from pipedist.collectives.options import CommunicationOptions as CommunicationOptions
@@ -90,6 +93,7 @@ if TYPE_CHECKING:
     from pipedist.strategy.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
     from pipedist.strategy.partitioners import MaxSizePartitioner as MaxSizePartitioner
     from pipedist.strategy.partitioners import MinSizePartitioner as MinSizePartitioner
+    from pipedist.strategy.tpu import TPUStrategy as TPUStrategy
     from pipedist.values import Mirrored as Mirrored
     from pipedist.values import PerReplica as PerReplica
     from pipedist.values import ReduceOp as ReduceOp
@@ -104,6 +108,7 @@ _HOMES = {
     "pipedist.cluster.resolvers": "ClusterResolver ClusterSpec SimpleClusterResolver UnionResolver",
     "pipedist.cluster.resolvers_environment": "SlurmClusterResolver TFConfigClusterResolver",
     "pipedist.cluster.resolvers_kubernetes": "KubernetesClusterResolver",
+    "pipedist.cluster.resolvers_tpu": "DeviceAssignment TPUClusterResolver TPUTopology",
     "pipedist.collectives.options": "CommunicationOptions",
     "pipedist.cluster.remote": "ConnectCluster",
     "pipedist.datasets.element": "ArraySpec",
@@ -127,6 +132,7 @@ _HOMES = {
         "has_strategy in_cross_replica_context strategy_of"
     ),
     "pipedist.strategy.cluster_coordinator": "ClusterCoordinator",
+    "pipedist.strategy.tpu": "TPUStrategy",
     "pipedist.strategy.parameter_server": "ParameterServerStrategy",
     "pipedist.strategy.closures": "ClosureCancelled RemoteValue",
     "pipedist.cluster.tf_config": "TaskCluster open_cluster",

@@ -213,6 +213,19 @@ class LocalGang:
                     self._pass_turn()
             self._await_turn(me)
 
+    def patience(self, purpose: str) -> StallPolicy:
+        """Return how long this process waits for other members, for a purpose that is no collective."""
+
+        def stalled(members: tuple[int, ...]) -> None:
+            text = (
+                f"{purpose} has waited {self._options.waits_s:g} s for members {', '.join(map(str, members))}"
+            )
+            if self._on_stalled is None:
+                raise CollectiveTimeoutError(text)
+            self._on_stalled(members, text)
+
+        return StallPolicy(self._options.waits_s, stalled)
+
     # collectives
 
     def call(self, replica: int, request: CollectiveRequest) -> Tree:

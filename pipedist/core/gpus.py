@@ -50,6 +50,15 @@ def found() -> VisibleGpus:
     return VisibleGpus(_seen(visible, count), f"{origin}, restricted by {VISIBLE}={visible!r}")
 
 
+def missing_devices(kind: str) -> str:
+    """Return why this machine has no devices of a kind, "tpu" or "gpu"; "": it has some."""
+    if kind == "gpu":
+        gpus = found()
+        return "" if gpus.gpus else f"there are none here ({gpus.how})"
+    has_tpu = os.path.exists("/dev/accel0") or any(os.environ.get(name) for name in _TPU_SIGNS)
+    return "" if has_tpu else "there are none here (no variable of a TPU VM, and no /dev/accel0)"
+
+
 def named() -> tuple[str, ...]:
     """Return the GPUs of a worker started by hand: those in CUDA_VISIBLE_DEVICES.
 

@@ -59,7 +59,7 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         asynchronous = frozenset(name for name, (_, is_async) in called.items() if is_async)
         plan = Plan(spec, workers, sources, functions, states, ordered, supply, verify, asynchronous, classes)
         problems += [*_check_gangs(plan), *_check_communication(plan), *_check_gpus(plan)]
-        problems += [*_check_waiting(plan), *_check_retries(spec)]
+        problems += [*_check_compiled(plan), *_check_waiting(plan), *_check_retries(spec)]
         if problems:
             raise PlanError(problems)
         plan.opened.push(stack.pop_all())
@@ -238,6 +238,37 @@ def _check_communication(plan: Plan) -> Iterator[Problem]:
                     message = f"`{implementation}` uses torch.distributed, but torch is not installed"
                     expected = "pip install torch, or `implementation: auto`"
                     yield plan.spec.document.problem(at, message, expected=expected)
+
+
+def _check_compiled(plan: Plan) -> Iterator[Problem]:
+    """Check that compiled runs have jax and their devices, and no other runs in their calls."""
+    for pass_ in plan.passes:
+        kind = pass_.devices(plan.spec)
+        for name in pass_.runs if kind else ():
+            stage = plan.spec.stages[name]
+            place: tuple[str, ...] = ("stages", name)
+            assert isinstance(stage, RunSpec)
+            own = stage.resources.devices if stage.compile and stage.resources else None
+            if own != kind or name in plan.classes:
+                message = f"the calls of `{name}` execute compiled functions too, on {kind} devices"
+                expected = f"`compile: jax` with `devices: {kind}` on all of them, and functions, not classes"
+            elif find_spec("jax") is None:
+                place = (*place, "compile")
+                message = "the function is compiled by jax, which is not installed here"
+                expected = "pip install 'pipedist[jax]', or no `compile`"
+            elif kind != "cpu" and (missing := accelerators.missing_devices(kind)):
+                place = (*place, "resources", "devices")
+                message, expected = (
+                    f"`{name}` needs {kind} devices, but {missing}",
+                    "`devices: cpu`, or another host",
+                )
+            elif plan.spec.replicas % plan.hosts:
+                hosts = plural(plan.hosts, "worker")
+                message = f"{plural(plan.spec.replicas, 'replica')} cannot be divided among {hosts}"
+                expected = "the same number of replicas for each worker: --workers 1"
+            else:
+                continue
+            yield plan.spec.document.problem(place, message, expected=expected)
 
 
 def _gpus_needed(spec: Spec) -> float:

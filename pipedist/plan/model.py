@@ -41,6 +41,11 @@ class PassPlan(Struct, frozen=True):
     batch: int = 0  # the number of elements of a step
     key: str = ""  # the name of the pass in the journal
 
+    def devices(self, spec: Spec) -> str:
+        """Return the kind of JAX devices for which its runs are compiled; "": they are not."""
+        found = [s for name in self.runs if isinstance(s := spec.stages[name], RunSpec) and s.compile]
+        return (found[0].resources.devices or "") if found and found[0].resources else ""
+
     def communication(self, spec: Spec) -> dict[str, CollectivesSpec]:
         """Return the communication options of its runs, by name; runs with the default are skipped."""
         found: dict[str, CollectivesSpec] = {}
@@ -204,6 +209,11 @@ class Plan(Struct, frozen=True):
         if stage.concurrency or stage.gpus or name not in self.asynchronous or name in self.classes:
             return stage.concurrency or (self.workers if stage.per else 0)
         return CALLS_AT_ONCE * self.workers
+
+    @property
+    def hosts(self) -> int:
+        """The number of workers that execute a step of compiled functions."""
+        return min(self.workers, self.spec.replicas)
 
     @property
     def gpus_needed(self) -> float:

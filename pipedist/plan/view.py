@@ -174,6 +174,9 @@ def _gang(plan: Plan, pass_: PassPlan) -> str:
     workers = plural(replicas if pass_.gpus else min(replicas, plan.workers), "worker")
     used = {each.implementation for each in pass_.communication(plan.spec).values()} - {"auto"}
     through = f", collectives through {used.pop()}" if used else ""
+    if kind := pass_.devices(plan.spec):
+        each = replicas // plan.hosts
+        through = f", compiled by jax for a mesh of {replicas} {kind} devices, {each} each, 1 step per run"
     return f"a gang of {plural(replicas, 'replica')}: at the same time, on {workers}{through}"
 
 

@@ -98,6 +98,15 @@ class ReaderConfig(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     drop_remainder: bool  # the dataset's setting
 
 
+class JaxDevices(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The JAX devices on which a pass's replicas are one compiled program per process."""
+
+    platform: str  # "tpu", "gpu" or "cpu"
+    # For each replica the number of its device in its process; empty: its place among that process's replicas
+    ordinals: tuple[int, ...] = ()
+    hosts: int = 1  # number of processes, each with the same number of replicas
+
+
 class Program(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Everything that a worker needs to execute the calls of a pass."""
 
@@ -115,6 +124,7 @@ class Program(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     # (`pipedist.collectives.options.CommunicationOptions`)
     communication: tuple[int, float | None, str] = (0, None, "auto")
     verify: bool = False  # execute each call twice, and fail it if the values differ
+    jax: JaxDevices | None = None  # the calls of a gang are compiled by JAX; None: they are Python
 
     @property
     def limits(self) -> tuple[int, ...]:

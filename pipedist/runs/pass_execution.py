@@ -212,6 +212,7 @@ class PassExecution:
                 quarantine_max=self._plan.quarantine_max(self._pass.dataset),
                 quarantined=0 if found is None else len(found["quarantine"]),
                 gpus=self._pass.gpus,
+                members=self._plan.hosts if self._pass.devices(self._plan.spec) else 0,
                 # values that were made are used before more are made
                 priority=1 if self._plan.maker(self._pass) is None else 0,
             ),

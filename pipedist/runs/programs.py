@@ -19,7 +19,15 @@ from pipedist.errors import CallError, UsageError
 from pipedist.plan import DEFAULT_COLLECTIVES, PassPlan, Plan
 from pipedist.plan.callables import exception_names
 from pipedist.protocol.limits import ELEMENTS_MAX, RESULT_OBJECTS_MAX
-from pipedist.protocol.program import OWN_STATE, Emit, Program, ReaderConfig, StageProgram, StateValue
+from pipedist.protocol.program import (
+    OWN_STATE,
+    Emit,
+    JaxDevices,
+    Program,
+    ReaderConfig,
+    StageProgram,
+    StateValue,
+)
 from pipedist.reduction.tree import Reduction
 from pipedist.spec import ReduceSpec, RunSpec, StageRef, StageSpec, StateRef, UpdateSpec, substitute
 
@@ -115,6 +123,7 @@ def pass_program(
         limit = RESULT_OBJECTS_MAX if name in whole else ELEMENTS_MAX
         emits.append(Emit(_VALUE + name, index[name], objects_max=limit))
     emits += [Emit(stored_slot(name), index[name], stored=True) for name in stored]
+    kind = pass_.devices(spec)
     collectives = next(iter(pass_.communication(spec).values()), DEFAULT_COLLECTIVES)
     return Program(
         seed=spec.seed,
@@ -127,6 +136,7 @@ def pass_program(
         verify=plan.verify,
         gang=pass_.gang,
         communication=(collectives.bytes_per_pack, collectives.timeout_s, collectives.implementation),
+        jax=JaxDevices(kind, hosts=plan.hosts) if kind else None,
     )
 
 

@@ -171,9 +171,10 @@ class Assigner:
     def _issue_gang(self, pass_: Pass) -> bool:
         """Assign the next step of a gang pass; return False if too few workers have capacity."""
         members, replicas, gpus = self._members, pass_.settings.replicas, pass_.settings.gpus
-        group = pass_.groups.idle(members, replicas, gpus)
+        count = pass_.settings.members
+        group = pass_.groups.idle(members, replicas, gpus, count)
         if group is None:
-            group = pass_.groups.in_advance(members, replicas, gpus, pass_.gangs_queued(self._limits))
+            group = pass_.groups.in_advance(members, replicas, gpus, pass_.gangs_queued(self._limits), count)
         if group is None:
             return False
         todo = pass_.todo.take(replicas)

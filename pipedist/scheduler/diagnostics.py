@@ -141,7 +141,7 @@ def _lacking(pass_: Pass, passes: Mapping[int, Pass], members: Membership) -> tu
             return Reason.STARTING_WORKER, f"none{owns} has joined, {starting} to be started{stuck}"
         return Reason.JOINING_WORKER, f"no worker{owns} has joined{stuck}"
     if pass_.settings.gang:
-        size = gang_size(members, pass_.settings.replicas, gpus)
+        size = gang_size(members, pass_.settings.replicas, gpus, pass_.settings.members)
         if idle < size:
             needed = f"it needs {size} idle workers{own} at once"
             return Reason.GANG, f"{needed}; {idle} of {ready} are idle{stuck}"

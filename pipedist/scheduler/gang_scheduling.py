@@ -27,12 +27,12 @@ class GangGroups:
     def __iter__(self) -> Iterator[GangGroup]:
         return iter(self._busy.values())
 
-    def idle(self, members: Membership, replicas: int, gpus: float = 0.0) -> GangGroup | None:
+    def idle(self, members: Membership, replicas: int, gpus: float = 0.0, count: int = 0) -> GangGroup | None:
         """Return a group of idle workers with at least `gpus` GPUs each, or None if too few are idle.
 
         The workers of the latest group are preferred, then the longest idle ones.
         """
-        size = gang_size(members, replicas, gpus)
+        size = gang_size(members, replicas, gpus, count)
         idle: Mapping[str, Worker] = members.idle
         if gpus:
             idle = {name: worker for name, worker in idle.items() if worker.gpus >= gpus}
@@ -54,10 +54,12 @@ class GangGroups:
         workers = sorted(list(chosen.values())[:size], key=lambda w: (len(w.name), w.name))
         return GangGroup(tuple(workers))
 
-    def in_advance(self, members: Membership, replicas: int, gpus: float, depth_max: int) -> GangGroup | None:
+    def in_advance(
+        self, members: Membership, replicas: int, gpus: float, depth_max: int, count: int = 0
+    ) -> GangGroup | None:
         """Return a busy group at which one more gang may wait, or None."""
         for group in self._busy.values():
-            if group.gangs >= depth_max or len(group.workers) != gang_size(members, replicas, gpus):
+            if group.gangs >= depth_max or len(group.workers) != gang_size(members, replicas, gpus, count):
                 return None
             return group if all(_works_for(w, group, members) for w in group.workers) else None
         return None
@@ -74,8 +76,10 @@ class GangGroups:
             del self._busy[id(group)]
 
 
-def gang_size(members: Membership, replicas: int, gpus: float) -> int:
-    """Return the number of workers for `replicas` replicas; with GPUs, one worker per replica."""
+def gang_size(members: Membership, replicas: int, gpus: float, count: int = 0) -> int:
+    """Return the number of workers for `replicas` replicas: `count`, if that is set; one each with GPUs."""
+    if count:
+        return count
     return replicas if gpus else min(replicas, members.ready)
 
 

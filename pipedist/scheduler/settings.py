@@ -70,6 +70,7 @@ class PassSettings(Struct, frozen=True):
     # Limits of the program's stages (`Program.limits`), divided among the workers with calls; (): none
     limits: tuple[int, ...] = ()
     gpus: float = 0.0  # GPUs that a worker needs to own for a call; a gang has one such worker per replica
+    members: int = 0  # number of workers of a gang; 0: as many as are ready, at most one per replica
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

@@ -394,6 +394,21 @@ class Checks:
     def _attempts(self, path: Path, raw: Mapping[str, object]) -> None:
         """Keys for calls that wait go together, and not with a gang."""
         retries, collectives = raw.get("retries"), raw.get("collectives")
+        resources = raw.get("resources")
+        devices = resources.get("devices") if isinstance(resources, dict) else None
+        if resources == {}:
+            self._note_key(
+                (*path, "resources"), "`resources` names none", "`gpus` or `devices`, or no `resources`"
+            )
+        if raw.get("compile") is not None and (devices is None or collectives in (None, False)):
+            message = "`compile` needs the devices of the replicas, which run at the same time"
+            self._note_key(
+                (*path, "compile"), message, "`resources: {devices: cpu}`, and `collectives: true`"
+            )
+        elif raw.get("compile") is None and devices is not None:
+            self._note_key(
+                (*path, "resources"), "`devices` are for a function with `compile`", "`compile: jax` too"
+            )
         if raw.get("retry") is not None and type(retries) is int and retries:
             message = "`retry` and `retries` both say how often a call is attempted"
             self._note_key((*path, "retry"), message, "one of them")

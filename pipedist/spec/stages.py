@@ -150,9 +150,17 @@ class ResourcesSpec(Section):
         ),
         Expected(f"an integer from 1 to {GPUS_MAX}, or a fraction between 0 and 1"),
     ] = Field(
+        default=0.0,
         description="The number of GPUs. The call runs only on a worker that owns them, and `ctx.device` is the "
         "first one. A fraction, such as 0.5, is the part of one GPU that a call takes.",
         examples=[1],
+    )
+    devices: (
+        Annotated[Literal["tpu", "gpu", "cpu"], Expected("tpu, gpu or cpu", "tpu", "gpu", "cpu")] | None
+    ) = Field(
+        default=None,
+        description="The kind of JAX devices, one for each replica, of a function with `compile`.",
+        examples=["cpu"],
     )
 
 
@@ -340,14 +348,23 @@ class RunSpec(Section):
         "and its options hold for collectives whose call gives no others.",
         examples=[True],
     )
-    resources: Annotated[ResourcesSpec, ExpectedShape("a mapping {gpus: N}, or null", mapping)] | None = (
-        Field(
-            default=None,
-            description="The resources that a call of the function needs for itself. `null`: only a processor. "
-            "If they differ from those of the run that it reads, the two are different calls, and run at the same "
-            "time.",
-            examples=[{"gpus": 1}],
-        )
+    compile: Annotated[Literal["jax"], Expected("jax", "jax")] | None = Field(
+        default=None,
+        description="`jax`: JAX compiles the function for all replicas of a worker at once, as `pipedist.TPUStrategy` "
+        "does; `resources: {devices: ...}` names the devices. It needs `collectives: true`, and all "
+        "runs of the same calls are compiled. XLA rounds in its own way, so the bits depend on the number of devices "
+        "and workers.",
+        examples=["jax"],
+    )
+    resources: (
+        Annotated[ResourcesSpec, ExpectedShape("a mapping {gpus: N} or {devices: KIND}, or null", mapping)]
+        | None
+    ) = Field(
+        default=None,
+        description="The resources that a call of the function needs for itself. `null`: only a processor. "
+        "If they differ from those of the run that it reads, the two are different calls, and run at the same "
+        "time.",
+        examples=[{"gpus": 1}],
     )
     after: Names = Field(
         default=(),

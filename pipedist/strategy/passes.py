@@ -24,7 +24,7 @@ from pipedist.core.functions import reference
 from pipedist.core.misuse_hints import require_loop, running_loop
 from pipedist.core.types import FunctionRef
 from pipedist.errors import UsageError
-from pipedist.protocol.program import Emit, Program, StageProgram
+from pipedist.protocol.program import Emit, JaxDevices, Program, StageProgram
 from pipedist.scheduler import PassSettings
 from pipedist.strategy.context import NotForReplicas
 from pipedist.strategy.variables import CapturedVariables, Variable
@@ -259,6 +259,7 @@ class FunctionPasses:
         gang: bool = False,  # the calls of a step run at the same time, and may call collectives
         devices: tuple[str, ...] = (),  # one for each replica, for `ctx.device`; empty: the CPU
         communication: CommunicationOptions | None = None,  # of collectives without options of their own
+        jax: JaxDevices | None = None,  # functions are compiled for these devices
     ) -> None:
         options = communication or CommunicationOptions()
         self.coordinator = coordinator
@@ -268,6 +269,7 @@ class FunctionPasses:
         self._gang = gang
         self._devices = devices
         self._communication = (options.bytes_per_pack, options.timeout_s, options.implementation.value)
+        self._jax = jax
         self._opened = 0
         self._open: OrderedDict[FunctionRef, _OpenPass] = OrderedDict()
 
@@ -310,9 +312,17 @@ class FunctionPasses:
             stages=(stage,),
             emits=(Emit(SLOT, of=0), assigned) if gang else (Emit(SLOT, of=0),),
             gang=gang,
-            devices=self._devices,
+            devices=() if self._jax else self._devices,
             communication=self._communication,
+            jax=self._jax,
         )
         self._opened += 1
-        settings = PassSettings(self._replicas, ordered=False, fail_fast=False, pulled=False, gang=gang)
+        settings = PassSettings(
+            self._replicas,
+            ordered=False,
+            fail_fast=False,
+            pulled=False,
+            gang=gang,
+            members=0 if self._jax is None else self._jax.hosts,
+        )
         return self.coordinator.open_pass(program, name=name, settings=settings)

@@ -19,6 +19,7 @@ from pipedist.core.misuse_hints import AsyncOnly
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import CallError, LocalProtocolError
 from pipedist.protocol.codec import UnsendableError, encode
+from pipedist.protocol.program import JaxDevices
 from pipedist.strategy.base import BaseStrategy
 from pipedist.strategy.context import require_cross_replica
 from pipedist.strategy.passes import SLOT, FunctionPasses, FunctionReferences, require_callable
@@ -88,6 +89,7 @@ class Strategy(AsyncOnly, BaseStrategy):
         self._seed = check_int("seed", seed, at_least=0)
         self._communication = communication_options or CommunicationOptions()
         self._passes: FunctionPasses | None = None
+        self._jax: JaxDevices | None = None
         self._references = FunctionReferences()
         self._variables_lock = anyio.Lock()  # held by the run that uses variables; others wait in order
         self._cancelled_steps: deque[anyio.Event] = deque()  # steps of cancelled runs with variables
@@ -123,7 +125,9 @@ class Strategy(AsyncOnly, BaseStrategy):
     ) -> Tree:
         """Call `fn` on every replica, with its `args` and `kwargs`: see `BaseStrategy.run`."""
         require_cross_replica("Strategy.run")
-        call = self._prepare(fn, args, kwargs)
+        return await self._run_call(self._prepare(fn, args, kwargs))
+
+    async def _run_call(self, call: PreparedCall) -> Tree:
         if not call.captured.variables:
             return await self._execute(call, None)
         while self.unused_spaces:
@@ -137,16 +141,17 @@ class Strategy(AsyncOnly, BaseStrategy):
 
     def _prepare(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
-    ) -> _Call:
+    ) -> PreparedCall:
         captured = CapturedVariables(self, self._open_passes().coordinator)
         function = self._references.of(fn, captured)
-        return _Call(function, self._arguments(args, kwargs, captured.argument), captured)
+        return PreparedCall(function, self._arguments(args, kwargs, captured.argument), captured)
 
-    async def _execute(self, call: _Call, transaction: Transaction | None) -> Tree:
+    async def _execute(self, call: PreparedCall, transaction: Transaction | None) -> Tree:
         with self._open_passes().using(call.function) as handle:
             try:
+                payload = self._payload(call)
                 if transaction is None:
-                    results = await handle.call_step(call.arguments)
+                    results = await handle.call_step(payload)
                 else:
 
                     def produced(results: list[Slots]) -> Mapping[int, int]:
@@ -154,7 +159,7 @@ class Strategy(AsyncOnly, BaseStrategy):
                         return transaction.commit(results) if self._can_join(results) else {}
 
                     results = await handle.call_step(
-                        call.arguments, transaction.states, produced=produced, left=self._cancelled_steps
+                        payload, transaction.states, produced=produced, left=self._cancelled_steps
                     )
             except CallError as error:
                 if isinstance(error.__cause__, UnsendableError):
@@ -165,22 +170,35 @@ class Strategy(AsyncOnly, BaseStrategy):
 
     def _begin(self, fn: Callable[..., Any], args: Sequence[Any]) -> PendingRun | None:
         """Start a run that uses no variables; return None if it uses some."""
-        call = self._prepare(fn, args, None)
+        return self._begin_call(self._prepare(fn, args, None))
+
+    def _begin_call(self, call: PreparedCall) -> PendingRun | None:
         if call.captured.variables:
             return None
         using = self._open_passes().using(call.function)
-        return PendingRun(using, call.arguments, partial(self._result, call))
+        return PendingRun(using, self._payload(call), partial(self._result, call))
+
+    def _payload(self, call: PreparedCall) -> list[Tree]:
+        """Return the value of each replica's call, as the stage's function gets it."""
+        return call.arguments
 
     def _can_join(self, results: list[Slots]) -> bool:
         structures = [trees.structure(result[SLOT]) for result in results]
         return len(results) == self._replicas and all(each == structures[0] for each in structures)
 
-    def _result(self, call: _Call, results: list[Slots]) -> Tree:
+    def _result(self, call: PreparedCall, results: list[Slots]) -> Tree:
         if len(results) != self._replicas:
             raise LocalProtocolError(
                 f"{call.function.label}: got {len(results)} results of {self._replicas} replicas"
             )
-        return self._joined([result[SLOT] for result in results])
+        if not call.steps:
+            return self._joined([self._component(call, result[SLOT]) for result in results])
+        each = [self._component(call, result[SLOT]) for result in results]
+        return [self._joined(list(components)) for components in zip(*each, strict=True)]
+
+    def _component(self, call: PreparedCall, result: Tree) -> Tree:
+        """Return a replica's result from that of its call."""
+        return result
 
     def _open_passes(self) -> FunctionPasses:
         if self._passes is None:
@@ -191,6 +209,7 @@ class Strategy(AsyncOnly, BaseStrategy):
                 gang=True,
                 devices=self._devices,
                 communication=self._communication,
+                jax=self._jax,
             )
         return self._passes
 
@@ -240,12 +259,13 @@ class Strategy(AsyncOnly, BaseStrategy):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class PreparedCall:
     """A run that is ready to be sent."""
 
     function: FunctionRef
     arguments: list[Tree]
     captured: CapturedVariables
+    steps: int = 0  # the arguments of each replica are a list, with those of each step; 0: of one step alone
 
 
 def _devices(devices: Sequence[str] | None) -> tuple[str, ...]:

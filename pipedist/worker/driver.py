@@ -242,6 +242,10 @@ class Driver:
             self._working.set()
         try:
             failure = run.advance(slice_.slice_s, slice_.slice_bytes)
+        except DevicesUnseen as error:
+            with self._lock:
+                self._handle(ev.RestartNeeded(str(error)))
+            return
         except BaseException:
             # User code ends the process. Reporting the finished calls lets the scheduler identify the running one.
             with self._lock:

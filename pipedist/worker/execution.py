@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from operator import lt
 from time import monotonic
@@ -234,6 +234,45 @@ class PassExecutor:
                 current.reset(token)
         return values
 
+    def run_at_once(
+        self,
+        calls: Sequence[Call],
+        shards: LeaseShards,
+        execute: Callable[[Stage, Sequence[Tree]], Sequence[Tree]],
+    ) -> list[Result]:
+        """Execute calls of a gang together.
+
+        `execute` calls a stage's function on the values of all of them, and returns the results.
+        """
+        found = [self._find(call, shards) for call in calls]
+        values = self._values_at_once(calls, found, execute)
+        if self.program.verify:
+            first = [self._digests(own) for own in values]
+            values = self._values_at_once(calls, found, execute)
+            for call, before, own in zip(calls, first, values, strict=True):
+                self._check_same(call, before, own)
+        return [
+            self._emit(call, shard.value, own, False)
+            for call, shard, own in zip(calls, found, values, strict=True)
+        ]
+
+    def _values_at_once(
+        self,
+        calls: Sequence[Call],
+        found: Sequence[Shard],
+        execute: Callable[[Stage, Sequence[Tree]], Sequence[Tree]],
+    ) -> list[list[Tree]]:
+        values: list[list[Tree]] = [[] for _ in calls]
+        for place, stage in enumerate(self._stages):
+            inputs: list[Tree] = []
+            for call, shard, own in zip(calls, found, values, strict=True):
+                self._prepare(stage, place + 1, call)
+                inputs.append(self._input(stage, shard, own))
+                call.in_user_code = True
+            for call, own, result in zip(calls, values, execute(stage, inputs), strict=True):
+                own.append(self._end(call, result))
+        return values
+
     async def run_among_others(self, call: Call, shards: LeaseShards) -> Result:
         """Execute one call outside of a gang, as a task of the running loop; see `run`."""
         shard = self._find(call, shards)
@@ -291,6 +330,10 @@ class PassExecutor:
 
     def _enter(self, stage: Stage, number: int, call: Call, shard: Shard) -> ReplicaContext:
         """Prepare the function of stage `number`, from 1; return its context."""
+        self._prepare(stage, number, call)
+        return self._context(stage, call, shard, shard.elements)
+
+    def _prepare(self, stage: Stage, number: int, call: Call) -> None:
         call.stage = stage.name
         if self._records_stage:
             self.clock.enter(number)
@@ -298,7 +341,6 @@ class PassExecutor:
             call.permanent = True
             self._load(stage, call)
             call.permanent = False
-        return self._context(stage, call, shard, shard.elements)
 
     def _context(
         self,

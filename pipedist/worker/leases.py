@@ -148,9 +148,14 @@ class Leases:
         bound: BoundVariables | None,
         begin: Callable[[int], None],
     ) -> GangRun:
-        if self._gangs is None:
-            from pipedist.worker.gangs import GangRunFactory
+        from pipedist.worker.gangs import GangRun, GangRunFactory  # most workers run no gangs
 
+        kind = GangRun
+        if executor.program.jax is not None:
+            from pipedist.worker.jax_run import JaxRun  # of an extra
+
+            kind = JaxRun
+        if self._gangs is None:
             self._gangs = GangRunFactory(self._client, self._loop)
 
         def store_produced() -> None:
@@ -160,7 +165,14 @@ class Leases:
         assigned, buffer = self._members[lease]
         on_success = None if bound is None else store_produced
         return self._gangs.new_run(
-            assigned, executor, shards, buffer, bound=bound, begin=begin, on_success=on_success
+            assigned,
+            executor,
+            shards,
+            buffer,
+            bound=bound,
+            begin=begin,
+            on_success=on_success,
+            kind=kind,
         )
 
     def close(self) -> None:

@@ -141,18 +141,35 @@ class Stage:
         kwargs = {} if self.is_class else self._kwargs.fresh()
         form = self._program.form
         if form == "shard":
-            if self._wants_ctx and "ctx" not in kwargs:
-                kwargs["ctx"] = ctx
-            return fn(value, **kwargs)
+            return self.call_with((value,), kwargs, ctx, fn)
         if form == "combine":
             return _fold(fn, value, kwargs)
         if form == "update":
             return fn(kwargs.pop(OWN_STATE), value, **kwargs)
-        args, own = as_readonly(fill_states(value, self._values)) if self._values else value
-        kwargs = {**kwargs, **own}
+        args, own = self._filled(value)
+        return self.call_with(args, {**kwargs, **own}, ctx, fn)
+
+    def arguments(self, value: Tree) -> tuple[tuple[Any, ...], dict[str, Tree]]:
+        """Return the arguments of a call of a plain function, the context excepted."""
+        args, own = self._filled(value) if self._program.form == "apply" else ((value,), {})
+        return tuple(args), {**self._kwargs.fresh(), **own}
+
+    def call_with(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        ctx: ReplicaContext,
+        fn: Callable[..., Any] | None = None,  # None: the stage's plain function
+    ) -> Any:
+        """Call a function with its arguments, and the context if it has a parameter for it."""
         if self._wants_ctx and "ctx" not in kwargs:
             kwargs["ctx"] = ctx
-        return fn(*args, **kwargs)
+        called = fn or self._fn
+        assert called is not None  # load() came first
+        return called(*args, **kwargs)
+
+    def _filled(self, value: Tree) -> Any:
+        return as_readonly(fill_states(value, self._values)) if self._values else value
 
 
 class _Kwargs:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.conformance import families
-from tests.conformance.cases import read_cases
+from tests.conformance import families, jax_deviations
+from tests.conformance.cases import Deviation, read_cases
 from tests.conformance.corruption import Corruptions
 from tests.conformance.runner import Account, Verdict, replay_all
+from tests.conformance.session import Session
 
 FAILURES_SHOWN_MAX = 200
 
@@ -45,7 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.id:
             print(f"{verdict.case.id} {verdict.status}: {verdict.reason or verdict.outcome}", file=out)
 
-    account = asyncio.run(replay_all(cases, timeout_s=options.timeout_s, on_verdict=on_verdict))
+    if options.jax:  # on CPU devices, as many as the largest case has replicas
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    session = Session(jax=options.jax)
+    account = asyncio.run(
+        replay_all(cases, timeout_s=options.timeout_s, session=session, on_verdict=on_verdict)
+    )
     if options.json:
         document = json.dumps(summary(account), indent=1)
         if options.json == "-":
@@ -65,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def summary(account: Account) -> dict[str, object]:
     """Return the account as plain JSON."""
-    rules = {rule.name: rule for family in families.registry().values() for rule in family.deviations}
+    rules = {rule.name: rule for rule in _rules()}
     names = sorted({verdict.case.family for verdict in account.verdicts})
     statuses = ("passed", "failed", "skipped")
     return {
@@ -113,7 +120,7 @@ def report(account: Account) -> str:
         lines.append(f"{name:24} {passed:7} {bad:7} {skipped:8}")
     if account.deviation_counts():
         lines += ["", "deviations (cases checked against pipedist's own expectation):"]
-        rows = {rule.name: rule.row for family in families.registry().values() for rule in family.deviations}
+        rows = {rule.name: rule.row for rule in _rules()}
         lines += [
             f"{count:6}  row {rows.get(name, '?'):>2}  {name}"
             for name, count in sorted(account.deviation_counts().items())
@@ -129,6 +136,13 @@ def _list_deviations() -> None:
     for family in families.registry().values():
         for rule in family.deviations:
             print(f"{family.name:24} row {rule.row:>2}  {rule.name}")
+    for rule in jax_deviations.RULES:
+        print(f"{'all, with --jax':24} row {rule.row:>2}  {rule.name}")
+
+
+def _rules() -> list[Deviation]:
+    own = [rule for family in families.registry().values() for rule in family.deviations]
+    return [*own, *jax_deviations.RULES]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
         "--json", metavar="FILE", help="write a machine-readable account; - for standard output"
     )
     parser.add_argument("--family", action="append", metavar="F", help="only this family; may be repeated")
+    parser.add_argument("--jax", action="store_true", help="replay the mirrored cases on a TPUStrategy")
     parser.add_argument("--id", help="only this case")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of one case (default 60)")
     parser.add_argument(

@@ -9,12 +9,14 @@ were recorded from it: two arrays of different dtypes don't mix, a Python number
 from __future__ import annotations
 
 import builtins
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 import pipedist
+from pipedist.core.trees import flatten, tree_map, unflatten
 from tests.conformance.cases import Json, Skip, decode, dtype_of
 from tests.conformance.namedtuples import namedtuple_class
 
@@ -138,6 +140,26 @@ def operations(expression: Json) -> set[str]:
     return found
 
 
+def stacked(branches: list[Json]) -> Any:
+    """Return the constants of all replicas, stacked leaf by leaf; None: they are none, or differ in shape."""
+    if any(
+        operations(branch) - {"const", "shared", "dict", "list", "tuple", "tensor"} for branch in branches
+    ):
+        return None
+    found = [_Evaluation((), {}, {})(branch) for branch in branches]
+    columns = [flatten(each) for each in found]
+    leaves = [each for each, _ in columns]
+    if any(treedef != columns[0][1] for _, treedef in columns):
+        return None
+    for own in zip(*leaves, strict=True):
+        kinds = {
+            (leaf.shape, leaf.dtype) if isinstance(leaf, np.ndarray | np.generic) else None for leaf in own
+        }
+        if len(kinds) != 1 or None in kinds or own[0].dtype.kind not in "biufc":
+            return None
+    return unflatten(columns[0][1], [np.stack(own) for own in zip(*leaves, strict=True)])
+
+
 class _Evaluation:
     """Evaluates one expression in one replica; `op_NAME` is the operation NAME.
 
@@ -197,22 +219,25 @@ class _Evaluation:
         return pipedist.has_strategy()
 
     def op_by_replica(self, branches: list[Json]) -> Any:
+        constants = stacked(branches) if _np() is not np else None
+        if constants is not None:  # as a user would write it for a compiler
+            return tree_map(lambda leaf: _np().asarray(leaf)[self.op_replica_id()], constants)
         return self(branches[self.op_replica_id()])
 
     def op_add(self, a: Json, b: Json) -> Any:
-        return _binary(np.add, self(a), self(b))
+        return _binary("add", self(a), self(b))
 
     def op_sub(self, a: Json, b: Json) -> Any:
-        return _binary(np.subtract, self(a), self(b))
+        return _binary("subtract", self(a), self(b))
 
     def op_mul(self, a: Json, b: Json) -> Any:
-        return _binary(np.multiply, self(a), self(b))
+        return _binary("multiply", self(a), self(b))
 
     def op_div(self, a: Json, b: Json) -> Any:
         x, y = self(a), self(b)
         if _is_python(x) and _is_python(y):
             return x / y
-        quotient = _binary(np.true_divide, x, y)
+        quotient = _binary("true_divide", x, y)
         small = [v.dtype.itemsize <= 2 for v in (x, y) if not _is_python(v) and v.dtype.kind in "iu"]
         return quotient.astype(np.float32) if small and all(small) else quotient
 
@@ -224,19 +249,19 @@ class _Evaluation:
         return x * x
 
     def op_sum(self, a: Json, axis: Json) -> Any:
-        x = np.asarray(self(a))
-        return np.sum(x, axis=_axis(axis), dtype=x.dtype)
+        x = _np().asarray(self(a))
+        return _np().sum(x, axis=_axis(axis), dtype=x.dtype)
 
     def op_mean(self, a: Json, axis: Json) -> Any:
-        x = np.asarray(self(a))
+        x = _np().asarray(self(a))
         axes = _axis(axis)
         if x.dtype.kind not in "iu":
-            return np.mean(x, axis=axes)
-        total = np.sum(x, axis=axes, dtype=x.dtype)
-        return np.trunc(total / (x.size // max(1, np.size(total)))).astype(x.dtype)
+            return _np().mean(x, axis=axes)
+        total = _np().sum(x, axis=axes, dtype=x.dtype)
+        return _np().trunc(total / (x.size // max(1, np.size(total)))).astype(x.dtype)
 
     def op_cast(self, a: Json, dtype: str) -> Any:
-        return np.asarray(self(a)).astype(dtype_of(dtype))
+        return _np().asarray(self(a)).astype(dtype_of(dtype))
 
     def op_shape(self, a: Json) -> Any:
         return np.array(np.shape(self(a)), np.int32)
@@ -244,8 +269,8 @@ class _Evaluation:
     def op_tensor(self, a: Json) -> Any:
         x = self(a)
         if isinstance(x, bool) or not _is_python(x):
-            return np.asarray(x)
-        return np.asarray(x, {int: np.int32, float: np.float32}.get(type(x)))
+            return _np().asarray(x)
+        return _np().asarray(x, {int: np.int32, float: np.float32}.get(type(x)))
 
     def op_get(self, a: Json, key: Json) -> Any:
         return self(a)[key]
@@ -317,15 +342,24 @@ class _Evaluation:
         return self._variables[name].assign_sub(self(a))
 
 
+def _np() -> Any:
+    """Return NumPy, or that of JAX in a function that it traces."""
+    ctx = pipedist.get_replica_context()
+    if type(ctx).__name__ == "TracedContext":
+        return importlib.import_module("jax.numpy")
+    return np
+
+
 def _is_python(x: Any) -> bool:
-    return not isinstance(x, (np.ndarray, np.generic))
+    return not hasattr(x, "dtype")
 
 
 def _axis(axis: Json) -> Any:
     return tuple(axis) if isinstance(axis, list) else axis
 
 
-def _binary(ufunc: np.ufunc, x: Any, y: Any) -> Any:
+def _binary(name: str, x: Any, y: Any) -> Any:
+    ufunc = getattr(np if _is_python(x) and _is_python(y) else _np(), name)
     if _is_python(x) and _is_python(y):
         result = ufunc(x, y)
         return result.item() if isinstance(result, np.generic) else result

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tests.conformance import families
+from tests.conformance import families, jax_deviations
 from tests.conformance.cases import Case, Deviation, Json, Outcome, Skip
 from tests.conformance.compare import describe, difference
 from tests.conformance.families import Family
@@ -113,7 +113,8 @@ async def replay_one(
     if family is None:
         return Verdict(case, "skipped", f"unknown family {case.family}")
     try:
-        expected, local_results, names = expectation(case, family.deviations)
+        rules = [*family.deviations, *(jax_deviations.RULES if session.jax else ())]
+        expected, local_results, names = expectation(case, rules)
     except Skip as skip:
         return Verdict(case, "skipped", str(skip))
     except Exception as error:

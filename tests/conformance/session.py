@@ -19,10 +19,12 @@ class Session:
     Args:
         workers: worker processes of the cluster. They never change a result, so one cluster of
             two serves every case.
+        jax: replay the cases of mirrored strategies on a TPUStrategy with CPU devices, and skip others.
     """
 
-    def __init__(self, workers: int = 2) -> None:
-        self._workers = workers
+    def __init__(self, workers: int = 2, *, jax: bool = False) -> None:
+        self._workers = 1 if jax else workers
+        self.jax = jax
         self._stack: contextlib.AsyncExitStack | None = None
         self._cluster: pipedist.LocalCluster | None = None
 
@@ -45,6 +47,8 @@ class Session:
         import pipedist
 
         kind = "default" if spec is None else spec.kind
+        if self.jax and kind != "mirrored":
+            raise Skip(f"not a case of mirrored strategies: {kind}")
         if spec is None or kind == "default":
             return pipedist.get_strategy()
         if kind not in ("mirrored", "one_device", "central_storage", "multi_worker_mirrored"):
@@ -61,6 +65,8 @@ class Session:
         if kind == "multi_worker_mirrored":
             each = spec.replicas // spec.workers
             return pipedist.MultiWorkerMirroredStrategy(self._cluster, spec.workers, replicas_per_worker=each)
+        if self.jax:
+            return pipedist.TPUStrategy(self._cluster, platform="cpu", replicas=spec.replicas)
         return pipedist.MirroredStrategy(self._cluster, replicas=spec.replicas)
 
     async def discard(self) -> None:

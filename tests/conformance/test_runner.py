@@ -13,7 +13,7 @@ import pytest
 from pipedist.errors import CallError
 from pipedist.values import PerReplica
 from tests.conformance import __main__ as command
-from tests.conformance import families
+from tests.conformance import families, jax_deviations
 from tests.conformance.cases import Case, Deviation, Json, Outcome, Raised, Skip, Value, decode, parse_case
 from tests.conformance.compare import difference
 from tests.conformance.families import Family
@@ -159,6 +159,7 @@ def test_deviations_have_names_of_their_own_and_can_be_listed(capsys: pytest.Cap
     assert command.main(["--list-deviations"]) == 0
     listed = capsys.readouterr().out.splitlines()
     names = [rule.name for family in families.registry().values() for rule in family.deviations]
+    names += [rule.name for rule in jax_deviations.RULES]
     assert len(set(names)) == len(names) == len(listed)
 
 

@@ -39,10 +39,13 @@ class ArrayOperators(NDArrayOperatorsMixin):
         raise TypeError(f"{type(self).__name__} holds no value")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        value = self.value()
+        value = np.asarray(self.value())  # an array that JAX traces raises its error
         if dtype is not None and np.dtype(dtype) != value.dtype:
             return value.astype(dtype)
         return value.copy() if copy else value
+
+    def __jax_array__(self) -> Any:
+        return self.value()
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         changed = inputs[:1] if method == "at" else kwargs.get("out", ())  # read-only or writable
@@ -52,6 +55,8 @@ class ArrayOperators(NDArrayOperatorsMixin):
                 "write `w.assign_add(x)`, with an x of the same shape"
             )
         plain = [each.value() if isinstance(each, ArrayOperators) else each for each in inputs]
+        if method == "__call__" and not isinstance(self.value(), np.ndarray):
+            return getattr(self.value().__array_namespace__(), ufunc.__name__)(*plain, **kwargs)
         return getattr(ufunc, method)(*plain, **kwargs)
 
     def __getitem__(self, index: Any) -> Any:

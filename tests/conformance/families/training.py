@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import pipedist
-from tests.conformance.cases import Case, Json, Outcome, Skip, Value, dtype_of
+from tests.conformance.cases import Case, Json, Outcome, Raised, Skip, Value, dtype_of
 from tests.conformance.session import Session
 
 FAMILY = "training"
@@ -46,7 +46,10 @@ async def replay(case: Case, session: Session) -> Outcome:
     counts, losses, weights = [], [], []
     for _ in range(call["epochs"]):
         async for x, y in distributed:
-            count, loss, squared = await strategy.run(step_fn, args=(x, y))
+            try:
+                count, loss, squared = await strategy.run(step_fn, args=(x, y))
+            except pipedist.CallError as error:
+                return Outcome(Raised(error))
             counts.append([int(each) for each in strategy.local_results(count)])
             losses.append(
                 [
@@ -87,12 +90,13 @@ def step_function(call: Json, w: Any, b: Any) -> Any:
         if kind == "sum_over_global_batch":
             divisor = global_batch
         elif kind == "true_row_count":
-            divisor = int(ctx.all_reduce("sum", len(x)))
+            divisor = ctx.all_reduce("sum", len(x))
         else:
             divisor = len(x) * ctx.num_replicas_in_sync
+        scale = divisor.astype(dtype) if hasattr(divisor, "astype") else dtype.type(divisor)
         with np.errstate(all="ignore"):
-            loss = squared.sum(dtype=dtype) / dtype.type(divisor)
-            slope = 2 * error / dtype.type(divisor)
+            loss = squared.sum(dtype=dtype) / scale
+            slope = 2 * error / scale
         w.assign_sub(rate * (x.T @ slope)[:, None])
         b.assign_sub(rate * slope.sum(keepdims=True, dtype=dtype))
         return len(x), loss, squared

@@ -1,0 +1,28 @@
+"""The program in docs/jax.md, and the example, run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_program_of_the_page_runs() -> None:
+    [program] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "jax.md").read_text(), re.S)
+    lines = run("-c", program).splitlines()
+    assert [line.partition("]")[0] for line in lines] == ["[7.  7.5", "[15.  15.5"]
+
+
+def test_the_example_trains_as_numpy_does() -> None:
+    assert "accuracy on held-out images: 0.97" in run(str(ROOT / "examples" / "jax_digits.py"))

@@ -1,0 +1,106 @@
+"""Compiled functions in a spec: `compile: jax`."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pipedist
+from pipedist.plan import compiler
+
+ROOT = Path(__file__).parents[2]
+SPEC = ROOT / "specs" / "jax_digits.yaml"
+SHORT = {"epochs": 1, "hidden": 8}
+
+
+def command(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "pipedist", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def spec(**stage: Any) -> dict[str, Any]:
+    def total(shard: Any, ctx: Any) -> Any:
+        return ctx.all_reduce("sum", shard.sum())
+
+    compiled = {"compile": "jax", "collectives": True, "resources": {"devices": "cpu"}}
+    return {
+        "pipedist": 1,
+        "replicas": 2,
+        "dataset": {"range": 8, "batch": 4},
+        "stages": {
+            "total": {"run": total, **compiled, **stage},
+            "totals": {"gather": 0, "of": "rows"},
+            "rows": {"run": lambda x: x[None], **compiled, "of": "total"},
+        },
+    }
+
+
+def test_a_spec_trains_as_the_same_functions_in_numpy(tmp_path: Path) -> None:
+    def trained(name: str) -> dict[str, Any]:
+        folder = tmp_path / name
+        pipedist.run(SPEC, params=SHORT, output=folder, workers=1)
+        with np.load(folder / "weights.npz") as arrays:
+            return dict(arrays)
+
+    first, again = trained("first"), trained("again")
+    plain = SPEC.read_text().replace('"jax_digits:gradients"', '"digits:gradients"')
+    for line in ("    compile: jax\n", "    resources: {devices: cpu}     # tpu on a TPU VM\n"):
+        assert line in plain
+        plain = plain.replace(line, "")
+    (tmp_path / "digits.py").write_text((ROOT / "specs" / "digits.py").read_text())
+    (tmp_path / "plain.yaml").write_text(plain)
+    params = [word for name, value in SHORT.items() for word in ("--set", f"{name}={value}")]
+    options = ["--workers", "1", "--output", str(tmp_path / "plain"), *params]
+    command("run", str(tmp_path / "plain.yaml"), *options)  # another process: another module `digits`
+    with np.load(tmp_path / "plain" / "weights.npz") as expected:
+        for name, value in first.items():
+            assert np.array_equal(value, again[name])
+            np.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_stages_of_one_call_are_compiled_together(verify: bool) -> None:
+    result = pipedist.run(spec(), workers=1, verify=verify)
+    assert result["totals"].tolist() == [6, 6, 22, 22]
+
+
+@pytest.mark.parametrize(
+    ("stage", "text"),
+    [
+        ({"collectives": False}, "`compile` needs the devices of the replicas"),
+        ({"resources": None}, "`compile` needs the devices of the replicas"),
+        ({"compile": None}, "`devices` are for a function with `compile`"),
+        ({"resources": {"devices": "npu"}}, "tpu, gpu or cpu"),
+        ({"resources": {"devices": "tpu"}}, "needs tpu devices, but there are none here"),
+    ],
+)
+def test_wrong_specs_fail_before_they_run(stage: dict[str, Any], text: str) -> None:
+    with pytest.raises(pipedist.UsageError, match=text):
+        pipedist.run(spec(**stage), workers=1)
+
+
+def test_a_host_without_jax_fails_in_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        compiler, "find_spec", lambda name: None if name == "jax" else importlib.util.find_spec(name)
+    )
+    with pytest.raises(pipedist.PlanError, match=r"jax, which is not installed here.*\n?"):
+        pipedist.run(spec(), workers=1)
+
+
+def test_the_plan_shows_the_mesh() -> None:
+    assert "compiled by jax for a mesh of 8 cpu devices, 4 each, 1 step per run" in command(
+        "plan", str(SPEC), "--workers", "2"
+    )
