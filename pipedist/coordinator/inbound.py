@@ -16,6 +16,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from pipedist.coordinator.gang_relay import GangRelay
+from pipedist.coordinator.measurements import SpanEnd
 from pipedist.coordinator.notices import LOGGER, Notices, printable
 from pipedist.coordinator.passes import OpenPasses
 from pipedist.coordinator.results import Chunk, FailedElement, open_chunk
@@ -75,6 +76,9 @@ class Inbound:
             case msg.Stalled():
                 self._on_stalled(peer, message)
             case msg.Cancelled(lease):
+                for handle in self._passes.handles.values():
+                    if handle.record is not None:
+                        handle.record.ended(peer.worker, lease, SpanEnd.CANCELLED)
                 self._post(ev.CancelConfirmed(peer.worker, peer.incarnation, lease))
             case msg.QuotaMet(pass_id, calls):
                 self._post(ev.QuotaConfirmed(peer.worker, peer.incarnation, pass_id, calls))

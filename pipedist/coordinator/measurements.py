@@ -106,9 +106,13 @@ class Totals:
     calls: int = 0  # that returned
     failed: int = 0  # that raised, or exceeded their time limit
     repeated: int = 0  # attempts after the first
-    busy_ns: int = 0
+    trials: int = (
+        0  # that searched for elements to quarantine; they count nowhere else but in times and bytes
+    )
+    busy_ns: int = 0  # also of calls that failed
     reading_ns: int = 0  # the part of the busy time for reading shards
-    input_wait_ns: int = 0  # idle, because no step could be executed yet
+    input_wait_ns: int = 0  # idle, because the driver process was reading
+    stage_wait_ns: int = 0  # idle, because the next steps needed an update, or values of another pass
     driver_wait_ns: int = 0  # idle, although steps could be executed
     bytes_in: int = 0
     bytes_out: int = 0
@@ -126,6 +130,7 @@ class OpenLease:
     hi: int
     attempt: int
     overlaps: bool  # its calls wait, and overlap with those of other leases
+    is_trial: bool  # it has a part of a call's elements
     queued: int
     sent: int
     left: int  # calls that have not returned
@@ -152,18 +157,24 @@ class PassRecord:
         self.replicas = replicas
         self.phase = phase
         self.totals: dict[int, Totals] = {}  # by worker
+        self.calls = 0  # whose results count
         self.elements = 0  # of completed steps
+        self.overlaps = False  # whether its calls wait, and overlap
         self.durations = DurationHistogram()
         self.stages_ns = [0] * len(stages)  # busy time by stage, if there are several
         self.slowest = (0, -1, -1)  # duration, first call and worker of the span with the longest calls
         self.recorder = recorder
         self._number = number
-        # Last step, beginning of its wait, and time of each offer whose steps are not complete
-        self._offers: list[tuple[int, int, int]] = []
+        # Of each offer whose steps are not complete: last step, times when reading began and ended, and of the offer
+        self._offers: list[tuple[int, int, int, int]] = []
 
-    def offered(self, last: int, since: int) -> None:
-        """Record that steps before `last` can be executed; their input was waited for `since` a time."""
-        self._offers.append((last, since, self.recorder.now()))
+    def offered(self, last: int, since: int, held_ns: int = 0) -> None:
+        """Record that steps before `last` can be executed.
+
+        They were read `since` a time, and held back for the last `held_ns`, until calls of other stages were over.
+        """
+        now = self.recorder.now()
+        self._offers.append((last, since, max(since, now - held_ns), now))
 
     def completed(self, last: int, elements: int) -> None:
         """Record that all steps before `last` are complete, `elements` more."""
@@ -180,26 +191,36 @@ class PassRecord:
         *,
         attempt: int,
         bytes_in: int,
+        asked: int | None = None,
         overlaps: bool = False,
+        is_trial: bool = False,
     ) -> None:
-        """Record a lease of calls [lo, hi)."""
+        """Record a lease of calls [lo, hi), whose data was read since it was `asked` for."""
         recorder = self.recorder
         now, number = recorder.now(), recorder.number_of(worker)
         place = bisect_right(self._offers, lo // self.replicas, key=itemgetter(0))
-        _, since, queued = self._offers[place] if place < len(self._offers) else (0, now, now)
+        offer = self._offers[place] if place < len(self._offers) else (0, now, now, now)
+        _, since, read, queued = offer
         recorder.open[worker, lease] = OpenLease(
-            self, number, lo, hi, attempt, overlaps, queued, now, hi - lo
+            self, number, lo, hi, attempt, overlaps, is_trial, queued, now, hi - lo
         )
         state, totals = recorder.states[number], self._of(number)
         if state.idle_since >= 0:
-            idle = now - state.idle_since
-            for_input = max(0, min(queued, now) - max(since, state.idle_since))
+            idle_since = state.idle_since
+            asked = now if asked is None else max(asked, queued)
+            for_input = max(0, read - max(since, idle_since)) + max(0, now - max(asked, idle_since))
+            for_stages = max(0, queued - max(read, idle_since))
             totals.input_wait_ns += for_input
-            totals.driver_wait_ns += idle - for_input
+            totals.stage_wait_ns += for_stages
+            totals.driver_wait_ns += now - idle_since - for_input - for_stages
             state.idle_since = -1
         state.leases += 1
+        self.overlaps = self.overlaps or overlaps
         totals.bytes_in += bytes_in
-        totals.repeated += hi - lo if attempt else 0
+        if is_trial:
+            totals.trials += hi - lo
+        elif attempt:
+            totals.repeated += hi - lo
 
     def returned(self, worker: str, results: Results, bytes_out: int) -> None:
         """Record results of calls of a lease."""
@@ -220,10 +241,21 @@ class PassRecord:
             busy = min(results.busy_ns, now - opened.sent)
             duration = busy // calls
             started = now - busy
-        totals.calls += calls
+        if not opened.is_trial:
+            totals.calls += calls
+            self.durations.add(duration, calls)
         totals.busy_ns += busy
+        totals.reading_ns += min(results.reading_ns, now - opened.sent)
+        if results.memory_bytes:
+            self.recorder.grown(worker, results.memory_bytes)
+        if len(results.stages_ns) == len(self.stages_ns) > 1:
+            # The times of calls that overlap have a longer sum than the time of their worker.
+            spent = sum(results.stages_ns)
+            share = min(1.0, busy / spent) if spent else 0.0
+            self.stages_ns = [
+                each + int(more * share) for each, more in zip(self.stages_ns, results.stages_ns, strict=True)
+            ]
         totals.bytes_out += bytes_out
-        self.durations.add(duration, calls)
         if duration > self.slowest[0]:
             self.slowest = (duration, results.lo, opened.worker)
         self._add(opened, results.lo, results.hi, started, now, busy, bytes_out, SpanEnd.DONE)
@@ -233,7 +265,7 @@ class PassRecord:
         """Record a call of a lease that failed."""
         opened = self.recorder.open.get((worker, failed.lease))
         if opened is not None:
-            self._of(opened.worker).failed += 1
+            self._of(opened.worker).failed += not opened.is_trial
             timed_out = failed.name == "TimeoutError" and failed.module == "builtins"
             outcome = SpanEnd.TIMED_OUT if timed_out else SpanEnd.FAILED
             self._end(opened, failed.call, failed.call + 1, outcome)
@@ -248,8 +280,10 @@ class PassRecord:
 
     def _end(self, opened: OpenLease, lo: int, hi: int, outcome: SpanEnd) -> None:
         now, state = self.recorder.now(), self.recorder.states[opened.worker]
-        started = opened.sent if opened.overlaps else max(opened.sent, state.last_finished)
-        self._add(opened, lo, hi, started, now, now - started, 0, outcome)
+        began = max(opened.sent, state.last_finished)  # the call before it, or of another lease, was over
+        self._of(opened.worker).busy_ns += now - began
+        started = opened.sent if opened.overlaps else began
+        self._add(opened, lo, hi, started, now, now - began, 0, outcome)
 
     def _release(self, opened: OpenLease, worker: str, lease: int, calls: int) -> None:
         opened.left -= calls

@@ -225,6 +225,8 @@ class PassHandle:
         self._next_step += 1
         self._inputs[step] = (list(values), states)
         self._waiting[step] = on_done
+        if self.record is not None:  # until now, other calls made its values
+            self.record.offered(step + 1, 0, self.record.recorder.now())
         self._post(ev.StepsAvailable(self.id, step, step + 1, len(values)))
         return step
 
@@ -336,12 +338,13 @@ class PassHandle:
         """Offer the requested steps; return whether there may be more."""
         while self._demand > 0:
             since = 0 if self.record is None else self.record.recorder.now()
+            held = feed.held_ns
             batches = await feed.pull(self._demand)
             if not batches:
                 self._post(ev.StepsEnded(self.id))
                 return False
             if self.record is not None:
-                self.record.offered(batches[-1].last, since)
+                self.record.offered(batches[-1].last, since, feed.held_ns - held)
             for batch in batches:
                 self._demand -= batch.last - batch.first
                 self.counts.elements_offered += batch.elements
@@ -503,6 +506,8 @@ class PassHandle:
 
     def arrived(self, chunk: Chunk) -> None:
         self.counts.calls_done += chunk.hi - chunk.lo
+        if self.record is not None:
+            self.record.calls += chunk.hi - chunk.lo
         self.elements.drop(chunk.lo, chunk.hi)
         self._put(chunk)
 
@@ -517,14 +522,14 @@ class PassHandle:
 
     def ready(self, first: int, last: int) -> None:
         self.counts.steps_visible += last - first
+        elements = 0 if self._feed is None else self._feed.elements(first, last)
+        if self.record is not None:
+            self.record.completed(last, elements)
         if self._feed is None:
             for step in range(first, last):
                 self._finish(step, None)
             return
-        elements = self._feed.elements(first, last)
         self.counts.elements_visible += elements
-        if self.record is not None:
-            self.record.completed(last, elements)
         self._drop_errors(first, last)
         if self._visible and self._visible[-1][1] == first:
             self._visible[-1] = (self._visible[-1][0], last)
