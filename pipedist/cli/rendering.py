@@ -149,12 +149,12 @@ def _stages_table(timings: Timings) -> Table:
     from rich.text import Text
 
     table = _table()
-    table.add_column("stages")
+    table.add_column("stages", overflow="fold")
     for title in ("calls", "elements/s", "busy", "median", "longest call"):
         table.add_column(title, justify="right")
     for stage in timings.stages:
-        longest = f"{stage.slowest} {brief(stage.max_s)}" if stage.slowest else ""
-        numbers = (f"{stage.calls:,}", f"{stage.elements_per_s:,.0f}")
+        longest = f"{stage.slowest} {brief(stage.max_s)}".strip() if stage.calls else ""
+        numbers = (f"{stage.calls:,}", f"{stage.elements_per_s:,.0f}" if stage.elements else "")
         times = (brief(stage.busy_s), brief(stage.p50_s))
         table.add_row(*map(Text, (stage.name, *numbers, *times, longest)))
     return table

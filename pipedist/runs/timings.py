@@ -26,7 +26,7 @@ from pipedist.core.platform_id import peak_memory_bytes
 from pipedist.errors import UsageError
 
 FORMAT = 1
-FILES_MAX = 8  # files of earlier processes that are kept
+FILES_MAX = 5  # files of processes that are kept; with at most 12 MiB each
 SHARE_MAX = 0.01  # of the run's time that writing the file may take
 INTERVAL_S = 1.0  # between two writings, at least
 SAVING_S_MAX = 5.0  # for the last writing
@@ -389,17 +389,22 @@ def brief(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def write_timings(folder: Path, number: int, measured: Measured) -> float:
-    """Replace the file of a process's measurements, and return the seconds that took."""
-    began = time.monotonic()
+def pause_after(writing_s: float) -> float:
+    """Return the seconds between a writing of the file that took so long and the next one."""
+    return max(INTERVAL_S, writing_s / SHARE_MAX)
+
+
+def write_timings(folder: Path, number: int, measured: Measured) -> None:
+    """Replace the file of a process's measurements."""
     packed = msgspec.structs.replace(measured, packed=zlib.compress(measured.packed, 1))
     folder.mkdir(exist_ok=True)
     replace_file(folder / f"{number}.msgpack", msgspec.msgpack.encode(packed))
-    return time.monotonic() - began
 
 
 def next_number(folder: Path) -> int:
-    """Return the number of the file of this process, and remove the oldest of earlier ones."""
+    """Return the number of the file of this process; remove the oldest ones, and what killed processes left."""
+    for partial in folder.glob(".*.partial"):
+        partial.unlink(missing_ok=True)
     numbers = sorted(int(path.stem) for path in folder.glob("*.msgpack") if path.stem.isdecimal())
     for number in numbers[: -FILES_MAX + 1]:
         (folder / f"{number}.msgpack").unlink(missing_ok=True)

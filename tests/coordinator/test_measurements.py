@@ -208,3 +208,20 @@ def test_trials_count_apart_from_calls() -> None:
     totals = record.totals[0]
     assert (totals.calls, totals.failed, totals.repeated, totals.trials) == (0, 0, 0, 2)
     assert (totals.busy_ns, totals.bytes_out, record.durations.quantile_s(0.5)) == (150, 7, 0.0)
+
+
+def test_aggregates_of_many_calls_are_exact_and_spans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten million calls in messages of 1,000."""
+    monkeypatch.setattr(measurements, "SPANS_MAX", 2**11)
+    clock, recorder, record = begun()
+    for number in range(10_000):
+        record.sent("w0", number, 1000 * number, 1000 * number + 1000, attempt=0, bytes_in=3)
+        clock.at(10 * number + 7)
+        record.returned("w0", Results(number, 1000 * number, 1000 * number + 1000, 5), 2)
+    totals = record.totals[0]
+    assert (totals.calls, totals.bytes_in, totals.bytes_out) == (10_000_000, 30_000, 20_000)
+    assert recorder.spans["calls"].sum() == 10_000_000
+    assert len(recorder.spans) <= 2**11
+    assert measurements.SPAN.itemsize * 2**17 < 16 * 2**20, (
+        "the file is below 64 MiB, before it is compressed"
+    )

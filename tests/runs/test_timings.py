@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 
 import pipedist
 from pipedist.coordinator.measurements import SPAN, SpanEnd
-from pipedist.errors import UsageError
+from pipedist.errors import CallError, UsageError
+from pipedist.report import collect
 from pipedist.runs.timings import (
     FILES_MAX,
+    Measurements,
     StageTimings,
     Timings,
     WorkerTimings,
     limit_of,
     next_number,
+    pause_after,
     read_timings,
+    write_timings,
 )
 from tests.runs.test_feeds import until
 
@@ -137,8 +143,61 @@ async def test_the_measurements_of_a_running_run_are_on_disk(tmp_path: Path) -> 
 def test_a_resumed_run_adds_a_file_and_old_ones_go(tmp_path: Path) -> None:
     for number in range(1, 20):
         (tmp_path / f"{number}.msgpack").touch()
+    (tmp_path / ".19.msgpack.0a1b2c3d.partial").touch()  # a process was killed while it wrote
     assert next_number(tmp_path) == 20
-    assert len(list(tmp_path.iterdir())) == FILES_MAX - 1
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{n}.msgpack" for n in range(20 - FILES_MAX + 1, 20)
+    }
+
+
+def test_the_report_of_a_resumed_run_has_both_processes(tmp_path: Path) -> None:
+    spec = document("fails_on_eleven_once", folder=str(tmp_path))
+    spec["stages"]["y"]["retries"] = 0
+    with pytest.raises(CallError):
+        pipedist.run(spec, workers=1, output=tmp_path / "out")
+    pipedist.run(spec, workers=1, output=tmp_path / "out", resume=True)
+    first, second = collect(tmp_path / "out")["processes"]
+    assert first["is_over"]
+    assert second["is_over"]
+    assert first["stages"][0]["failed"] > 0
+    assert second["stages"][0]["calls"] > 0
+
+
+def test_writing_takes_at_most_one_percent_of_the_time(tmp_path: Path) -> None:
+    now = writing = 0.0
+    for takes in (0.001, 0.01, 0.5, 3.0, 0.2):  # a slow disk
+        writing += takes
+        now += takes + pause_after(takes)
+        assert writing <= 0.011 * now
+
+
+@pytest.mark.parametrize("many", [1, 2**17])
+def test_the_file_is_small_and_replaced_as_a_whole(many: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    found = np.zeros(many, SPAN)
+    for name in SPAN.names or ():
+        found[name] = rng.integers(0, 2 ** min(40, 8 * SPAN[name].itemsize - 1), many)
+    measurements = Measurements()
+    measured = msgspec.structs.replace(
+        measurements.measured("id", "n", is_over=False), packed=found.tobytes()
+    )
+    write_timings(tmp_path, 1, measured)
+    assert FILES_MAX * (tmp_path / "1.msgpack").stat().st_size < 64 * 2**20
+    assert (read_timings(tmp_path)[0].spans == found).all()
+
+
+def test_a_full_disk_ends_only_the_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+
+    def full(_folder: Path, number: int, _measured: Any) -> None:
+        written.append(number)
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr("pipedist.runs.run.write_timings", full)
+    result = pipedist.run(document("double"), workers=1, output=tmp_path)
+    assert written[-1] == 1
+    assert result.timings.stages[0].calls == 20
+    assert not read_timings(tmp_path / ".pipedist/timings")
 
 
 def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
