@@ -89,7 +89,7 @@ def test_a_message_beyond_the_limit_is_rejected_on_both_ends() -> None:
         unpack(bytes(LIMITS.head_bytes_max + 1))
 
 
-ASSIGN = [6, 1, 2, 3, 4, 0, 0, 0]
+ASSIGN = [6, 1, 2, 3, 4, 0, 0, False]
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ ASSIGN = [6, 1, 2, 3, 4, 0, 0, 0]
         msgpack.packb([99, 1]),
         msgpack.packb(ASSIGN[:-1]),
         msgpack.packb([*ASSIGN, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, -1, 0, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, 2**64 - 1, 0, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, False, 0, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, "0", 0, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, 0.0, 0, 0]),
+        msgpack.packb([6, 1, 2, 3, 4, -1, 0, False]),
+        msgpack.packb([6, 1, 2, 3, 4, 2**64 - 1, 0, False]),
+        msgpack.packb([6, 1, 2, 3, 4, False, 0, False]),
+        msgpack.packb([6, 1, 2, 3, 4, "0", 0, False]),
+        msgpack.packb([6, 1, 2, 3, 4, 0.0, 0, False]),
         msgpack.packb([3, b"bytes"]),
         msgpack.packb([3, ["list"]]),
         msgpack.packb([3, {"a": 1}]),
