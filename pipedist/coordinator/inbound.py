@@ -11,6 +11,7 @@ import asyncio
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -78,7 +79,8 @@ class Inbound:
             case msg.Cancelled(lease):
                 for handle in self._passes.handles.values():
                     if handle.record is not None:
-                        handle.record.ended(peer.worker, lease, SpanEnd.CANCELLED)
+                        record = handle.record
+                        record.recorder.later(partial(record.ended, peer.worker, lease, SpanEnd.CANCELLED))
                 self._post(ev.CancelConfirmed(peer.worker, peer.incarnation, lease))
             case msg.QuotaMet(pass_id, calls):
                 self._post(ev.QuotaConfirmed(peer.worker, peer.incarnation, pass_id, calls))
@@ -120,7 +122,7 @@ class Inbound:
             chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
             size = chunk.size
             if handle.record is not None:
-                handle.record.returned(peer.worker, results, size)
+                handle.record.recorder.later(partial(handle.record.returned, peer.worker, results, size))
         elif (handle := self._passes.of_cancelled(peer.worker, lease)) is not None:
             handle.arrived_late(open_chunk(lo, hi, frames, handle.slots, handle.required_slots))
         self._post(ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, results.busy_ns, size), chunk)
@@ -150,7 +152,7 @@ class Inbound:
         )
         if handle is not None:
             if handle.record is not None:
-                handle.record.raised(peer.worker, failed)
+                handle.record.recorder.later(partial(handle.record.raised, peer.worker, failed))
             handle.on_raised(failed)
             event = handle.policy.apply(event, failed)
             self._gangs.failed(failed)

@@ -42,6 +42,7 @@ _ATTEMPT_MAX = 255
 _OFFERS_KEPT = 64  # offers are forgotten when there are more, and their steps are complete
 _SPANS_FIRST = 1024
 _FRESH_MAX = 256
+_LATER_MAX = 256
 _LAST = itemgetter(0)
 
 
@@ -137,7 +138,7 @@ class OpenLease:
     sent: int
     left: int  # calls that have not returned
     state: _WorkerState
-    totals: Totals  # of the worker, for the pass
+    totals: Totals  # those of the worker in the pass
 
 
 @dataclass(slots=True)
@@ -151,7 +152,7 @@ class _WorkerState:
 
 
 class PassRecord:
-    """The measurements of one pass; its methods are called as things happen."""
+    """The measurements of one pass; its methods are called as things happen, or with `Recorder.later`."""
 
     def __init__(
         self, recorder: Recorder, number: int, name: str, stages: Sequence[str], replicas: int, phase: int
@@ -169,7 +170,7 @@ class PassRecord:
         self.slowest = (0, -1, -1)  # duration, first call and worker of the span with the longest calls
         self.recorder = recorder
         self._number = number
-        # Of each offer whose steps are not complete: last step, times when reading began and ended, and of the offer
+        # Each offer whose steps are not complete: last step, times when reading began and ended, and its own time
         self._offers: list[tuple[int, int, int, int]] = []
 
     def offered(self, last: int, since: int, held_ns: int = 0) -> None:
@@ -359,13 +360,30 @@ class Recorder:
         self._numbers: dict[str, int] = {}
         self._spans = np.zeros(_SPANS_FIRST, SPAN)
         self._count = 0
+        self._later: list[tuple[int, Callable[[], None]]] = []  # with their times
+        self._at_ns: int | None = None  # the time of what is being recorded, if it was deferred
         self._fresh: list[
             tuple[int, ...]
         ] = []  # spans that are not in the array yet: writing many at once is cheaper
 
     def now(self) -> int:
-        """Return the nanoseconds since the run began."""
-        return self._clock_ns() - self._began_ns
+        """Return the nanoseconds since the run began, until the present or until what is being recorded."""
+        return (self._clock_ns() if self._at_ns is None else self._at_ns) - self._began_ns
+
+    def later(self, record: Callable[[], None]) -> None:
+        """Call a function that records something when there are many: together they cost less."""
+        self._later.append((self._clock_ns(), record))
+        if len(self._later) == _LATER_MAX:
+            self.settle()
+
+    def settle(self) -> None:
+        """Record what was deferred; before anything is read."""
+        later, self._later = self._later, []
+        try:
+            for self._at_ns, record in later:
+                record()
+        finally:
+            self._at_ns = None
 
     @property
     def spans(self) -> NDArray[np.void]:
@@ -400,6 +418,7 @@ class Recorder:
 
     def left(self, worker: str) -> None:
         """Record that a worker is gone; its leases are lost."""
+        self.settle()
         for name, lease in [place for place in self.open if place[0] == worker]:
             self.open[name, lease].record.ended(name, lease, SpanEnd.LOST)
         if worker in self._numbers:

@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pipedist.coordinator.gang_relay import GangRelay
 from pipedist.coordinator.inbound import Rejections
@@ -132,16 +133,19 @@ class CommandExecutor:
         def send(payloads: list[list[Frame]]) -> None:
             sent = sum(end - start for start, end in command.elements)
             if handle.record is not None:
-                handle.record.sent(
-                    worker,
-                    lease,
-                    lo,
-                    hi,
-                    attempt=command.attempt,
-                    bytes_in=frame_bytes(payloads[0]),
-                    asked=asked,
-                    overlaps=command.overlaps,
-                    is_trial=bool(command.elements),
+                handle.record.recorder.later(
+                    partial(
+                        handle.record.sent,
+                        worker,
+                        lease,
+                        lo,
+                        hi,
+                        attempt=command.attempt,
+                        bytes_in=frame_bytes(payloads[0]),
+                        asked=asked,
+                        overlaps=command.overlaps,
+                        is_trial=bool(command.elements),
+                    )
                 )
             head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent, command.overlaps)
             self._pool.send(worker, head, payloads[0])
@@ -164,7 +168,8 @@ class CommandExecutor:
             for member, (worker, lease, lo, hi) in enumerate(parts):
                 if handle.record is not None:
                     size = frame_bytes(payloads[member])
-                    handle.record.sent(worker, lease, lo, hi, attempt=attempt, bytes_in=size, asked=asked)
+                    sent = partial(handle.record.sent, worker, lease, lo, hi, asked=asked)
+                    handle.record.recorder.later(partial(sent, attempt=attempt, bytes_in=size))
                 head = msg.AssignGang(lease, pass_id, lo, hi, attempt, serial, member, len(parts), segment)
                 self._pool.send(worker, head, payloads[member])
 

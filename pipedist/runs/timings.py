@@ -236,6 +236,7 @@ class Measurements:
 
     def timings(self, parts: Mapping[str, float]) -> Timings:
         """Return the timings for the result; call it on the event loop."""
+        self.recorder.settle()
         stages, workers, recorder = self.stages(), self.workers(), self.recorder
         limit = limit_of(recorder.spans, stages, workers, self.driver_busy_s(), recorder.now() * 1e-9)
         return Timings(parts, stages, workers, limit)
@@ -243,6 +244,7 @@ class Measurements:
     def measured(self, run: str, name: str, *, is_over: bool) -> Measured:
         """Return everything, for the file; call it on the event loop, and `pack` the result elsewhere."""
         recorder = self.recorder
+        recorder.settle()
         now = recorder.now() * 1e-9
         memory = peak_memory_bytes()
         stages, workers = self.stages(), self.workers()
@@ -358,8 +360,8 @@ def limit_of(
             ", ..." if len(loaded) > _NAMED_MAX else ""
         )
         return (
-            f"Of {len(workers)} workers, only {names} had calls for more than {_BUSY:.0%} "
-            "of the time: there were none that the others could execute."
+            f"Only {names} of {len(workers)} workers had calls for more than {_BUSY:.0%} of the time: the others could "
+            "not execute more of them."
         )
     for_input, for_stages = (
         sum(getattr(each, f"{kind}_wait_s") for each in workers) / capacity for kind in ("input", "stage")

@@ -283,7 +283,7 @@ def spans(*ends: tuple[int, float, float]) -> Any:
             {},
             1,
             10,
-            "Of 2 workers, only w0 had calls for more than 75% of the time",
+            "Only w0 of 2 workers had calls for more than 75% of the time",
         ),
         ([], (1, 1), {}, 1, 10, ""),
     ],

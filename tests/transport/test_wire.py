@@ -21,7 +21,7 @@ FIELDS: dict[Any, st.SearchStrategy[Any]] = {
     float: st.floats(allow_nan=False, allow_infinity=False),
     bool: st.booleans(),
     bytes: st.binary(),
-    tuple[int, ...]: st.lists(st.integers(0, 2**63 - 1)).map(tuple),
+    tuple[int, ...]: st.lists(st.integers(0, 2**63 - 1), max_size=64).map(tuple),
     tuple[str, ...]: st.lists(st.text()).map(tuple),
     tuple[bytes, ...]: st.lists(st.binary()).map(tuple),
     tuple[tuple[int, str], ...]: st.lists(st.tuples(st.integers(0, 2**63 - 1), st.text())).map(tuple),
