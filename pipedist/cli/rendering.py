@@ -40,6 +40,7 @@ CELL_DIGITS = 7  # significant digits of a float in a table of records
 SCANNED_BYTES_MAX = 4 * 2**20  # size of a text file whose rows are counted
 RECORDS_MAX = 20  # rows of a table of records that are shown
 FIELDS_MAX = 32  # columns of a table of records
+NAMES_MAX = 4  # stages of a pass that are all named
 
 _REASONS = {"error": "raised", "timeout": "timed out", "death": "whose worker died", "slow": "slow"}
 
@@ -151,12 +152,18 @@ def _stages_table(timings: Timings) -> Table:
     table = _table()
     table.add_column("stages", overflow="fold")
     for title in ("calls", "elements/s", "busy", "median", "longest call"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", overflow="fold")  # a key that is cut can't be replayed
     for stage in timings.stages:
+        names = stage.name.split(" -> ")
+        name = (
+            stage.name
+            if len(names) <= NAMES_MAX
+            else f"{names[0]} -> ... -> {names[-1]}, {len(names)} stages"
+        )
         longest = f"{stage.slowest} {brief(stage.max_s)}".strip() if stage.calls else ""
         numbers = (f"{stage.calls:,}", f"{stage.elements_per_s:,.0f}" if stage.elements else "")
         times = (brief(stage.busy_s), brief(stage.p50_s))
-        table.add_row(*map(Text, (stage.name, *numbers, *times, longest)))
+        table.add_row(*map(Text, (name, *numbers, *times, longest)))
     return table
 
 

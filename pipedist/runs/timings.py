@@ -355,7 +355,7 @@ def limit_of(
     if driver > _BUSY:
         return f"The driver was busy {driver:.0%} of the time, workers {share:.0%}: larger batches need fewer messages."
     loaded = [each for each in workers if each.busy_s > _BUSY * window]
-    if loaded:
+    if loaded and min(each.busy_s for each in workers) < _BUSY / 2 * window:
         names = ", ".join(each.name for each in loaded[:_NAMED_MAX]) + (
             ", ..." if len(loaded) > _NAMED_MAX else ""
         )
