@@ -230,10 +230,21 @@ class LogSinks:
 
 def _show(worker: str, line: msg.LogLine) -> None:
     """Pass a record to this process's `logging` if it has handlers, and write any other line to stderr."""
-    logger = logging.getLogger(line.logger) if line.level else None
     head = f"[{line.stage} {line.step} {line.replica} {worker}]"
-    if logger is not None and logger.hasHandlers():
-        logger.log(line.level, "%s %s", head, line.text)
+    if line.level and (logger := _nearest_logger(line.logger)).hasHandlers():
+        # not `isEnabledFor`, which keeps each level, and a peer could send any number of them
+        if line.level >= max(logger.getEffectiveLevel(), logger.manager.disable + 1):
+            logger.handle(logger.makeRecord(line.logger, line.level, "", 0, "%s %s", (head, line.text), None))
     elif sys.stderr is not None:
         with suppress(OSError, ValueError):  # stderr is closed
             sys.stderr.write("".join(f"{head} {each}\n" for each in line.text.splitlines() or [""]))
+
+
+def _nearest_logger(name: str) -> logging.Logger:
+    """Return the logger of this name, or its nearest ancestor; loggers are never freed, so none is created."""
+    while name:
+        found = logging.root.manager.loggerDict.get(name)
+        if isinstance(found, logging.Logger):
+            return found
+        name = name.rpartition(".")[0]
+    return logging.root

@@ -236,8 +236,6 @@ class Run(AsyncOnly):
             self._finished_run = opened
             return
         self._folder = self._stack.enter_context(opened)
-        self._log = RunLog(opened.timings.parent / LOG_FILE)
-        self._stack.push_async_callback(self._log.aclose)
         source = SpecSource.of(*self._given)
         self._can_replay = bool(source.source)
         self._journal, self._plan, self._journal_notice = open_journal(
@@ -251,6 +249,8 @@ class Run(AsyncOnly):
             source=source,
         )
         self._stack.callback(self._journal.close)
+        self._log = RunLog(opened.timings.parent / LOG_FILE, appends=self._journal.is_resumed)
+        self._stack.push_async_callback(self._log.aclose)
         self.id = opened.run_id  # a resumed run keeps its id
 
     async def _open_cluster(self, cluster: Cluster) -> None:

@@ -5,9 +5,9 @@ It has every line and `logging` record of replica functions, and the events of t
     TIME LEVEL LOGGER STAGE/STEP/REPLICA WORKER: TEXT
 
 which is repeated for each line of the text. TIME is when the line arrived. The level of a printed line is `-`, and
-its logger `stdout` or `stderr`. The call of an event is `-`, and its worker `driver`. Each process that executes the
-run appends. A thread writes the file, a line at a time, so a kill of the process loses at most the last lines. An
-error of the file system ends only the log.
+its logger `stdout` or `stderr`. The call of an event is `-`, and its worker `driver`. A resumed run appends. A thread
+writes the file, a line at a time, so a kill of the process loses at most the last lines. An error of the file system
+ends only the log.
 
 Limits: the file has at most half of RUN_LOG_BYTES_MAX; then it replaces `run.log.1`, and a new one begins. If more
 than RECORDS_WAITING_MAX records wait for the file, the next ones are dropped, and a line reports their number.
@@ -44,12 +44,19 @@ class RunLog:
 
     Args:
         path: the file; None: the run has no folder, and its events go to `logging` only.
+        appends: False: the files of an earlier run are deleted.
     """
 
-    def __init__(self, path: Path | None, bytes_max: int = RUN_LOG_BYTES_MAX) -> None:
+    def __init__(
+        self, path: Path | None, *, appends: bool = False, bytes_max: int = RUN_LOG_BYTES_MAX
+    ) -> None:
         self._listener: QueueListener | None = None
         self._dropped = 0
         if path is not None:
+            if not appends:
+                for old in (path, path.with_name(f"{path.name}.1")):
+                    with contextlib.suppress(OSError):  # writing reports it
+                        old.unlink()
             self._listener = _listener(path, bytes_max)
             self._listener.start()
 

@@ -52,7 +52,7 @@ class OutputLimits(Struct, frozen=True):
     """Limits of a worker's output."""
 
     line_chars_max: int = 4096  # the rest of a line is cut
-    record_chars_max: int = 64 * 1024  # the rest of a `logging` record is cut
+    record_chars_max: int = 16 * 1024  # the rest of a `logging` record is cut
     lines_per_s_max: int = 500  # a burst may have the same number at once
     origins_max: int = 256  # calls with an unfinished line at one time
 

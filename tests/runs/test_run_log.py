@@ -139,11 +139,14 @@ def test_a_killed_run_leaves_its_lines_and_the_resumed_run_appends(tmp_path: Pat
     assert both[: len(first)] == first
     assert sum(" begins in process " in text for *_, text in both) == 2
     assert any(text.startswith("resuming the run") for *_, text in both[len(first) :])
+    other = run_module("pipedist", *command[3:], "--restart", cwd=tmp_path, env=ENV)
+    assert other.returncode == 0, other.stderr
+    assert sum(" begins in process " in text for *_, text in lines_of(tmp_path / "out")) == 1
 
 
 def write(path: Path, *lines: LogLine, **limits: int) -> None:
     async def main() -> None:
-        log = RunLog(path, **limits)
+        log = RunLog(path, appends=True, **limits)
         for line in lines:
             log.line("w0", line)
         with anyio.fail_after(30):
