@@ -86,26 +86,31 @@ class RunLog:
 
         if self._listener is None:
             return
-        record = logging.LogRecord(logger, level, "", 0, text, None, None)
-        record.call, record.worker = call, worker
         try:
-            self._listener.queue.put_nowait(record)
+            if self._dropped:
+                self._listener.queue.put_nowait(_missing(self._dropped))
+                self._dropped = 0
+            self._listener.queue.put_nowait(_record(level, logger, call, worker, text))
         except Full:
             self._dropped += 1
-            return
-        if self._dropped:
-            dropped, self._dropped = self._dropped, 0
-            text = (
-                f"{dropped:,} records before this one are missing: they came faster than they can be written"
-            )
-            self._put(logging.WARNING, LOGGER, "-", "driver", text)
 
     async def aclose(self) -> None:
         """Write the waiting records, and close the file."""
         if self._listener is not None:
             listener, self._listener = self._listener, None
             with anyio.move_on_after(CLOSE_S_MAX, shield=True):
-                await anyio.to_thread.run_sync(_stop, listener, abandon_on_cancel=True)
+                await anyio.to_thread.run_sync(_stop, listener, self._dropped, abandon_on_cancel=True)
+
+
+def _record(level: int, logger: str, call: str, worker: str, text: str) -> logging.LogRecord:
+    record = logging.LogRecord(logger, level, "", 0, text, None, None)
+    record.call, record.worker = call, worker
+    return record
+
+
+def _missing(count: int) -> logging.LogRecord:
+    text = f"{count:,} records are missing here: they came faster than they can be written"
+    return _record(logging.WARNING, LOGGER, "-", "driver", text)
 
 
 def _listener(path: Path, bytes_max: int) -> QueueListener:
@@ -140,8 +145,10 @@ def _listener(path: Path, bytes_max: int) -> QueueListener:
     return Listener(queue, file)
 
 
-def _stop(listener: QueueListener) -> None:
+def _stop(listener: QueueListener, dropped: int) -> None:
     listener.stop()
+    if dropped:
+        listener.handle(_missing(dropped))
     for file in listener.handlers:
         with contextlib.suppress(OSError):  # it was reported
             file.close()

@@ -7,7 +7,7 @@ below Python, to the descriptors, goes to the driver's stderr unchanged; so do t
 
 A `logging` record is one message, which keeps its level and the name of its logger. User code configures `logging`
 as in any process: the worker has no handler on any logger, and replaces only `logging.lastResort`, which gets the
-records of loggers without handlers. What a `logging.StreamHandler` of the user writes to `sys.stdout` or
+records of loggers without handlers. Text that a `logging.StreamHandler` of the user writes to `sys.stdout` or
 `sys.stderr` is recognized as a record, in the handler's format.
 
 Only one thread at a time uses the socket: the one that holds the driver's lock. A thread that prints does not

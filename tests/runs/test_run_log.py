@@ -16,6 +16,7 @@ import pytest
 
 import pipedist
 from pipedist.protocol.messages import LogLine
+from pipedist.runs import run_log
 from pipedist.runs.run_log import RECORD_LINES_MAX, RunLog
 from tests.preloaded import ROOT, Popen, run_module
 from tests.runs.test_feeds import until
@@ -162,6 +163,19 @@ def test_the_oldest_half_is_dropped(tmp_path: Path) -> None:
     assert " s/999/0 w0: xxx" in (tmp_path / "run.log").read_text().splitlines()[-1]
 
 
+def test_records_that_the_queue_can_not_hold_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_log, "RECORDS_WAITING_MAX", 5)
+    write(tmp_path / "run.log", *(LogLine("s", step, 0, "x") for step in range(5_000)))
+    text = (tmp_path / "run.log").read_text()
+    missing = sum(
+        int(count.replace(",", "")) for count in re.findall(r"driver: (\S+) records are missing", text)
+    )
+    assert text.count(" w0: x\n") + missing == 5_000
+    assert missing > 0
+
+
 def test_a_record_can_not_imitate_others_or_grow_without_limit(tmp_path: Path) -> None:
     write(tmp_path / "run.log", LogLine("s", 0, 0, "a\nb\r\x0b" + "\n" * 5_000, 35, "two words"))
     lines = (tmp_path / "run.log").read_text().splitlines()
@@ -205,3 +219,11 @@ def test_verbose_and_quiet_exclude_each_other(tmp_path: Path) -> None:
     done = run_module("pipedist", "run", "spec.yaml", "-v", "-q", cwd=tmp_path)
     assert done.returncode == 2
     assert "--verbose and --quiet exclude each other" in done.stderr
+
+
+def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "seeing.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "on_log" in block]
+    (tmp_path / "page.py").write_text(code)
+    done = run_module("page", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    assert done.returncode == 0, done.stderr
