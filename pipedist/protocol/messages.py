@@ -297,7 +297,7 @@ class LogLine(Message, frozen=True, tag=11):
     stage: Text
     step: Count
     replica: Count
-    text: Text  # of a record, with its traceback; it may have several lines
+    text: Text  # a record may have several lines, such as a traceback
     level: Count = 0  # of the record; 0: printed
     logger: Text = "stdout"  # of the record; if printed, the stream
 
