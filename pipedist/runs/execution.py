@@ -62,6 +62,8 @@ class Execution:
         self._values: dict[str, Tree] = {}
         self._spools: dict[str, Spool] = {}
         self._journal = journal
+        if journal is not None:
+            journal.recorder = self.measurements.recorder
         self._counts: dict[PassPlan, PassHandle | _Complete] = {}
         self._quarantines: dict[PassPlan, PassQuarantine] = {}
         self._executions: dict[PassPlan, PassExecution] = {}

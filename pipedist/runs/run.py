@@ -42,6 +42,7 @@ from pipedist.runs.timings import (
     INTERVAL_S,
     SAVING_S_MAX,
     SHARE_MAX,
+    Measured,
     Measurements,
     next_number,
     write_timings,
@@ -297,6 +298,12 @@ class Run(AsyncOnly):
     def resumable(self) -> bool:
         """Whether its folder has committed steps, which `resume` skips."""
         return self._journal is not None and self._journal.holds_steps
+
+    def measured(self) -> Measured | None:
+        """Return the measurements of this process so far, None before the run begins; call it on the event loop."""
+        if self._execution is None:
+            return None
+        return self._execution.measurements.measured(self.id, self.name, is_over=self._finished.is_set())
 
     def ledger(self) -> Ledger:
         """Return how many elements are committed, quarantined and lost so far."""
