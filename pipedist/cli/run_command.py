@@ -233,6 +233,9 @@ async def _write_trace(run: Run, path: str) -> OutputError | None:
 
     measured = run.measured()
     if measured is None:
+        write_error(
+            f"pipedist: nothing was executed, so {path} was not written. Use: pipedist report RUN --trace FILE\n"
+        )
         return None
     try:
         with anyio.CancelScope(shield=True):

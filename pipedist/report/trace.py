@@ -59,14 +59,15 @@ def trace(processes: Sequence[Measured]) -> bytes:
         processes: the measurements of each process that executed the run, compressed.
     """
     first = processes[0]
+    began_at = min(each.began_at for each in processes)  # a wall clock may have been set back
     events: list[str] = []
     flows = 0
     for number, measured in enumerate(processes):
-        shift = int((measured.began_at - first.began_at) * 1e9)
+        shift = int((measured.began_at - began_at) * 1e9)
         spans = _bounded(measured.spans, len(processes))
         events += _Process(measured, spans, number, shift, flows).events()
         flows += len(spans)
-    about = {"run": first.run, "name": first.name, "began_at": first.began_at, "producer": "pipedist"}
+    about = {"run": first.run, "name": first.name, "began_at": began_at, "producer": "pipedist"}
     body = ",\n".join(events)
     return (f'{{"displayTimeUnit":"ms","otherData":{_text(about)},"traceEvents":[\n{body}\n]}}\n').encode()
 

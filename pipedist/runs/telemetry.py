@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 UPDATE_S = 5.0  # between two updates of the metrics
 FLUSH_S_MAX = 5.0  # for the exporters, when a run has ended
-EVENTS_MAX = 128  # of one span: the limit of OpenTelemetry
+EVENTS_MAX = 128  # maximum number of events in a span, as in OpenTelemetry
 
 STAGE_COUNTERS = (
     ("calls", "pipedist.calls", "{call}", "Calls that returned."),

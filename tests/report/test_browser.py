@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipedist.report import collect, page, trace_of
+from pipedist.report import collect, page
+from pipedist.report.trace import trace
+from pipedist.runs.timings import read_timings
 from tests.report.jobs import finished
 from tests.report.test_live import WAIT_S, executing
+from tests.report.test_trace import measured, spans_of
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -180,12 +183,16 @@ def test_perfetto_opens_a_trace(browser: Chrome, report: Path) -> None:
     try:
         browser.get(f"http://127.0.0.1:{server.server_port}/")
         browser.set_script_timeout(WAIT_S)
-        content = base64.b64encode(trace_of(report.parent / "out")).decode()
+        (process,) = read_timings(report.parent / "out/.pipedist/timings")
+        overlapping = measured(
+            spans_of((0, 0, 300), (10, 10, 100), (20, 20, 200)), began_at=process.began_at + 1
+        )
+        content = base64.b64encode(trace([process, overlapping])).decode()
         queries = (
             "select name, value from stats where value > 0 and severity in ('error', 'data_loss')",
             "select count(*) from flow",
             "select distinct process.name, thread.name from slice join thread_track on slice.track_id = "
-            "thread_track.id join thread using (utid) join process using (upid) order by 1, 2",
+            "thread_track.id join thread using (utid) join process using (upid)",
             "select count(*) from slice where category in ('call', 'failed', 'lost')",
             "select distinct name from track where type like '%counter%' order by 1",
         )
@@ -197,8 +204,9 @@ def test_perfetto_opens_a_trace(browser: Chrome, report: Path) -> None:
         server.server_close()
     assert problems == []
     assert arrows == calls
-    assert names == [
-        ["driver", "events"], ["driver", "folds"], ["driver", "journal commits"], ["driver", "sends"],
-        ["worker w0", "calls"], ["worker w1", "calls"],
-    ]  # fmt: skip
+    assert {f"{process}: {track}" for process, track in names} == {
+        "driver: events", "driver: folds", "driver: journal commits", "driver: sends", "worker w0: calls",
+        "worker w1: calls", "driver (process 2): sends", "worker w0 (process 2): calls",
+        "worker w0 (process 2): calls 2", "worker w0 (process 2): calls 3",
+    }  # fmt: skip
     assert counters == [["in flight calls"], ["memory MiB"]]

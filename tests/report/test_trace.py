@@ -62,9 +62,9 @@ def tracks(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 def measured(spans: np.ndarray, **more: Any) -> Measured:
     names = [f"w{n}" for n in range(int(spans["worker"].max()) + 1)]
     passes = [("prepare -> features", ["prepare", "features"], 0)]
-    fields = dict.fromkeys(("stages", "workers", "marks", "memory"), ()) | more
+    fields = dict.fromkeys(("stages", "workers", "marks", "memory"), ()) | {"began_at": 0.0} | more
     return Measured(
-        format=1, run="r", name="many", began_at=0.0, seconds=1000.0, is_over=True, driver_busy_s=1.0,
+        format=1, run="r", name="many", seconds=1000.0, is_over=True, driver_busy_s=1.0,
         driver_memory_bytes=1, replicas=1, passes=passes, worker_names=names, limit="", packed=spans.tobytes(),
         **fields,
     ).compressed()  # fmt: skip
@@ -154,6 +154,8 @@ def test_the_processes_of_a_resumed_run_are_in_one_trace() -> None:
     found = tracks(events_of(trace([first, later])))
     assert found["worker w0: calls"][0]["ts"] == 1.0
     assert found["worker w0 (process 2): calls"][0]["ts"] == 10_000_001.0
+    found = tracks(events_of(trace([later, first])))
+    assert found["worker w0 (process 2): calls"][0]["ts"] == 1.0, "though the clock was set back"
 
 
 FAILING = {
@@ -194,6 +196,18 @@ def test_a_run_that_is_interrupted_has_a_trace(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=WAIT_S)
     assert process.returncode == 130, errors
     assert events_of((tmp_path / "t.json").read_bytes())
+
+
+def test_a_finished_run_that_is_resumed_has_no_trace(tmp_path: Path) -> None:
+    spec = {**FAILING, "name": "small", "dataset": {"range": 4, "batch": 2}, "outputs": {"out": "out.npy"}}
+    (tmp_path / "small.json").write_text(json.dumps(spec))
+    run = ("pipedist", "run", "small.json", "--workers", "1", "--trace")
+    env = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    assert run_module(*run, "t.json", cwd=tmp_path, env=env).returncode == 0
+    assert events_of((tmp_path / "t.json").read_bytes())
+    again = run_module(*run, "again.json", "--resume", cwd=tmp_path, env=env)
+    assert again.returncode == 0
+    assert "nothing was executed, so again.json was not written" in again.stderr
 
 
 def test_a_trace_that_cannot_be_written_is_named_before_the_run(tmp_path: Path) -> None:
