@@ -67,20 +67,20 @@ def exporters(signal: str, environment: Mapping[str, str] = os.environ) -> list[
     return [name for each in names.split(",") if (name := each.strip()) not in ("", "none")]
 
 
-def _has_provider() -> bool:
-    """Return whether the program has set a provider."""
+def _given() -> tuple[TracerProvider | None, MeterProvider | None]:
+    """Return the providers that the program has set; they are proxies otherwise."""
     trace, metrics = (sys.modules.get(f"opentelemetry.{name}") for name in ("trace", "metrics"))
-    found = []
-    if trace is not None:
-        found.append(type(trace.get_tracer_provider()).__name__)
-    if metrics is not None:
-        found.append(type(metrics.get_meter_provider()).__name__)
-    return any("Proxy" not in name for name in found)
+    tracers = None if trace is None else trace.get_tracer_provider()
+    meters = None if metrics is None else metrics.get_meter_provider()
+    return (
+        None if "Proxy" in type(tracers).__name__ else tracers,
+        None if "Proxy" in type(meters).__name__ else meters,
+    )
 
 
 def is_wanted() -> bool:
     """Return whether a run makes spans and metrics."""
-    return _has_provider() or any(map(exporters, _SIGNALS))
+    return _given() != (None, None) or any(map(exporters, _SIGNALS))
 
 
 def open_providers() -> tuple[Providers, bool] | None:
@@ -91,8 +91,9 @@ def open_providers() -> tuple[Providers, bool] | None:
     try:
         from opentelemetry import metrics, trace
 
-        if _has_provider():
-            return (trace.get_tracer_provider(), metrics.get_meter_provider()), False
+        given = _given()
+        if given != (None, None):  # a proxy would keep the instruments of each run
+            return (given[0] or trace.NoOpTracerProvider(), given[1] or metrics.NoOpMeterProvider()), False
         from opentelemetry.sdk.metrics import MeterProvider
         from opentelemetry.sdk.metrics.export import (
             MetricExporter,

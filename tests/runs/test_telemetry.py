@@ -22,7 +22,7 @@ import pipedist
 from pipedist.report import collect
 from pipedist.report.metrics import exposition
 from pipedist.runs.identity import digest
-from pipedist.runs.telemetry import exporters, is_wanted
+from pipedist.runs.telemetry import exporters, is_wanted, open_providers
 from pipedist.spec import load
 from tests.report.jobs import finished
 
@@ -141,6 +141,17 @@ def test_the_span_of_a_failed_run_has_its_error(exported: Exported) -> None:
     assert run.attributes["pipedist.spec.digest"] == digest(load(RANGE))
     (pass_,) = exported.spans("pipedist.pass")
     assert ("call failed", "y/6/0") in map(named, pass_.events)
+
+
+def test_a_program_may_have_a_provider_of_spans_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracers = TracerProvider()
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: tracers)
+    assert is_wanted()
+    opened = open_providers()
+    assert opened is not None
+    (spans, meters), is_own = opened
+    assert (spans, is_own) == (tracers, False)
+    assert isinstance(meters, metrics.NoOpMeterProvider), "a proxy would keep the instruments of each run"
 
 
 @pytest.mark.parametrize(
