@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.coordinator.measurements import SPAN, SpanEnd
+from pipedist.coordinator.measurements import SPAN, DriverWork, SpanEnd
 from pipedist.errors import CallError, UsageError
 from pipedist.report import collect
 from pipedist.runs.timings import (
@@ -62,6 +62,8 @@ def test_a_result_has_the_timings_of_stages_and_workers(tmp_path: Path) -> None:
     assert measured.is_over
     assert measured.spans["calls"].sum() == 20
     assert measured.stages == list(result.timings.stages)
+    assert {each.work for each in measured.driver} == {DriverWork.FOLD, DriverWork.COMMIT}
+    assert {each.text for each in measured.driver if each.work == DriverWork.FOLD} == {"out"}
 
 
 def test_the_workers_measure_stages_reading_and_memory(tmp_path: Path) -> None:
