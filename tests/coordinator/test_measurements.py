@@ -236,3 +236,17 @@ def test_the_longest_work_of_the_driver_is_kept() -> None:
     assert len(kept) <= measurements.DRIVER_SPANS_MAX
     assert [each.ended for each in kept] == sorted(each.ended for each in kept)
     assert sum(each.duration > 10 for each in kept) == len(range(0, 3 * measurements.DRIVER_SPANS_MAX, 1000))
+
+
+def test_what_is_recorded_later_has_the_time_at_which_it_happened() -> None:
+    clock, recorder, record = begun()
+    clock.at(100)
+    recorder.later(lambda: record.sent("w0", 1, 0, 1, attempt=0, bytes_in=0))
+    clock.at(300)
+    recorder.later(lambda: record.returned("w0", Results(1, 0, 1, 150), 0))
+    clock.at(900)
+    assert not recorder.open
+    recorder.settle()
+    (span,) = recorder.spans
+    assert [int(span[name]) for name in ("sent", "started", "finished")] == [100, 150, 300]
+    assert recorder.now() == 900
