@@ -317,6 +317,23 @@ def report(run: str, output: str) -> None:
 
 
 @app.command()
+@click.argument("run_a", metavar="RUN_A")
+@click.argument("run_b", metavar="RUN_B")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+def diff(run_a: str, run_b: str, as_json: bool) -> None:
+    """Compare two runs: what they were made from, and their results.
+
+    RUN_A and RUN_B are their output folders. For each output that differs, the first row that does is printed, with
+    its step and element where these are known, and the largest differences.
+
+    Exit codes: 0 results, outputs and ledgers are the same; 1 they differ; 2 there is no such run.
+    """
+    from pipedist.cli.commands import diff_runs
+
+    _end(lambda: diff_runs(run_a, run_b, as_json=as_json))
+
+
+@app.command()
 @_run
 @click.option(
     "--web", is_flag=True, help="Serve the report as a page that is updated, instead of the terminal."

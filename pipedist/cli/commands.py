@@ -1,4 +1,4 @@
-"""The short commands: validate, plan, schema, audit, why, keys and launch."""
+"""The short commands: validate, plan, schema, audit, diff, why, keys and launch."""
 
 from __future__ import annotations
 
@@ -101,6 +101,17 @@ def write_report(run: str, output: str) -> int:
         ) from None
     write_out(f"{output}\n")
     return terminal.OK
+
+
+def diff_runs(a: str, b: str, *, as_json: bool) -> int:
+    """Print the differences of two runs; return 1 if their results differ."""
+    import json
+
+    from pipedist.report.differences import as_text, compare
+
+    found = compare(Path(a), Path(b))
+    write_out((json.dumps(found, allow_nan=False) if as_json else as_text(found)) + "\n")
+    return terminal.OK if found["same"] else terminal.FAILED
 
 
 def new_key_files(output: str) -> int:
