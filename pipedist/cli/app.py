@@ -199,13 +199,35 @@ def validate(specs: tuple[str, ...]) -> None:
 @_workers
 @_cluster
 @_sets
-def plan(spec: str, form: str, workers: int | None, cluster: str | None, sets: tuple[str, ...]) -> None:
+@click.option(
+    "--predict", is_flag=True, help="Print the expected time on 1, 2, 4, ... workers, and what limits it."
+)
+@_count(
+    "--sample",
+    "With --predict: execute this number of calls of each pass on one worker, and write nothing.",
+    default=20,
+    show_default=True,
+)
+@click.option(
+    "--from",
+    "measured",
+    metavar="RUN",
+    help="With --predict: use the measurements of an earlier run, in this output folder, instead of a sample.",
+)
+def plan(
+    spec: str, form: str, workers: int | None, cluster: str | None, sets: tuple[str, ...], **prediction: Any
+) -> None:
     """Check a spec, and print what would run.
 
-    It opens the sources and imports the functions of the spec, but executes no call.
+    It opens the sources and imports the functions of the spec, but executes no call, except with --predict.
     """
-    from pipedist.cli.commands import print_plan
+    from pipedist.cli.commands import predict_run, print_plan
 
+    predicts, sample, measured = (prediction[name] for name in ("predict", "sample", "measured"))
+    if predicts:
+        _end(lambda: predict_run(spec, form, sets, sample, measured))
+    if measured is not None:
+        raise click.UsageError("--from needs --predict")
     _end(lambda: print_plan(spec, form, workers, sets, cluster))
 
 

@@ -62,6 +62,40 @@ def print_plan(
     return terminal.OK
 
 
+def predict_run(path: str, form: str, sets: Sequence[str], sample: int, measured: str | None) -> int:
+    """Print the expected times of a run, from an earlier run or a sample; `form` is text or json."""
+    import json
+
+    import anyio
+
+    from pipedist.outputs import encoding
+    from pipedist.plan import compile_plan
+    from pipedist.runs import prediction
+    from pipedist.spec import load
+
+    if form == "mermaid":
+        raise UsageError("--predict prints text or json: use another --format")
+    spec = load(path, sets=sets)
+    with stdout_to_stderr():  # the user's modules may print
+        plan = compile_plan(spec, workers=1)
+        try:
+            if measured is not None:
+                costs = prediction.costs_of_run(plan, Path(measured))
+            else:
+                costs = anyio.run(prediction.sampled_costs, plan, sample)
+        finally:
+            plan.close()
+    rows = prediction.as_rows(costs)
+    document = {"format": 1, "memory_bytes": costs.memory_bytes, "sampled": costs.sampled, "workers": rows}
+    if form == "json":
+        import msgspec
+
+        write_out(json.dumps(encoding.to_json(msgspec.to_builtins(document))) + "\n")
+    else:
+        write_out(prediction.as_text(costs, rows) + "\n")
+    return terminal.OK
+
+
 def print_schema() -> int:
     import json
 

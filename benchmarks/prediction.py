@@ -1,0 +1,119 @@
+"""Predicted and real times of five specs: from a sample of their calls, and from a run on one worker.
+
+    python -m benchmarks.prediction --seconds 4 --sample 20
+
+Each spec is predicted, and then executed on one and on two workers. A ratio of 1.00 is exact; the goal is 0.75 to
+1.25. Calls that spin need a core for each worker and the driver: on a loaded machine their ratios say little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+
+import pipedist
+from pipedist.plan import compile_plan
+from pipedist.runs.prediction import Costs, costs_of_run, forecast, sampled_costs
+from pipedist.spec import load
+
+SPIN_S = 0.02  # of processor time
+SLEEP_S = 0.1
+
+
+def spins(x: np.ndarray) -> np.ndarray:
+    end = time.thread_time() + SPIN_S
+    while time.thread_time() < end:
+        pass
+    return x
+
+
+def sleeps(x: np.ndarray) -> np.ndarray:
+    time.sleep(SLEEP_S)
+    return x
+
+
+def uneven(x: np.ndarray) -> np.ndarray:
+    # 0.2 to 3.8 times the mean, and independent of the order of the elements
+    time.sleep(SLEEP_S * (0.2 + 3.6 * (int(x[0]) * 2654435761 % 2**32 / 2**32) ** 2.5))
+    return x
+
+
+def small(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+async def waits(x: np.ndarray) -> np.ndarray:
+    await asyncio.sleep(3 * SLEEP_S)
+    return x
+
+
+CALLS_PER_S = {
+    "spins": 1 / CALL_S,
+    "sleeps": 1 / CALL_S,
+    "uneven": 0.8 / CALL_S,
+    "small": 20_000,
+    "waits": 160,
+}
+
+
+def spec(name: str, seconds: float) -> dict[str, Any]:
+    """Return a spec whose calls take about `seconds` on one worker."""
+    return {
+        "pipedist": 1,
+        "name": name,
+        "replicas": 2,
+        "dataset": {"range": 4 * round(CALLS_PER_S[name] * seconds), "batch": 8},
+        "stages": {
+            "y": {"run": f"benchmarks.prediction:{name}"},
+            "total": {"reduce": "sum", "of": "y", "axis": 0},
+        },
+        "outputs": {"total": "total.json"},
+    }
+
+
+def measured_costs(document: dict[str, Any], sample: int, folder: Path) -> dict[str, Costs]:
+    """Return costs from a sample, and from a run on one worker."""
+    plan = compile_plan(load(document), workers=1)
+    try:
+        sampled = anyio.run(sampled_costs, plan, sample)
+        pipedist.run(document, workers=1, output=folder)
+        return {"sample": sampled, "run": costs_of_run(plan, folder)}
+    finally:
+        plan.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="of work of each spec on one worker")
+    parser.add_argument("--sample", type=int, default=20, help="calls of a sample")
+    parser.add_argument("--specs", nargs="*", choices=list(CALLS_PER_S), default=list(CALLS_PER_S))
+    args = parser.parse_args()
+    print(f"{'spec':8} {'from':7} {'workers':>7} {'predicted':>10} {'real':>8} {'ratio':>6}  limited by")
+    outside = count = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.specs:
+            document = spec(name, args.seconds)
+            costs = measured_costs(document, args.sample, Path(folder) / name)
+            for workers in (1, 2):
+                result = pipedist.run(document, workers=workers, output=Path(folder) / f"{name}-{workers}")
+                real_s = result.timings["total"]
+                for source, each in costs.items():
+                    expected = forecast(each, workers)
+                    ratio = expected.seconds / real_s
+                    count, outside = count + 1, outside + (not 0.75 <= ratio <= 1.25)
+                    times = f"{expected.seconds:9.2f}s {real_s:7.2f}s {ratio:6.2f}"
+                    print(f"{name:8} {source:7} {workers:7} {times}  {expected.bottleneck}", flush=True)
+    print(f"{count - outside} of {count} predictions are within 25 %")
+
+
+if __name__ == "__main__":
+    main()
