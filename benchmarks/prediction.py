@@ -54,12 +54,13 @@ async def waits(x: np.ndarray) -> np.ndarray:
     return x
 
 
+# on one worker; calls that wait do so in up to 32 at a time
 CALLS_PER_S = {
-    "spins": 1 / CALL_S,
-    "sleeps": 1 / CALL_S,
-    "uneven": 0.8 / CALL_S,
-    "small": 20_000,
-    "waits": 160,
+    "spins": 1 / SPIN_S,
+    "sleeps": 1 / SLEEP_S,
+    "uneven": 0.8 / SLEEP_S,
+    "small": 10_000,
+    "waits": 32 / (3 * SLEEP_S),
 }
 
 

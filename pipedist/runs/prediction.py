@@ -259,8 +259,7 @@ def _durations(spans: NDArray[np.void]) -> tuple[tuple[float, ...], float]:
     each = done["busy"] * 1e-9 / done["calls"]
     repeats = np.maximum(1, done["calls"] // max(1, -(-int(done["calls"].sum()) // SCHEDULED_MAX)))
     found = np.repeat(each, repeats).tolist()
-    middle = float(np.median(found)) if found else 0.0
-    if len(found) > 2 and found[0] > _WARM * middle:
+    if len(found) > 2 and found[0] > _WARM * (middle := float(np.median(found[1:]))):
         return tuple(found[1:]), found[0] - middle
     return tuple(found), 0.0
 
