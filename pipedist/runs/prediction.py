@@ -374,7 +374,7 @@ async def sampled_costs(plan: Plan, calls: int) -> Costs:
     slots = [found[1] for each in plan.passes if (found := _slots(plan, each)[0])]
     steps = -(-max(calls, 4 * max(slots, default=0)) // per_step)
     try:
-        first, _ = await _SampledRun(plan.spec, 1).measure()
+        first, first_s = await _SampledRun(plan.spec, 1).measure()
         measured, total_s = await _SampledRun(plan.spec, steps).measure()
         busy_s = sum(each.busy_s for each in measured.stages)
         if busy_s < SAMPLED_S and not slots:
@@ -390,7 +390,9 @@ async def sampled_costs(plan: Plan, calls: int) -> Costs:
     driver_s = 0.0
     if counts[1] > counts[0]:
         driver_s = max(0.0, measured.driver_busy_s - first.driver_busy_s) / (counts[1] - counts[0])
-    return costs_of(plan, measured, total_s, "the sample", driver_s)
+    found = costs_of(plan, measured, total_s, "the sample", driver_s)
+    start_s = costs_of(plan, first, first_s, "the sample", driver_s).fixed_s
+    return structs.replace(found, fixed_s=min(found.fixed_s, start_s))
 
 
 # -- text ---------------------------------------------------------------------------------------------
