@@ -18,6 +18,7 @@ from pipedist.datasets.division import Division, permutation
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.history import History, read_history
 from pipedist.outputs.run_record import PRIVATE, RunRecord, read_record, read_results
+from pipedist.report.data import read_json
 from pipedist.report.file_differences import Differences, compare_files, compare_trees
 from pipedist.runs.about import FAILURE_FILE
 from pipedist.runs.about import FILE as ABOUT
@@ -32,7 +33,7 @@ _SETTINGS = ("concurrency", "rate")  # keys of stages that decide the time of ca
 
 
 class Run(Struct, frozen=True):
-    """What the folder of a run has."""
+    """The content of a run's folder."""
 
     path: Path
     record: RunRecord
@@ -53,10 +54,7 @@ class Run(Struct, frozen=True):
             history = read_history(private / "journal")
         except (UsageError, JournalError):  # a run of another version, whose results can be compared
             history = None
-        about, failure = (
-            {} if not file.is_file() else json.loads(file.read_bytes())
-            for file in (private / ABOUT, private / FAILURE_FILE)
-        )
+        about, failure = read_json(private / ABOUT), read_json(private / FAILURE_FILE)
         document = read_results(path, path) if record.complete else {}
         return cls(path, record, history, about, document, failure.get("text", ""))
 

@@ -72,7 +72,7 @@ class Costs(Struct, frozen=True):
 
     Args:
         fixed_s: from the start of a run to its first call, and from the last one to its end.
-        warm_s: what the first call in a worker takes longer.
+        warm_s: how much longer the first call in a worker takes.
         memory_bytes: largest memory of a worker, 0 if unknown.
         sampled: the number of measured calls.
         note: where the measurements are from.
@@ -212,7 +212,7 @@ def costs_of(
 def _cost(
     plan: Plan, pass_: PassPlan, stage: StageTimings, spans: NDArray[np.void], workers: int
 ) -> tuple[PassCost, float]:
-    """Return the cost of a pass, and what the first call in a worker takes longer."""
+    """Return the cost of a pass, and how much longer the first call in a worker takes."""
     division = plan.division_of(pass_)
     steps = plan.epochs(pass_) * division.steps_per_epoch if division is not None else 0
     calls = plan.calls(pass_, steps) or stage.calls
@@ -238,10 +238,11 @@ def _cost(
         done, units = stage.calls, calls
         if is_by_element:
             done, units = stage.elements, plan.elements(pass_, steps) or stage.elements
-        latency_s = stage.seconds * place / done if done >= 2 * place else stage.seconds / -(-done // place)
+        mean_s = stage.seconds * place / done if done >= 2 * place else stage.seconds / -(-done // place)
         if rate and done / max(1e-9, stage.seconds) > 0.8 * rate:  # the rate hides how long a call waits
-            latency_s = stage.p50_s
-        return structs.replace(cost, calls=units, durations=(latency_s,), slots=slots), 0.0
+            mean_s = stage.p50_s
+        cost = structs.replace(cost, calls=units, durations=(mean_s,), slots=slots)
+        return (cost, 0.0) if is_by_element else _with_latencies(cost, spans, place)
     durations, warm_s = _durations(spans)
     cost = structs.replace(cost, durations=durations)
     if barriers == 1:
@@ -250,6 +251,23 @@ def _cost(
     spent_s = scheduled(durations, stage.calls, min(workers, owners or workers), measured_barriers)
     gap_s = max(0.0, stage.seconds - warm_s - spent_s) / measured_barriers
     return structs.replace(cost, gap_s=gap_s), warm_s
+
+
+def _with_latencies(cost: PassCost, spans: NDArray[np.void], place: int) -> tuple[PassCost, float]:
+    """Return a cost with the durations of calls that wait, without those that waited for each other.
+
+    The first ones, as many as wait at the same time, also wait until the worker has loaded the function.
+    """
+    single = spans[(spans["outcome"] == 0) & (spans["calls"] == 1)]
+    single = single[np.argsort(single["started"], kind="stable")]
+    waited = (single["finished"] - single["started"]) * 1e-9
+    if len(waited) < 2 * place:
+        return cost, 0.0
+    first, rest = waited[:place], waited[place:][:SCHEDULED_MAX]
+    if float(np.mean(rest)) > cost.durations[0]:
+        return cost, 0.0
+    warm_s = max(0.0, float(np.median(first) - np.median(rest)))
+    return structs.replace(cost, durations=tuple(rest.tolist())), warm_s
 
 
 def _durations(spans: NDArray[np.void]) -> tuple[tuple[float, ...], float]:
@@ -390,9 +408,9 @@ async def sampled_costs(plan: Plan, calls: int) -> Costs:
     driver_s = 0.0
     if counts[1] > counts[0]:
         driver_s = max(0.0, measured.driver_busy_s - first.driver_busy_s) / (counts[1] - counts[0])
-    found = costs_of(plan, measured, total_s, "the sample", driver_s)
+    costs = costs_of(plan, measured, total_s, "the sample", driver_s)
     start_s = costs_of(plan, first, first_s, "the sample", driver_s).fixed_s
-    return structs.replace(found, fixed_s=min(found.fixed_s, start_s))
+    return structs.replace(costs, fixed_s=min(costs.fixed_s, start_s))
 
 
 # -- text ---------------------------------------------------------------------------------------------

@@ -27,12 +27,12 @@ def value(x: np.ndarray, bad: int, fails: bool) -> dict[str, Any]:
     return {"id": x, "y": x / 2 + (x == bad)}
 
 
-def lowest(v: dict[str, Any]) -> float:
-    return float(v["y"].min())
-
-
 def halves(x: np.ndarray, bad: int) -> np.ndarray:
     return x / 2 + (x == bad)
+
+
+def wide(x: np.ndarray, bad: int) -> np.ndarray:
+    return np.outer(halves(x, bad), np.ones(200))
 
 
 def spec(bad: int, *, fails: bool = False, workers: int = 1) -> dict[str, Any]:
@@ -45,6 +45,8 @@ def spec(bad: int, *, fails: bool = False, workers: int = 1) -> dict[str, Any]:
         "dataset": {"range": LENGTH, "batch": BATCH, "shuffle": True, "epochs": 2},
         "stages": {
             "values": {"run": name + "value", "with": {"bad": bad, "fails": fails}},
+            "wide": {"run": name + "wide", "with": {"bad": bad}},
+            "large": {"gather": 0, "of": "wide"},  # it has a file, but no output
             "array": {"run": name + "halves", "with": {"bad": bad}},
             **{e: {"gather": 0, "of": "array" if e == "npy" else "values"} for e in ENDINGS},
             "sums": {"reduce": "sum", "of": "array", "axis": 0, "per": "step"},
@@ -71,7 +73,7 @@ def test_a_run_does_not_differ_from_itself(runs: dict[str, Path]) -> None:
         assert found["same"]
         assert not any(found[section] for section in ("spec", "inputs", "code", "versions", "no_effect"))
     assert [entry["file"] for entry in of_runs.compare(runs["a"], runs["a"])["results"]] == [
-        *(f"{each}.{each}" for each in ENDINGS), ""
+        "", *(f"{each}.{each}" for each in ENDINGS), ""
     ]  # fmt: skip
 
 
@@ -86,6 +88,7 @@ def test_a_changed_element_is_found_at_its_step(runs: dict[str, Path], ending: s
     found = of_runs.compare(runs["a"], runs["b"])
     assert found["spec"] == [
         "stages.values.with.bad: -1 in A, 17 in B",
+        "stages.wide.with.bad: -1 in A, 17 in B",
         "stages.array.with.bad: -1 in A, 17 in B",
     ]
     entry = next(each for each in found["results"] if each["stage"] == ending)
@@ -105,8 +108,11 @@ A: FOLDER/a (run ID, finished)
 B: FOLDER/b (run ID, finished)
 spec
   stages.values.with.bad: -1 in A, 17 in B
+  stages.wide.with.bad: -1 in A, 17 in B
   stages.array.with.bad: -1 in A, 17 in B
 results
+  large: 2 of 100 rows differ, max abs 1, max rel 0.105
+    first at row 16 (step 2, replica 0, element 17), [0]: 8.5 in A, 9.5 in B
   npy (npy.npy): 2 of 100 rows differ, max abs 1, max rel 0.105
     first at row 16 (step 2, replica 0, element 17): 8.5 in A, 9.5 in B
   npz (npz.npz): 2 of 100 rows differ, max abs 1, max rel 0.105
