@@ -32,7 +32,7 @@ _ENVIRONMENT_ONLY = ("cores", "system", "host")  # of the environment; they do n
 _SETTINGS = ("concurrency", "rate")  # keys of stages that decide the time of calls only
 
 
-class Run(Struct, frozen=True):
+class ComparedRun(Struct, frozen=True):
     """The content of a run's folder."""
 
     path: Path
@@ -43,7 +43,7 @@ class Run(Struct, frozen=True):
     failure: str
 
     @classmethod
-    def of(cls, path: Path) -> Run:
+    def of(cls, path: Path) -> ComparedRun:
         record = read_record(path, path)
         if record is None:
             raise UsageError(
@@ -81,7 +81,7 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     Raises:
         UsageError: there is no run in a folder, or its files can't be read.
     """
-    there, here = Run.of(a), Run.of(b)
+    there, here = ComparedRun.of(a), ComparedRun.of(b)
     notes = [
         f"{name} has {run.state if run.state != 'failed' else 'failed'}, so it has no results"
         for name, run in (("A", there), ("B", here))
@@ -106,7 +106,7 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     }
 
 
-def _without_journal(there: Run, here: Run) -> list[str]:
+def _without_journal(there: ComparedRun, here: ComparedRun) -> list[str]:
     return [
         f"the journal of {name} is missing, or of another version, so specs, inputs and code are not compared"
         for name, run in (("A", there), ("B", here))
@@ -118,7 +118,7 @@ def _lines(a: Any, b: Any, path: str) -> Iterator[str]:
     return differences(a, b, path, called=("in A", "in B"))
 
 
-def _causes(there: Run, here: Run) -> dict[str, list[str]]:
+def _causes(there: ComparedRun, here: ComparedRun) -> dict[str, list[str]]:
     """Return what differs in what the runs were made from, as lines by kind."""
     spec: list[str] = []
     inputs: list[str] = []
@@ -148,7 +148,7 @@ def _causes(there: Run, here: Run) -> dict[str, list[str]]:
     return {"spec": spec, "inputs": inputs, "code": code, "versions": versions, "no_effect": without_effect}
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(run: ComparedRun) -> dict[str, Any]:
     """Return what a spec sets that does not decide results."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
@@ -178,7 +178,7 @@ def _files(a: Path, b: Path) -> tuple[str, Differences]:
     return "", compare_files(a, b) if not missing else Differences()
 
 
-def _stage(there: Run, here: Run, stage: str) -> dict[str, Any]:
+def _stage(there: ComparedRun, here: ComparedRun, stage: str) -> dict[str, Any]:
     for name, run in (("A", there), ("B", here)):
         if stage not in run.document.get("results", {}):
             return _entry(stage, "", f"{name} has no value", Differences())
@@ -216,7 +216,7 @@ def _entry(stage: str, file: str, problem: str, found: Differences) -> dict[str,
     }
 
 
-def _place(there: Run, here: Run, stage: str, found: Differences) -> dict[str, Any]:
+def _place(there: ComparedRun, here: ComparedRun, stage: str, found: Differences) -> dict[str, Any]:
     """Return step, replica and element of a row, as far as the spec's contract decides them."""
     if there.history is None or here.history is None:
         return {}

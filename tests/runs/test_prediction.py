@@ -139,10 +139,12 @@ def plan_of(function: str = "same", **more: Any) -> Plan:
     return compile_plan(load(document), workers=1)
 
 
-def measured(durations: list[float], **more: Any) -> Measured:
-    """Return the measurements of calls on one worker, one after the other."""
+def measured(durations: list[float], *, at_once: int = 1, latency_s: float = 0.0, **more: Any) -> Measured:
+    """Return the measurements of calls on one worker, one after the other or so many at a time."""
     spans = np.zeros(len(durations), SPAN)
     spans["lo"], spans["calls"] = np.arange(len(durations)), 1
+    spans["started"] = [round(place // at_once * latency_s * 1e9) for place in range(len(durations))]
+    spans["finished"] = spans["started"] + round(latency_s * 1e9)
     spans["busy"] = [round(each * 1e9) for each in durations]
     count, seconds = len(durations), sum(durations)
     stage = StageTimings(
@@ -172,18 +174,21 @@ def test_the_driver_of_a_run() -> None:
 
 
 def test_calls_that_wait_at_the_same_time() -> None:
-    (cost,) = costs_of(plan_of("waits", concurrency=10), measured([0.1] * 80), 9.0, "the run").passes
-    assert cost.durations == pytest.approx((1.0,)), "80 calls, 10 at a time, took 8 s"
+    plan, times = plan_of("waits", concurrency=10), measured([0.1] * 80, at_once=10, latency_s=0.9)
+    (cost,) = costs_of(plan, times, 9.0, "the run").passes
+    assert cost.durations == (0.9,) * 70, "of the calls after the first ten"
+    cost = replace(cost, durations=(1.0,))
     assert cost.slots[1] == cost.slots[64] == 10
     assert forecast(costs(cost), 8).seconds == pytest.approx(1 + 8)
-    (cost,) = costs_of(plan_of("waits"), measured([0.1] * 80), 9.0, "the run").passes
+    (cost,) = costs_of(plan_of("waits"), measured([0.1] * 40), 9.0, "the run").passes
+    assert cost.durations == pytest.approx((2.0,)), "40 calls in two rounds took 4 s"
     assert (cost.slots[1], cost.slots[2]) == (32, 64)
 
 
 def test_a_rate_is_not_latency() -> None:
     plan = plan_of("waits", rate={"calls": 10})
-    (cost,) = costs_of(plan, measured([0.1] * 80), 9.0, "the run").passes
-    assert (cost.calls_per_s, cost.durations) == (10, (0.1,))
+    (cost,) = costs_of(plan, measured([0.1] * 80, latency_s=0.1), 9.0, "the run").passes
+    assert (cost.calls_per_s, {*cost.durations}) == (10, {0.1})
     assert forecast(costs(cost), 1).bottleneck == "rate"
 
 
