@@ -103,6 +103,18 @@ def test_a_changed_element_is_found_at_its_step(runs: dict[str, Path], ending: s
     assert (float(entry["first"]["a"].strip("'")), float(entry["first"]["b"].strip("'"))) == (8.5, 9.5)
 
 
+def test_the_contract_gives_the_element_of_each_row(runs: dict[str, Path]) -> None:
+    there, here = (of_runs.ComparedRun.of(runs[name]) for name in ("a", "b"))
+    values = np.load(runs["a"] / "npy.npy")
+    for row, half in enumerate(values):
+        place = of_runs._place(there, here, "npy", Differences(rows=(len(values), len(values)), row=row))
+        epoch, element = divmod(place["element"], LENGTH)
+        assert (epoch, element) == (row // LENGTH, 2 * half)
+        assert place["step"] == epoch * -(-LENGTH // BATCH) + row % LENGTH // BATCH
+    shorter = Differences(rows=(len(values), len(values) - 1), row=3)
+    assert of_runs._place(there, here, "npy", shorter) == {}, "rows are not elements"
+
+
 GOLDEN = """\
 A: FOLDER/a (run ID, finished)
 B: FOLDER/b (run ID, finished)
