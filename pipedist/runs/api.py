@@ -37,6 +37,7 @@ def open(
     restart: bool = False,
     verify: bool = False,
     on_log: LogSink | None = None,
+    progress: bool | None = None,
     force: bool = False,
     force_code: bool = False,
 ) -> Run:
@@ -60,6 +61,8 @@ def open(
         verify: execute every call twice, and fail the run if the two results differ.
         on_log: called inside the event loop with a worker's name and a line (`stage`, `step`, `replica`,
             `text`) that a replica function printed or logged.
+        progress: show the progress while the run is open: a bar on a terminal or in a notebook, else a few lines on
+            standard error. None: show it on a terminal or in a notebook only.
         force: accept workers that run other versions or have another type of processor, and resume a run
             that was started with those.
         force_code: resume a run although modules of its functions, or files that they read, have changed:
@@ -86,6 +89,7 @@ def open(
             restart=restart,
             verify=verify,
             on_log=on_log,
+            progress=progress,
             force=force,
             force_code=force_code,
             spare=spare,
@@ -106,6 +110,7 @@ def run(
     restart: bool = False,
     verify: bool = False,
     on_log: LogSink | None = None,
+    progress: bool | None = None,
     force: bool = False,
     force_code: bool = False,
 ) -> Result:
@@ -132,6 +137,7 @@ def run(
             restart=restart,
             verify=verify,
             on_log=on_log,
+            progress=progress,
             force=force,
             force_code=force_code,
         ) as opened:

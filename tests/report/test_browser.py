@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,8 @@ SWITCHES = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chrome]:
+@contextmanager
+def opened_browser() -> Iterator[Chrome]:
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -48,6 +49,12 @@ def browser() -> Iterator[Chrome]:
 
 
 @pytest.fixture(scope="module")
+def browser() -> Iterator[Chrome]:
+    with opened_browser() as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     finished(folder / "out")
@@ -56,8 +63,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def emulate(browser: Chrome, width: int, scheme: str) -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+def emulate(browser: Chrome, width: int, scheme: str, height: int = 900) -> None:
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
