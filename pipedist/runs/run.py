@@ -310,7 +310,10 @@ class Run(AsyncOnly):
         return Ledger() if self._execution is None else self._execution.ledger()
 
     def progress(self) -> Progress | None:
-        """Return the run's progress, None before it begins."""
+        """Return the run's progress, None before it begins.
+
+        It can be called at any time, and does not change the run. docs/seeing.md has an example.
+        """
         return None if self._execution is None else self._execution.progress()
 
     def why(self) -> Document:

@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -30,7 +31,7 @@ WAIT_S = 60
 
 CELLS = (
     "import pipedist",
-    "result = pipedist.run('flowers.yaml', workers=3, restart=True)\nresult",
+    "result = pipedist.run('flowers.yaml', workers=3)\nresult",
     "pipedist.PerReplica([{'loss': 0.31, 'seen': 12}, {'loss': 0.28, 'seen': 12}, {'loss': 0.35, 'seen': 11}])",
     "async with pipedist.open('flowers.yaml', output='again') as run:\n    pass\nrun.plan",
 )
@@ -153,6 +154,7 @@ def terminal(data: dict[str, Any], path: Path) -> None:
 
 
 def notebook(folder: Path, target: Path, browser: Chrome) -> None:
+    shutil.rmtree(folder / "out")
     (folder / "died").unlink()
     (folder / "flowers.yaml").write_text(json.dumps(flowers(folder)))
     path = folder / "notebook.html"
