@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,7 @@ def test_markup_in_values_is_text(value: Any) -> None:
         nested(2_000),
         {"a": [[{"b": (1, 2, {"c": np.arange(10**5)})}] * 100] * 100},
         Path("values.npy"),
+        {"k" * 10**6: np.array(["a" * 10**6])},
         Unprintable(),
         np.array([Unprintable()], dtype=object),
         None,
@@ -114,6 +116,19 @@ def test_markup_in_values_is_text(value: Any) -> None:
 def test_large_and_odd_values_are_bounded(value: Any) -> None:
     shown(result({"s": value}))
     shown(PerReplica([value] * 3))
+
+
+def test_only_the_first_leaves_are_visited() -> None:
+    class Counted(list[Any]):
+        visited = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            for item in super().__iter__():
+                Counted.visited += 1
+                yield item
+
+    shown(PerReplica([{"a": Counted(range(10**4))}]))
+    assert 0 < Counted.visited <= 21
 
 
 def test_many_stages_and_replicas_are_bounded() -> None:
