@@ -96,7 +96,9 @@ def test_the_report_is_drawn(browser: Chrome, report: Path, width: int, scheme: 
     ]  # fmt: skip
     assert browser.title == "job: finished", "markup in the data is text"
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width, "nothing overflows"
-    boxes = "return [...document.querySelectorAll('.plan svg rect')].map((each) => getComputedStyle(each).stroke)"
+    boxes = (
+        "return [...document.querySelectorAll('.plan svg rect')].map((each) => getComputedStyle(each).stroke)"
+    )
     assert len(set(browser.execute_script(boxes))) == 4, "each kind of node has its colour in this scheme"
     canvas = "const c = document.querySelector('canvas');"
     drawn = f"{canvas} return c.getContext('2d').getImageData(0, 0, c.width, c.height)"
