@@ -165,6 +165,15 @@ def app() -> None:
 @click.option(
     "--live", is_flag=True, help="Serve a page of the run while it executes, and print its address."
 )
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print the run's events on stderr too: workers, phases, the outcome.",
+)
+@click.option(
+    "-q", "--quiet", is_flag=True, help="Print only warnings and errors on stderr, and no progress."
+)
 @_live_options
 def run(resume: bool, reuse: bool, **options: Any) -> None:
     """Execute the spec in the YAML file SPEC, and print its results.

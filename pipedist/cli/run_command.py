@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -45,6 +46,8 @@ class RunOptions:
     key_file: str | None = None
     force: bool = False
     force_code: bool = False
+    verbose: bool = False
+    quiet: bool = False
     live: bool = False
     live_address: str = ""
     live_token_file: str = ""
@@ -75,6 +78,8 @@ def execute(options: RunOptions) -> int:
     if options.output == "":  # an unset shell variable; the current folder is `.`
         raise UsageError("--output is empty. Give a folder, such as --output out/NAME")
 
+    if options.verbose and options.quiet:
+        raise UsageError("--verbose and --quiet exclude each other. Give one of them")
     if options.live:
         from pipedist.report.live import LiveOptions
 
@@ -87,7 +92,8 @@ def execute(options: RunOptions) -> int:
     # stdout_to_stderr: the user's modules may print
     with Interruption(show) as interruption, StallReporter(show) as stalls, stdout_to_stderr():
         try:
-            outcome = asyncio.run(_run(options, interruption, stalls))
+            with EngineEvents(lambda text: interruption.show(text), enabled=options.verbose):
+                outcome = asyncio.run(_run(options, interruption, stalls))
         except asyncio.CancelledError:
             if interruption.exit_code is None:
                 raise
@@ -108,7 +114,7 @@ def execute(options: RunOptions) -> int:
     if outcome.result is not None:
         total_s = time.monotonic() - began  # with the end of the workers and the writing of large values
         _show(outcome, outcome.result, options, total_s)
-        if options.verify and outcome.result.restored is None:
+        if options.verify and outcome.result.restored is None and not options.quiet:
             calls = "every remaining call" if options.resume else "every call"
             write_error(
                 f"pipedist: {calls} was executed twice in one process, with equal results. This does not detect "
@@ -155,9 +161,9 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
         async with LivePage(options) as live, opened as run:
             if options.live:
                 await live.start(run)
-            if run.notice:
+            if run.notice and not options.quiet:
                 write_error(f"pipedist: {run.notice}\n")
-            reporter = open_reporter(run.name)
+            reporter = open_reporter(run.name, quiet=options.quiet)
             interruption.show = stalls.show = reporter.line
             outcome: RunOutcome | None = None
             try:
@@ -171,6 +177,32 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
                 reporter.close()
             assert outcome is not None, "the run ended without an outcome"
             return outcome
+
+
+class EngineEvents(logging.Handler):
+    """Shows the events of the engine while its context is open, if enabled."""
+
+    def __init__(self, show: Callable[[str], None], *, enabled: bool) -> None:
+        super().__init__()
+        self._show = show
+        self._enabled = enabled
+        self._logger = logging.getLogger("pipedist")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(self.format(record))
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._before = (self._logger.level, self._logger.propagate)
+            self._logger.addHandler(self)
+            self._logger.setLevel(logging.INFO)
+            self._logger.propagate = False  # a module of the user may configure `logging`
+
+    def __exit__(self, *_error: object) -> None:
+        if self._enabled:
+            self._logger.removeHandler(self)
+            level, self._logger.propagate = self._before
+            self._logger.setLevel(level)
 
 
 class LivePage:
@@ -272,7 +304,7 @@ async def _watch(run: Run, reporter: Reporter, stalls: StallReporter) -> None:
 
 def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: float) -> None:
     total = {"total": round(total_s, 6)} if result.restored is None else {}
-    if result.notice and result.notice != outcome.notice:
+    if result.notice and result.notice != outcome.notice and not options.quiet:
         write_error(f"pipedist: {result.notice}\n")
     if options.as_json:
         document = outcome.document or {}

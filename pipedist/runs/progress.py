@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from logging import WARNING
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pipedist.protocol import messages
@@ -188,6 +189,17 @@ class PlainReporter(Reporter):
         """Do nothing: the lines stay."""
 
 
+class QuietReporter(PlainReporter):
+    """Warnings and errors: no progress, no lines of standard output, no records below WARNING."""
+
+    def update(self, totals: ProgressTotals) -> None:
+        """Show nothing."""
+
+    def log(self, worker: str, log: messages.LogLine) -> None:
+        if log.level >= WARNING or log.logger == "stderr":
+            super().log(worker, log)
+
+
 class LiveReporter(Reporter):
     """A bar that is redrawn in place: on a terminal with lines above it, or in the output of a notebook's cell."""
 
@@ -254,8 +266,13 @@ def is_interactive() -> bool:
     return _on_terminal() or _in_notebook()
 
 
-def open_reporter(name: str) -> Reporter:
-    """Return a live bar in a notebook, or if standard error is a terminal without a bar; else plain lines."""
+def open_reporter(name: str, *, quiet: bool = False) -> Reporter:
+    """Return a live bar in a notebook, or if standard error is a terminal without a bar; else plain lines.
+
+    A `quiet` one shows neither.
+    """
+    if quiet:
+        return QuietReporter(name)
     if _in_notebook():
         return LiveReporter(name, in_notebook=True)
     return LiveReporter(name) if _on_terminal() and not LiveReporter.on_terminal else PlainReporter(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -38,6 +39,8 @@ from pipedist.runs.progress import REFRESH_S, ProgressTotals, Reporter, is_inter
 from pipedist.runs.quarantine import FILE as QUARANTINE
 from pipedist.runs.quarantine import write_file
 from pipedist.runs.result import Ledger, Progress, Result, files_of, restored
+from pipedist.runs.run_log import FILE as LOG_FILE
+from pipedist.runs.run_log import RunLog
 from pipedist.runs.subscription import Part, Step, Stream, Subscription
 from pipedist.runs.timings import (
     INTERVAL_S,
@@ -125,6 +128,7 @@ class Run(AsyncOnly):
         self._folder: RunFolder | None = None
         self._journal: RunJournal | None = None
         self._journal_notice = ""
+        self._log = RunLog(None)
         self._can_replay = False
         """The spec can be loaded again, so `pipedist replay` can execute calls of this run."""
         self._finished_run: FinishedRun | None = None
@@ -249,6 +253,8 @@ class Run(AsyncOnly):
             source=source,
         )
         self._stack.callback(self._journal.close)
+        self._log = RunLog(opened.timings.parent / LOG_FILE, appends=self._journal.is_resumed)
+        self._stack.push_async_callback(self._log.aclose)
         self.id = opened.run_id  # a resumed run keeps its id
 
     async def _open_cluster(self, cluster: Cluster) -> None:
@@ -261,6 +267,9 @@ class Run(AsyncOnly):
         coordinator = cluster.coordinator  # raises if the given cluster is not open
         if self._on_log is not None:
             self._stack.callback(coordinator.add_log_sink(self._on_log_line))
+        if self._folder is not None:
+            self._stack.callback(coordinator.add_log_sink(self._log.line, is_extra=True))
+            self._stack.callback(coordinator.add_notice_sink(self._log.notice))
 
     def _on_log_line(self, worker: str, line: msg.LogLine) -> None:
         """Pass a line to the user's function, whose error ends the run."""
@@ -463,9 +472,19 @@ class Run(AsyncOnly):
         assert self._cluster is not None  # since the run was entered
         folder = self._folder
         coordinator = self._cluster.coordinator
-        self._execution = Execution(self.plan, coordinator, folder, self._subscription, self._journal)
+        self._execution = Execution(
+            self.plan, coordinator, folder, self._subscription, self._journal, self._log
+        )
         recorder = self._execution.measurements.recorder
-        stop_marks = coordinator.add_notice_sink(recorder.mark)
+
+        def mark(level: int, text: str) -> None:
+            if level >= logging.WARNING:
+                recorder.mark(text)
+
+        stop_marks = coordinator.add_notice_sink(mark)
+        self._log.event(f"run {self.id} of {self.name} begins in process {os.getpid()}; {self._ready()}")
+        if self.notice:
+            self._log.write(logging.INFO, self.notice)
         try:
             with self._main_scope:
                 if self._journal is not None and self._journal.is_resumed:
@@ -526,7 +545,29 @@ class Run(AsyncOnly):
             with anyio.move_on_after(SAVING_S_MAX, shield=True), contextlib.suppress(OSError):
                 await write(is_over=True)
 
+    def _ready(self) -> str:
+        count = 0 if self._cluster is None else self._cluster.coordinator.workers_ready
+        return f"{count} worker{'' if count == 1 else 's'} ready"
+
+    def _log_outcome(self, error: BaseException | None) -> None:
+        if isinstance(error, RunCancelled):
+            self._log.event(str(error), logging.WARNING)
+        elif error is not None:
+            self._log.event(f"the run failed: {type(error).__name__}: {error}", logging.ERROR)
+        else:
+            found = self.ledger()
+            self._log.event(
+                f"the run has finished after {time.monotonic() - self._began:.1f} s: {found.committed:,} of "
+                f"{found.elements:,} elements committed, {found.quarantined:,} quarantined, {found.lost:,} lost"
+            )
+
+    def log_event(self, text: str) -> None:
+        """Write a warning into the log of the run, such as what it waits for."""
+        self._log.write(logging.WARNING, text)
+
     def _end(self, error: BaseException | None) -> None:
+        if self._execution is not None and not self._finished.is_set():
+            self._log_outcome(error)
         self._error = self._error or error
         if self._reporter is not None and not self._finished.is_set():
             if (progress := self.progress()) is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipedist.report import collect, page
-from tests.report.jobs import finished
+from tests.report.jobs import MARKUP, finished
 from tests.report.test_live import WAIT_S, executing
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def test_the_report_is_drawn(browser: Chrome, report: Path, width: int, scheme: 
     titles = [each.text for each in browser.find_elements("tag name", "h2")]
     assert titles == [
         "Summary", "Plan", "Stages", "Timeline", "Over time", "Workers", "Deaths and repeated calls",
-        "Values over the training", "Quarantine: 1 element", "Outputs", "How to reproduce it",
+        "Values over the training", "Quarantine: 1 element", "Outputs", "Log", "How to reproduce it",
     ]  # fmt: skip
     assert browser.title == "job: finished", "markup in the data is text"
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width, "nothing overflows"
@@ -135,6 +135,27 @@ def test_the_timeline_names_calls_and_zooms(browser: Chrome, report: Path) -> No
         "done(document.querySelector('canvas').toDataURL())))"
     )
     assert changed != before
+    assert problems(browser) == []
+
+
+def test_the_log_is_filtered_by_level_and_text(browser: Chrome, report: Path) -> None:
+    emulate(browser, 1280, "light")
+    browser.get(report.as_uri())
+    log = browser.find_element("id", "log")
+    everything = log.text.splitlines()
+    assert any(" stdout parts/0/0 " in line and line.endswith(MARKUP) for line in everything), "it is text"
+    assert any(" pipedist.run - driver: phase 1 of 1 begins" in line for line in everything)
+    browser.find_element("css selector", "select option[value='2']").click()  # WARNING and above
+    warnings = log.text.splitlines()
+    assert {line.split()[1] for line in warnings} == {"WARNING"}
+    assert any("element 13 is quarantined" in line for line in warnings)
+    shown = browser.execute_script(
+        "return getComputedStyle(document.querySelector('#log .level-WARNING')).color"
+    )
+    assert shown != browser.execute_script("return getComputedStyle(document.body).color")
+    browser.find_element("css selector", "input[type=search]").send_keys("DIED")
+    (died,) = log.text.splitlines()
+    assert " pipedist.cluster - driver: worker " in died
     assert problems(browser) == []
 
 
