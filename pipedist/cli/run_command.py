@@ -7,13 +7,13 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipedist.cli import terminal
 from pipedist.cli.signals import Interruption, StallReporter
 from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
-from pipedist.errors import PipedistError, RunCancelled, UsageError
+from pipedist.errors import OutputError, PipedistError, RunCancelled, UsageError
 from pipedist.runs.progress import REFRESH_S, ProgressTotals, Reporter, open_reporter
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class RunOptions:
     live_token_file: str = ""
     live_cert: str = ""
     live_key: str = ""
+    trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,12 @@ def execute(options: RunOptions) -> int:
 
         addresses = (options.live_address, options.live_token_file, options.live_cert, options.live_key)
         LiveOptions(*addresses).checked()
+
+    if options.trace is not None:
+        from pathlib import Path
+
+        if not options.trace or Path(options.trace).is_dir() or not Path(options.trace).parent.is_dir():
+            raise UsageError(f"can't write --trace {options.trace!r}: give a file in a folder that exists")
 
     def show(text: str) -> None:
         write_error(text + "\n")
@@ -175,8 +182,9 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
                     tasks.cancel_scope.cancel()
             finally:
                 reporter.close()
+                unwritten = None if options.trace is None else await _write_trace(run, options.trace)
             assert outcome is not None, "the run ended without an outcome"
-            return outcome
+            return replace(outcome, error=outcome.error or unwritten)
 
 
 class EngineEvents(logging.Handler):
@@ -246,10 +254,36 @@ class LivePage:
             await self._process.aclose()
 
 
+async def _write_trace(run: Run, path: str) -> OutputError | None:
+    """Write the trace of a run that has ended; return an error if it can't be written."""
+    from pathlib import Path
+
+    import anyio.to_thread
+
+    from pipedist.core.files import replace_file
+    from pipedist.report.trace import trace
+
+    measured = run.measured()
+    if measured is None:
+        write_error(
+            f"pipedist: nothing was executed, so {path} was not written. Use: pipedist report RUN --trace FILE\n"
+        )
+        return None
+    try:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(
+                lambda: replace_file(Path(path), trace([measured.compressed()])), abandon_on_cancel=False
+            )
+    except OSError as error:
+        return OutputError(
+            f"can't write the trace {path}: {error.strerror or error}. Give another --trace FILE"
+        )
+    return None
+
+
 def _keyed(options: RunOptions, key_file: str) -> Spec:
     """Return the spec with a key file for workers that connect over TCP."""
     import os
-    from dataclasses import replace
 
     from pipedist.spec import load, with_cluster
 

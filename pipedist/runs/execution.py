@@ -66,6 +66,8 @@ class Execution:
         self._spools: dict[str, Spool] = {}
         self._journal = journal
         self._log = log
+        if journal is not None:
+            journal.recorder = self.measurements.recorder
         self._counts: dict[PassPlan, PassHandle | _Complete] = {}
         self._quarantines: dict[PassPlan, PassQuarantine] = {}
         self._executions: dict[PassPlan, PassExecution] = {}

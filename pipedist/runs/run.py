@@ -31,6 +31,7 @@ from pipedist.errors import CallError, JournalError, OutputError, RunCancelled, 
 from pipedist.plan import Plan, compile_plan
 from pipedist.plan.compiler import needs_gpus, supply_for
 from pipedist.protocol import messages as msg
+from pipedist.runs import telemetry
 from pipedist.runs.execution import Execution
 from pipedist.runs.identity import SpecSource
 from pipedist.runs.pass_folds import per_of
@@ -46,6 +47,7 @@ from pipedist.runs.timings import (
     INTERVAL_S,
     SAVING_S_MAX,
     SHARE_MAX,
+    Measured,
     Measurements,
     next_number,
     write_timings,
@@ -314,6 +316,12 @@ class Run(AsyncOnly):
         """Whether its folder has committed steps, which `resume` skips."""
         return self._journal is not None and self._journal.holds_steps
 
+    def measured(self) -> Measured | None:
+        """Return the measurements of this process so far, None before the run begins; call it on the event loop."""
+        if self._execution is None:
+            return None
+        return self._execution.measurements.measured(self.id, self.name, is_over=self._finished.is_set())
+
     def ledger(self) -> Ledger:
         """Return how many elements are committed, quarantined and lost so far."""
         return Ledger() if self._execution is None else self._execution.ledger()
@@ -489,7 +497,7 @@ class Run(AsyncOnly):
             with self._main_scope:
                 if self._journal is not None and self._journal.is_resumed:
                     await self._cluster.gather()
-                async with self._saving(self._execution.measurements):
+                async with self._observed(self._execution), self._saving(self._execution.measurements):
                     await self._execution.run()
                     self._result = await self._make_result(self._execution, folder)
         except Exception as error:
@@ -507,6 +515,46 @@ class Run(AsyncOnly):
             self._end(None)
         finally:
             stop_marks()
+
+    @contextlib.asynccontextmanager
+    async def _observed(self, execution: Execution) -> AsyncIterator[None]:
+        """Make spans and metrics of the run, if OpenTelemetry is used."""
+        opened = await anyio.to_thread.run_sync(telemetry.open_providers) if telemetry.is_wanted() else None
+        if opened is None:
+            yield
+            return
+        from pipedist.runs.identity import digest
+
+        attributes = {
+            "pipedist.run.id": self.id,
+            "pipedist.spec.digest": digest(self._spec),
+            "pipedist.workers": self.plan.workers,
+        }
+        providers, is_own = opened
+        observer = telemetry.Telemetry(
+            providers, is_own=is_own, name=self.name, attributes=attributes, measured=execution.measurements
+        )
+        error: BaseException | None = None
+
+        async def update_regularly() -> None:
+            with scope:
+                while True:
+                    await anyio.sleep(telemetry.UPDATE_S)
+                    observer.update()
+
+        assert self._tasks is not None  # since the run was entered
+        scope = anyio.CancelScope()
+        self._tasks.start_soon(update_regularly, name=f"telemetry of {self.name}")
+        try:
+            yield
+        except BaseException as raised:
+            error = self._error or raised  # the cause of a cancellation
+            raise
+        finally:
+            scope.cancel()
+            observer.end(error, execution.ledger().to_json())
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(observer.close)
 
     @contextlib.asynccontextmanager
     async def _saving(self, measurements: Measurements) -> AsyncIterator[None]:
