@@ -98,9 +98,7 @@ def start(devices: JaxDevices, local: range, others: Peers | None = None) -> Mes
     ordinals = devices.ordinals[local.start : local.stop] or tuple(range(len(local)))
     count = max(ordinals) + 1
     if _started is not None and _started != (devices.platform, others):
-        raise DevicesUnseen(
-            "jax has other devices, or other peers, in this process: a new process will replace it"
-        )
+        raise DevicesUnseen("jax has other devices, or other peers, in this process")
     if _started is None:
         _started = (devices.platform, others)
         _configure(devices.platform, count, others)
@@ -114,7 +112,7 @@ def start(devices: JaxDevices, local: range, others: Peers | None = None) -> Mes
     if len(found) < count:
         text = f"{len(local)} replicas need {devices.platform}:{count - 1}, but jax has {len(found)} of these devices"
         if devices.platform == "cpu":
-            raise DevicesUnseen(f"{text}: a new process will replace it")
+            raise DevicesUnseen(text)
         raise UsageError(f"{text}: use fewer replicas, or more workers on other hosts")
     chosen = tuple(found[ordinal] for ordinal in ordinals)
     if others is not None:

@@ -116,7 +116,7 @@ class JaxRun(GangRun):
         elif known is None:
             raise GangAborted("other members of the mesh begin anew")
         else:
-            raise DevicesUnseen("the mesh has other members than before: a new process will replace it")
+            raise DevicesUnseen("the mesh has other members than before")
         self.mesh = jax_mesh.start(self._devices, self.local, peers)
 
     def abandon(self) -> None:
