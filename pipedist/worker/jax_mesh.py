@@ -58,6 +58,14 @@ class Mesh:
         shards = sorted(value.addressable_shards, key=lambda shard: shard.index[0].start or 0)
         return [np.asarray(shard.data)[0] for shard in shards]
 
+    def connect(self) -> None:
+        """Open the connections of collectives while all processes are known to be alive: gloo waits 30 s for them."""
+        spec = jax().sharding.PartitionSpec(AXIS)
+        total = jax().shard_map(
+            lambda x: jax().lax.psum(x, AXIS), mesh=self.mesh, in_specs=spec, out_specs=spec
+        )
+        jax().jit(total)(self.put(np.zeros(len(self.local)))).block_until_ready()
+
     def _make(self, value: Host, spec: Any) -> Array:
         sharding = jax().sharding.NamedSharding(self.mesh, spec)
         return jax().make_array_from_process_local_data(sharding, value)

@@ -253,6 +253,15 @@ class TracedContext(ReplicaContext):
             "with a key of ctx.step and the replica's id: jax.random.fold_in(jax.random.key(SEED), ctx.step)"
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise RuntimeError if the attribute is one that a spec's functions have only if they are not compiled."""
+        if name in ("epoch", "_elements"):
+            raise RuntimeError(
+                f"ctx.{name.lstrip('_')} is not there in a function that is compiled: it changes from step to step, "
+                "but only ctx.step is traced. Compute it from ctx.step, or make it a part of the dataset's elements"
+            )
+        raise AttributeError(f"a ReplicaContext has no attribute {name!r}")
+
 
 class _TracedVariables:
     """The variables of a step in a replica function while it is traced."""
@@ -394,11 +403,19 @@ class CompiledFunction:
                 check_vma=False,  # a gradient is the replica's own; all_reduce sums it
             )
         self._call = jax().jit(body)
+        self.is_ready = False  # whether all members of a mesh of several processes have traced it
 
     def __call__(self, *inputs: Any) -> Any:
+        return self._checked(self._call, inputs)
+
+    def trace(self, *inputs: Any) -> None:
+        """Call the function with tracers, and execute nothing."""
+        self._checked(self._call.trace, inputs)
+
+    def _checked(self, call: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         errors = jax().errors
         try:
-            return self._call(*inputs)
+            return call(*inputs)
         except (errors.JAXTypeError, errors.JAXIndexError) as error:
             label = self._stage.program.function.label
             fact = str(error).strip().partition("\n")[0]
@@ -464,6 +481,8 @@ class CompiledFunction:
         variables = _TracedVariables(self._traits, values, collectives)
         ctx = TracedContext(replica, self._replicas, step, 0, stage.name, None, self._seed, collectives)
         ctx.variables = variables
+        if stage.program.form != "apply":
+            del ctx.epoch, ctx._elements
         token = current.set(ctx)
         try:
             result = plain(_awaited(stage.call_with(args, kwargs, ctx)))

@@ -26,7 +26,11 @@ from pipedist.worker.jax_mesh import Host, Mesh
 from pipedist.worker.jax_program import NeedsAll
 from pipedist.worker.stages import Call, GangCallContext, Stage
 
+Group = Sequence[Sequence[jax_program.ReplicaArguments]]  # the arguments of each replica, in each step
 _WORD: Final = b"jax".ljust(WORD_BYTES, b".")  # the members agree on a mesh and a program
+
+_held: dict[int, tuple[Host, tuple[Any, ...], Any]] = {}
+"""The latest values of variables: the array of the host, and its copies on devices; of one step's variables."""
 
 
 @dataclass(eq=False)
@@ -118,6 +122,7 @@ class JaxRun(GangRun):
         else:
             raise DevicesUnseen("the mesh has other members than before")
         self.mesh = jax_mesh.start(self._devices, self.local, peers)
+        self.mesh.connect()
 
     def abandon(self) -> None:
         """Do nothing: a program on devices ends by itself, and its results are dropped."""
@@ -146,8 +151,17 @@ class JaxRun(GangRun):
                 groups.append([each])
         if self.channel is not None:
             mine = [[each[0][0].signature.digest, len(each), _is_uniform(each[0])] for each in groups]
-            if any(other != mine for other in self._share(self.channel, mine)):
+            whole = [each for each in groups if _is_uniform(each[0])]
+            ready = all(state.program(stage, each).is_ready for each in whole)
+            shared = self._share(self.channel, [mine, ready])
+            if any(other != mine for other, _ in shared):
                 return self._apart(state, stage, first, prepared, results)
+            if not all(is_ready for _, is_ready in shared):
+                for each in whole:
+                    state.trace(stage, first, each)
+                self._share(self.channel, None)  # a member whose function hangs is missing here
+                for each in whole:
+                    state.program(stage, each).is_ready = True
         for group in groups:
             together = _is_uniform(group[0])
             execute = state.together if together else state.apart
@@ -177,19 +191,22 @@ class _State:
         self._traits = {} if run.bound is None else run.bound.traits
         self._program = run.executor.program
 
-    def together(
-        self, stage: Stage, first: int, group: Sequence[Sequence[jax_program.ReplicaArguments]]
-    ) -> list[list[Tree]]:
-        mesh, steps = self._run.mesh, len(group)
-        program = jax_program.program(
+    def program(self, stage: Stage, group: Group) -> jax_program.CompiledFunction:
+        return jax_program.program(
             stage,
             group[0][0].signature,
             self._traits,
-            mesh,
+            self._run.mesh,
             replicas=self._program.replicas,
             seed=self._program.seed,
-            steps=steps,
+            steps=len(group),
         )
+
+    def trace(self, stage: Stage, first: int, group: Group) -> None:
+        self.program(stage, group).trace(*self._inputs(first, group))
+
+    def _inputs(self, first: int, group: Group) -> tuple[Any, ...]:
+        mesh, steps = self._run.mesh, len(group)
 
         def column(at: int) -> Any:
             each = [row[replica].arrays[at] for replica in range(len(group[0])) for row in group]
@@ -197,20 +214,32 @@ class _State:
             return mesh.put(whole if steps == 1 else whole.reshape(-1, steps, *whole.shape[1:]))
 
         arrays = [column(at) for at in range(len(group[0][0].arrays))]
-        shared = {
-            s: mesh.put_copies(self._replicas[0].value(s)) for s, t in self._traits.items() if not t.copies
-        }
+
+        def copies(space: int) -> Any:
+            host = self._replicas[0].value(space)
+            if space not in _held or _held[space][0] is not host or _held[space][1] != mesh.devices:
+                _held[space] = host, mesh.devices, mesh.put_copies(host)
+            return _held[space][2]
+
+        shared = {space: copies(space) for space, each in self._traits.items() if not each.copies}
         own = {
             s: mesh.put(np.stack([r.value(s) for r in self._replicas]))
             for s, t in self._traits.items()
             if t.copies
         }
-        found, changed, changed_own = program(first, arrays, group[0][0].numbers, shared, own)
+        for space in _held.keys() - shared.keys() if shared else ():
+            del _held[space]
+        return first, arrays, group[0][0].numbers, shared, own
+
+    def together(self, stage: Stage, first: int, group: Group) -> list[list[Tree]]:
+        mesh, steps, program = self._run.mesh, len(group), self.program(stage, group)
+        found, changed, changed_own = program(*self._inputs(first, group))
         parts = [mesh.parts(each) for each in found]
         for space, value in changed.items():
             new = _host(np.asarray(value.addressable_shards[0].data))
             for replica in self._replicas:
                 replica.changed[space] = new
+            _held[space] = new, mesh.devices, value
         for space, value in changed_own.items():
             for replica, part in zip(self._replicas, mesh.parts(value), strict=True):
                 replica.changed[space] = _host(part)
@@ -219,9 +248,7 @@ class _State:
             return [[program.results([part[r] for part in parts])] for r in range(count)]
         return [[program.results([part[r][k] for part in parts]) for k in range(steps)] for r in range(count)]
 
-    def apart(
-        self, stage: Stage, first: int, group: Sequence[Sequence[jax_program.ReplicaArguments]]
-    ) -> list[list[Tree]]:
+    def apart(self, stage: Stage, first: int, group: Group) -> list[list[Tree]]:
         """Execute one step whose replicas have arguments of different shapes."""
         mesh, library, [row] = self._run.mesh, jax_mesh.jax(), group
         results: list[list[Tree]] = []

@@ -86,8 +86,38 @@ def test_a_worker_that_stops_in_a_step_is_replaced(tmp_path: Path) -> None:
             async with pipedist.LocalCluster(workers=2) as cluster:
                 strategy = pipedist.TPUStrategy(cluster, platform="cpu", replicas=REPLICAS)
                 x = ramp(strategy)
-                found = await strategy.run(dies_once(str(tmp_path / "stopped"), signal.SIGSTOP), (x,))
+                with anyio.fail_after(
+                    30
+                ):  # also in the first step: gloo would wait as long for its connections
+                    found = await strategy.run(dies_once(str(tmp_path / "stopped"), signal.SIGSTOP), (x,))
                 assert (tmp_path / "stopped").exists()
                 np.testing.assert_allclose(found[0][0], sum(x), rtol=1e-15)
 
     anyio.run(stop)
+
+
+def test_a_process_that_hangs_while_it_traces_is_named_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    marker = str(tmp_path / "hung")
+
+    def total(shard: Any, ctx: Any) -> Any:
+        import time
+
+        import jax
+
+        path = Path(marker)
+        if jax.process_index() == 1 and not path.exists():
+            path.touch()
+            time.sleep(60)
+        return ctx.all_reduce("sum", shard.sum())[None]
+
+    compiled = {"compile": "jax", "collectives": {"timeout_s": 4}, "resources": {"devices": "cpu"}}
+    spec = {
+        "pipedist": 1,
+        "replicas": 2,
+        "dataset": {"range": 8, "batch": 8},
+        "stages": {"total": {"run": total, **compiled}, "totals": {"gather": 0, "of": "total"}},
+    }
+    assert pipedist.run(spec, workers=2)["totals"].tolist() == [28, 28]
+    assert "the mesh of a TPUStrategy has waited 4 s for members 1" in caplog.text

@@ -141,9 +141,18 @@ def test_replay_compiles_as_the_run_did(tmp_path: Path) -> None:
 def test_simulations_need_the_cost_of_compiled_stages() -> None:
     one = {**spec(), "replicas": 3}
     del one["stages"]["rows"], one["stages"]["totals"]
-    with pytest.raises(pipedist.UsageError, match="--costs total=0.01"):
+    with pytest.raises(pipedist.UsageError, match=r"--costs total=0\.01"):
         simulate(one, seeds=[0])
     costs = {"total": 0.01}
     with pytest.raises(pipedist.PlanError, match="--workers 1"):
         simulate(one, seeds=[0], workers=2, costs=costs)
     simulate(one, seeds=range(3), workers=3, costs=costs)
+
+
+@pytest.mark.parametrize("name", ["epoch", "elements"])
+def test_untraced_attributes_of_the_context_are_errors(name: str) -> None:
+    def read(shard: Any, ctx: Any) -> Any:
+        return shard + (getattr(ctx, name) or 0)
+
+    with pytest.raises(pipedist.CallError, match=rf"ctx\.{name} is not there in a function that is compiled"):
+        pipedist.run(spec(run=read), workers=1)

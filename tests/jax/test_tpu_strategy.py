@@ -329,3 +329,35 @@ async def test_nothing_imports_jax_without_need() -> None:
         "asyncio.run(main())\n"
     )
     await anyio.run_process([sys.executable, "-c", code])
+
+
+async def test_variables_stay_on_their_devices_between_steps(cluster: Any) -> None:
+    strategy = on_cpu(cluster, 2)
+    with strategy.scope():
+        w = pipedist.Variable(np.zeros(3, np.float32), aggregation="sum")
+
+    def count_copies(x: Any) -> Any:  # traced once, in the worker
+        from pipedist.worker.jax_mesh import Mesh
+
+        def counted(self: Any, value: Any) -> Any:
+            counts.append(value)
+            return put_copies(self, value)
+
+        put_copies, counts = Mesh.put_copies, []
+        Mesh.put_copies, Mesh.counts = counted, counts  # type: ignore[method-assign, attr-defined]
+        return w.assign_add(x)
+
+    def copied() -> int:
+        from pipedist.worker.jax_mesh import Mesh
+
+        return len(Mesh.counts) + 0 * int(w.shape[0])  # type: ignore[attr-defined]
+
+    x = ramp(strategy)
+    await strategy.run(count_copies, (x,))
+    for _ in range(3):
+        await strategy.run(lambda x: w.assign_add(x), (x,))
+    assert list(await strategy.run(copied)) == [0, 0]
+    w.assign(np.full(3, 5, np.float32))
+    await strategy.run(lambda x: w.assign_add(x), (x,))
+    assert w.numpy().tolist() == [6, 8, 10]
+    await cluster.restart(0)
