@@ -13,6 +13,8 @@ programs, one on each device, which cannot call collectives.
 from __future__ import annotations
 
 import operator
+import os
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.reduction.partials import ReduceOp
 from pipedist.worker.context import ReplicaContext, current
+from pipedist.worker.failures import user_frames
 from pipedist.worker.jax_mesh import AXIS, Host, Mesh, jax
 from pipedist.worker.stages import Stage
 from pipedist.worker.variables.access import plain
@@ -343,6 +346,14 @@ def _operand(traits: Traits, value: object, method: AssignMethod) -> Array:
     return array.astype(traits.dtype)
 
 
+def _place(error: BaseException) -> str:
+    """Return the innermost line of user code in an error's traceback, as text."""
+    for frame in reversed(traceback.extract_tb(user_frames(error.__traceback__))):
+        if f"{os.sep}site-packages{os.sep}" not in frame.filename:
+            return f", at {os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    return ""
+
+
 def _awaited(result: Any) -> Tree:
     """Return the result of a function, sync or async: a collective's result is there when it is awaited."""
     if not hasattr(type(result), "__await__"):
@@ -418,10 +429,10 @@ class CompiledFunction:
             return call(*inputs)
         except (errors.JAXTypeError, errors.JAXIndexError) as error:
             label = self._stage.program.function.label
-            fact = str(error).strip().partition("\n")[0]
+            fact = str(error).strip().partition("\n")[0].rstrip(".") + _place(error)
             raise TypeError(
-                f"{label} cannot be compiled by JAX: {fact} Its arguments are traced: use jax.numpy in place of NumPy, "
-                "jax.numpy.where or jax.lax.cond in place of `if`, and a bool or str argument for what is constant"
+                f"{label} cannot be compiled by JAX: {fact}. Its arguments are traced: use jax.numpy in place of "
+                "NumPy, jax.numpy.where or jax.lax.cond in place of `if`, and a bool or str argument for constants"
             ) from error
 
     def results(self, leaves: Sequence[Host]) -> Tree:

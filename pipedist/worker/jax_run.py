@@ -72,7 +72,7 @@ class JaxRun(GangRun):
         except DevicesUnseen:
             raise
         except BaseException as error:  # an outcome; the scheduler decides
-            if self.channel is not None and isinstance(error, jax_mesh.jax().errors.JaxRuntimeError):
+            if self.channel is not None and _is_broken(error):
                 raise DevicesUnseen(
                     f"the mesh of {self.channel.members} processes is broken: {error}"
                 ) from error
@@ -289,6 +289,16 @@ class _State:
                 "batch: Dataset.batch(n, drop_remainder=True)"
             )
         return results
+
+
+def _is_broken(error: BaseException) -> bool:
+    """Return whether an error means that a process of this one's mesh is gone.
+
+    Then a new process replaces this one at once, so that it is there when the next attempt begins.
+    """
+    if isinstance(error, GangAborted):
+        return bool(jax_mesh.joined())
+    return isinstance(error, jax_mesh.jax().errors.JaxRuntimeError)
 
 
 def _is_uniform(calls: Sequence[jax_program.ReplicaArguments]) -> bool:

@@ -96,28 +96,41 @@ def test_a_worker_that_stops_in_a_step_is_replaced(tmp_path: Path) -> None:
     anyio.run(stop)
 
 
-def test_a_process_that_hangs_while_it_traces_is_named_and_replaced(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    marker = str(tmp_path / "hung")
+WAITED = "the mesh of a TPUStrategy has waited 4 s for members 1"
+
+
+def hanging(marker: str, times: int) -> dict[str, Any]:
+    """Return a spec whose function hangs in the last process, so many times."""
 
     def total(shard: Any, ctx: Any) -> Any:
         import time
 
         import jax
 
-        path = Path(marker)
-        if jax.process_index() == 1 and not path.exists():
-            path.touch()
-            time.sleep(60)
+        if jax.process_index() == 1:
+            with Path(marker).open("a+") as file:
+                file.write("x")
+                if file.tell() <= times:
+                    time.sleep(60)
         return ctx.all_reduce("sum", shard.sum())[None]
 
     compiled = {"compile": "jax", "collectives": {"timeout_s": 4}, "resources": {"devices": "cpu"}}
-    spec = {
+    return {
         "pipedist": 1,
         "replicas": 2,
         "dataset": {"range": 8, "batch": 8},
         "stages": {"total": {"run": total, **compiled}, "totals": {"gather": 0, "of": "total"}},
     }
-    assert pipedist.run(spec, workers=2)["totals"].tolist() == [28, 28]
-    assert "the mesh of a TPUStrategy has waited 4 s for members 1" in caplog.text
+
+
+def test_a_process_that_hangs_while_it_traces_is_named_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert pipedist.run(hanging(str(tmp_path / "hung"), 1), workers=2)["totals"].tolist() == [28, 28]
+    assert WAITED in caplog.text
+
+
+@pytest.mark.slow
+def test_a_step_whose_process_always_hangs_fails_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(pipedist.CallError, match=WAITED):
+        pipedist.run(hanging(str(tmp_path / "hung"), 99), workers=2)
