@@ -202,8 +202,8 @@ class SpecSimulation:
                 raise UsageError(
                     f"costs: {stage!r} is not a run stage; the run stages are: {', '.join(runs) or 'none'}"
                 )
-        for name, stage in self._spec.stages.items():
-            if isinstance(stage, RunSpec) and stage.compile and name not in self._costs:
+        for name, run in self._spec.stages.items():
+            if isinstance(run, RunSpec) and run.compile and name not in self._costs:
                 raise UsageError(
                     f"stage {name} is compiled by JAX, whose devices belong to one process, but simulated workers "
                     f"share this one. Simulate a cost in its place: --costs {name}=0.01"

@@ -387,7 +387,6 @@ class CompiledFunction:
         mesh: Mesh,
         *,
         replicas: int,
-        seed: int,
         steps: int,
         together: bool,
     ) -> None:
@@ -395,7 +394,6 @@ class CompiledFunction:
         self._signature = signature
         self._traits = traits
         self._replicas = replicas
-        self._seed = seed
         self._steps = steps
         self._together = together
         self._kinds: list[
@@ -490,7 +488,7 @@ class CompiledFunction:
         args, kwargs = trees.unflatten(self._signature.treedef, leaves)
         collectives = _Collectives(self._replicas, stage.is_async, self._together)
         variables = _TracedVariables(self._traits, values, collectives)
-        ctx = TracedContext(replica, self._replicas, step, 0, stage.name, None, self._seed, collectives)
+        ctx = TracedContext(replica, self._replicas, step, 0, stage.name, None, 0, collectives)
         ctx.variables = variables
         if stage.program.form != "apply":
             del ctx.epoch, ctx._elements
@@ -516,7 +514,6 @@ def program(
     mesh: Mesh,
     *,
     replicas: int,
-    seed: int,
     steps: int = 1,
     together: bool = True,
 ) -> CompiledFunction:
@@ -528,7 +525,6 @@ def program(
         tuple(sorted((space, each.name, repr(each)) for space, each in traits.items())),
         mesh.devices,
         replicas,
-        seed,
         steps,
         together,
     )
@@ -537,7 +533,7 @@ def program(
         while len(_programs) >= PROGRAMS_MAX:
             _programs.popitem(last=False)
         found = _programs[key] = CompiledFunction(
-            stage, signature, traits, mesh, replicas=replicas, seed=seed, steps=steps, together=together
+            stage, signature, traits, mesh, replicas=replicas, steps=steps, together=together
         )
     _programs.move_to_end(key)
     return found

@@ -151,17 +151,17 @@ class JaxRun(GangRun):
                 groups.append([each])
         if self.channel is not None:
             mine = [[each[0][0].signature.digest, len(each), _is_uniform(each[0])] for each in groups]
-            whole = [each for each in groups if _is_uniform(each[0])]
-            ready = all(state.program(stage, each).is_ready for each in whole)
+            whole = [group for group in groups if _is_uniform(group[0])]
+            ready = all(state.program(stage, group).is_ready for group in whole)
             shared = self._share(self.channel, [mine, ready])
             if any(other != mine for other, _ in shared):
                 return self._apart(state, stage, first, prepared, results)
             if not all(is_ready for _, is_ready in shared):
-                for each in whole:
-                    state.trace(stage, first, each)
+                for group in whole:
+                    state.trace(stage, first, group)
                 self._share(self.channel, None)  # a member whose function hangs is missing here
-                for each in whole:
-                    state.program(stage, each).is_ready = True
+                for group in whole:
+                    state.program(stage, group).is_ready = True
         for group in groups:
             together = _is_uniform(group[0])
             execute = state.together if together else state.apart
@@ -198,7 +198,6 @@ class _State:
             self._traits,
             self._run.mesh,
             replicas=self._program.replicas,
-            seed=self._program.seed,
             steps=len(group),
         )
 
@@ -261,7 +260,6 @@ class _State:
                 self._traits,
                 mesh,
                 replicas=self._program.replicas,
-                seed=self._program.seed,
                 together=False,
             )
             values = {space: self._replicas[place].value(space) for space in self._traits}

@@ -99,6 +99,7 @@ async def test_a_function_is_compiled_once_for_its_shapes(cluster: Any) -> None:
         assert len(file.read()) == 2
         await strategy.aclose()
         again = on_cpu(cluster)
+        await again.run(lambda x: x, (ramp(again),))  # another number of the function in its strategy
         await again.run(traced, (ramp(again), True))
         assert file.read() == b""
 
