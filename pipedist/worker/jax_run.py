@@ -22,11 +22,12 @@ from pipedist.worker.devices import DevicesUnseen
 from pipedist.worker.execution import Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.gangs import GangRun
+from pipedist.worker.jax_arguments import ReplicaArguments
 from pipedist.worker.jax_mesh import Host, Mesh
 from pipedist.worker.jax_program import NeedsAll
 from pipedist.worker.stages import Call, GangCallContext, Stage
 
-Group = Sequence[Sequence[jax_program.ReplicaArguments]]  # the arguments of each replica, in each step
+Group = Sequence[Sequence[ReplicaArguments]]  # the arguments of each replica, in each step
 _WORD: Final = b"jax".ljust(WORD_BYTES, b".")  # the members agree on a mesh and a program
 
 _held: dict[int, tuple[Host, tuple[Any, ...], Any]] = {}
@@ -142,8 +143,8 @@ class JaxRun(GangRun):
         """Execute steps, given the arguments of each replica in each; return a list of results per replica."""
         results: list[list[Tree]] = [[] for _ in calls]
         state = _State(self, calls)
-        prepared = [jax_program.ReplicaArguments.all_of(arguments) for arguments in steps]
-        groups: list[list[list[jax_program.ReplicaArguments]]] = []
+        prepared = [ReplicaArguments.all_of(arguments) for arguments in steps]
+        groups: list[list[list[ReplicaArguments]]] = []
         for each in prepared:
             if groups and _is_uniform(each) and _is_uniform(groups[-1][0]) and each[0].like(groups[-1][0][0]):
                 groups[-1].append(each)
@@ -299,7 +300,7 @@ def _is_broken(error: BaseException) -> bool:
     return isinstance(error, jax_mesh.jax().errors.JaxRuntimeError)
 
 
-def _is_uniform(calls: Sequence[jax_program.ReplicaArguments]) -> bool:
+def _is_uniform(calls: Sequence[ReplicaArguments]) -> bool:
     return all(call.like(calls[0]) for call in calls)
 
 
