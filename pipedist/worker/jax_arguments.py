@@ -1,4 +1,4 @@
-"""The arguments of a replica function that JAX compiles: what is traced, and what is a constant of the program."""
+"""Arguments of a replica function that JAX compiles: traced arrays and numbers, and constants of the program."""
 
 from __future__ import annotations
 
