@@ -38,7 +38,7 @@ def test_replay_prints_the_output_in_its_page(tmp_path: Path) -> None:
 
 
 def test_seeing_prints_the_output_in_its_page(tmp_path: Path) -> None:
-    text = (DOCS / "seeing.md").read_text().partition("## Logs")[0]
+    text = (DOCS / "seeing.md").read_text().split("\n## Logs")[0].split("\n## Compare")[0]
     blocks = re.findall(r"```(yaml|python|console)\n(.*?)```\n", text, re.DOTALL)
     for kind, block in blocks:
         if kind != "console":
@@ -57,6 +57,19 @@ def without_times(text: str) -> str:
     """Return output without its numbers, the width of its columns, and the sentence that they lead to."""
     text = re.sub(r"\n\n[^\n]+\nphase", "\n\nSENTENCE\nphase", re.sub(r"─+", "-", shown(text)))
     return re.sub(r" +", " ", re.sub(r"\d[\d,.]*( ms| s)?", "N", text))
+
+
+def test_diff_prints_the_output_in_its_page(tmp_path: Path) -> None:
+    text = (DOCS / "seeing.md").read_text().partition("## Compare two runs\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```(?:yaml|python|console)\n(.*?)```\n", text, re.DOTALL)
+    for block in blocks[:2]:
+        (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    first, second, diff = re.split(r"^\$ pipedist ", blocks[2], flags=re.MULTILINE)[1:]
+    for command in (first, second):
+        assert preloaded.run_module("pipedist", *shlex.split(command), cwd=tmp_path).returncode == 0
+    command, _, expected = diff.partition("\n")
+    done = preloaded.run_module("pipedist", *shlex.split(command), cwd=tmp_path)
+    assert (done.returncode, shown(done.stdout)) == (1, shown(expected))
 
 
 def shown(text: str) -> str:
