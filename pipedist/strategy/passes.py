@@ -239,7 +239,8 @@ class UsedPass:
             self._used(self._entry)
 
     def __del__(self) -> None:
-        self.__exit__()
+        if self._is_used:
+            self.__exit__()
 
 
 class FunctionPasses:
