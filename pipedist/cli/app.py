@@ -81,6 +81,11 @@ _workers = _count(
     "--workers",
     "Number of worker processes; never changes a result. Default: from the spec, or the usable cores.",
 )
+_trace = click.option(
+    "--trace",
+    metavar="FILE",
+    help="Write a trace of the calls and the driver's work, which Perfetto (ui.perfetto.dev) opens.",
+)
 _cluster = click.option(
     "--cluster",
     metavar="NAME[:ADDRESS]",
@@ -165,6 +170,16 @@ def app() -> None:
 @click.option(
     "--live", is_flag=True, help="Serve a page of the run while it executes, and print its address."
 )
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print the run's events on stderr too: workers, phases, the outcome.",
+)
+@click.option(
+    "-q", "--quiet", is_flag=True, help="Print only warnings and errors on stderr, and no progress."
+)
+@_trace
 @_live_options
 def run(resume: bool, reuse: bool, **options: Any) -> None:
     """Execute the spec in the YAML file SPEC, and print its results.
@@ -303,17 +318,19 @@ def why(run: str, as_json: bool) -> None:
 @click.option(
     "--output", "-o", metavar="FILE", default="report.html", show_default=True, help="The page to write."
 )
-def report(run: str, output: str) -> None:
+@_trace
+def report(run: str, output: str, trace: str | None) -> None:
     """Write a report of a run: one HTML page that needs no network.
 
     It shows the plan, a timeline of the workers, timings by stage, quarantined elements, outputs and logs. RUN is the
-    output folder of a run that has finished, failed or was interrupted, or of one that is executing.
+    output folder of a run that has finished, failed or was interrupted, or of one that is executing. With --trace,
+    the trace is written instead of the page.
 
-    Exit codes: 0 the page is written; 2 there is no run.
+    Exit codes: 0 the file is written; 2 there is no run.
     """
     from pipedist.cli.commands import write_report
 
-    _end(lambda: write_report(run, output))
+    _end(lambda: write_report(run, output, trace))
 
 
 @app.command()

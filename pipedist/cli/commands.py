@@ -87,19 +87,20 @@ def audit_run(run: str) -> int:
     return terminal.FAILED if found.problems else terminal.OK
 
 
-def write_report(run: str, output: str) -> int:
-    """Write the report of the run in an output folder."""
+def write_report(run: str, output: str, trace: str | None = None) -> int:
+    """Write the report of the run in an output folder, or its trace into the file `trace`."""
     from pipedist.core.files import replace_file
-    from pipedist.report import collect, page
+    from pipedist.report import collect, page, trace_of
 
-    text = page(collect(Path(run)))
+    path, option = (output, "--output") if trace is None else (trace, "--trace")
+    content = page(collect(Path(run))).encode() if trace is None else trace_of(Path(run))
     try:
-        replace_file(Path(output), text.encode())
+        replace_file(Path(path), content)
     except OSError as error:
         raise UsageError(
-            f"can't write {output}: {error.strerror or error}. Give another --output FILE"
+            f"can't write {path}: {error.strerror or error}. Give another {option} FILE"
         ) from None
-    write_out(f"{output}\n")
+    write_out(f"{path}\n")
     return terminal.OK
 
 

@@ -209,6 +209,8 @@ def _log(private: Path) -> Data:
             size = file.tell()
             file.seek(max(0, size - LOG_LINES_MAX * 400))
             lines = file.read().decode("utf-8", "replace").splitlines()
+            if size > LOG_LINES_MAX * 400:
+                del lines[:1]  # its beginning is missing
     except FileNotFoundError:
         return {"lines": [], "is_cut": False}
     kept: Sequence[str] = lines[-LOG_LINES_MAX:]
