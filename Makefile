@@ -117,6 +117,10 @@ docs: $(INSTALLED)  ## Write docs/language.md, and the HTML reference of the Pyt
 	$(BIN)/python -m tests.architecture.package_table > docs/dev/packages.md
 	$(BIN)/python docs/build_api.py build/docs
 
+.PHONY: pictures
+pictures: $(INSTALLED)  ## Make the pictures in docs/pictures from a real run (after make browser).
+	$(BIN)/python -m tests.report.pictures docs/pictures
+
 .PHONY: clean
 clean:  ## Remove everything that make created.
 	rm -rf $(VENV) out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/flights/data
@@ -148,6 +152,10 @@ bench-training: $(INSTALLED)  ## Measure a training with 1,000,000 parameters, b
 .PHONY: bench-test
 bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, to check results only.
 	$(BIN)/python -m pytest -q benchmarks/tests
+
+.PHONY: bench-prediction
+bench-prediction: $(INSTALLED)  ## Compare predicted and real times of five specs (3 minutes).
+	$(BIN)/python -m benchmarks.prediction $(ARGS)
 
 .PHONY: bench-jax
 bench-jax: $(INSTALLED)  ## Measure what steps_per_run saves on JAX devices (after make test-jax).

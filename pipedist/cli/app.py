@@ -214,13 +214,35 @@ def validate(specs: tuple[str, ...]) -> None:
 @_workers
 @_cluster
 @_sets
-def plan(spec: str, form: str, workers: int | None, cluster: str | None, sets: tuple[str, ...]) -> None:
+@click.option(
+    "--predict", is_flag=True, help="Print the expected time on 1, 2, 4, ... workers, and what limits it."
+)
+@_count(
+    "--sample",
+    "With --predict: execute this number of calls of each pass on one worker, and write nothing.",
+    default=20,
+    show_default=True,
+)
+@click.option(
+    "--from",
+    "measured",
+    metavar="RUN",
+    help="With --predict: use the measurements of an earlier run, in this output folder, instead of a sample.",
+)
+def plan(
+    spec: str, form: str, workers: int | None, cluster: str | None, sets: tuple[str, ...], **prediction: Any
+) -> None:
     """Check a spec, and print what would run.
 
-    It opens the sources and imports the functions of the spec, but executes no call.
+    It opens the sources and imports the functions of the spec, but executes no call, except with --predict.
     """
-    from pipedist.cli.commands import print_plan
+    from pipedist.cli.commands import predict_run, print_plan
 
+    predicts, sample, measured = (prediction[name] for name in ("predict", "sample", "measured"))
+    if predicts:
+        _end(lambda: predict_run(spec, form, sets, sample, measured))
+    if measured is not None:
+        raise click.UsageError("--from needs --predict")
     _end(lambda: print_plan(spec, form, workers, sets, cluster))
 
 
@@ -331,6 +353,23 @@ def report(run: str, output: str, trace: str | None) -> None:
     from pipedist.cli.commands import write_report
 
     _end(lambda: write_report(run, output, trace))
+
+
+@app.command()
+@click.argument("run_a", metavar="RUN_A")
+@click.argument("run_b", metavar="RUN_B")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+def diff(run_a: str, run_b: str, as_json: bool) -> None:
+    """Compare two runs: what they were made from, and their results.
+
+    RUN_A and RUN_B are their output folders. For each output that differs, the first row that does is printed, with
+    its step and element where these are known, and the largest differences.
+
+    Exit codes: 0 results, outputs and ledgers are the same; 1 they differ; 2 there is no such run.
+    """
+    from pipedist.cli.commands import diff_runs
+
+    _end(lambda: diff_runs(run_a, run_b, as_json=as_json))
 
 
 @app.command()

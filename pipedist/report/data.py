@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pipedist.coordinator.measurements import thin
 from pipedist.errors import UsageError
 from pipedist.outputs.run_record import LIVE, PRIVATE, RunRecord, read_record
+from pipedist.plan import picture
 from pipedist.report.previews import curves, preview
 from pipedist.runs.about import FAILURE_FILE
 from pipedist.runs.about import FILE as ABOUT
@@ -51,9 +52,9 @@ def collect(path: Path, *, live: bool = False) -> Data:
     if record is None:
         raise UsageError(f"there is no run in {path}. RUN is the output folder of a run, such as out/NAME")
     private = path / PRIVATE
-    about = _json(private / ABOUT)
+    about = read_json(private / ABOUT)
     status = _status(private / LIVE)
-    document = _json(private / "results.json") if record.complete else {}
+    document = read_json(private / "results.json") if record.complete else {}
     processes = read_timings(private / "timings")
     state = _state(record, status)
     files = [] if live else _outputs(path, record)
@@ -64,8 +65,9 @@ def collect(path: Path, *, live: bool = False) -> Data:
         "run": record.run,
         "name": processes[-1].name if processes else path.name,
         "state": state,
-        "failure": _json(private / FAILURE_FILE).get("text"),
+        "failure": read_json(private / FAILURE_FILE).get("text"),
         "about": about,
+        "picture": picture(about["graph"]) if "graph" in about else None,
         "status": status,
         "ledger": document.get("ledger"),
         "retries": document.get("retries", {}),
@@ -83,7 +85,7 @@ def _state(record: RunRecord, status: Data | None) -> str:
     return record.state if record.state in ("finished", "failed") else "interrupted"
 
 
-def _json(path: Path) -> Data:
+def read_json(path: Path) -> Data:
     try:
         found: Data = json.loads(path.read_bytes())
     except FileNotFoundError:
