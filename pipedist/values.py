@@ -14,9 +14,11 @@ import numpy as np
 from pipedist.core import html, ragged, trees
 from pipedist.core.misuse_hints import conversion_hint, is_masked
 from pipedist.core.types import Tree
-from pipedist.reduction.partials import axis_of, resolve_axes
+from pipedist.reduction.partials import SUMS, axis_of, finish_leaf, resolve_axes, sum_in_tree
 from pipedist.reduction.tree import FoldTree, Partial, Reduction
 from pipedist.reduction.tree import ReduceOp as ReduceOp
+
+_FLOAT: Final = frozenset({float})
 
 _BARE: Final = frozenset({int, float, bool, str, np.ndarray, np.float64, np.float32, np.int64})
 """Frequent types of components that are leaves: their structure needs no lookup."""
@@ -244,6 +246,8 @@ def _reduce_leaf(reduction: Reduction, leaf: Any, replicas: int) -> Tree:
 
 
 def _fold(reduction: Reduction, components: Sequence[Tree]) -> Tree:
+    if reduction.axis is None and reduction.op in SUMS and _FLOAT.issuperset(map(type, components)):
+        return finish_leaf(reduction.op, ["f8", len(components), sum_in_tree(components)])
     fold: FoldTree[Partial] = FoldTree(reduction.combine)
     for replica, component in enumerate(components):
         if component is not None:

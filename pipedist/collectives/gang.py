@@ -176,18 +176,26 @@ class LocalGang:
 
     def _run_alone(self, call: Callable[[], T]) -> T | BaseException:
         """Run the only replica of this process, without turns."""
-        me = self._states[0]
-        me.state = ReplicaState.RUNNING
+        self.begin_alone()
         outcome: T | BaseException
+        failed = False
         try:
             outcome = contextvars.copy_context().run(call)
         except BaseException as error:  # an outcome; the caller of `run` decides
-            outcome, me.failed = error, True
-        with self._mutex:
-            me.state = ReplicaState.ENDED
+            outcome, failed = error, True
+        self.end_alone(failed=failed)
         if self._channel is not None:
-            self._channel.ended(returned=not me.failed)
+            self._channel.ended(returned=not failed)
         return outcome
+
+    def begin_alone(self, *, has_ended: bool = False) -> None:
+        """Begin the only replica of this process, which its caller runs instead of `run`."""
+        self._states[0].state = ReplicaState.ENDED if has_ended else ReplicaState.RUNNING
+
+    def end_alone(self, *, failed: bool) -> None:
+        with self._mutex:
+            self._states[0].failed = failed
+            self._states[0].state = ReplicaState.ENDED
 
     def abort(self, reason: str) -> None:
         """Abort replicas that wait for a local one or call a collective later. Thread-safe."""

@@ -184,8 +184,9 @@ class CommandExecutor:
     ) -> None:
         """Get the data of leases, in a thread if that may block, and send them in their order."""
         requests: list[Shards | ShardRead] = []
+        has_feed = handle.has_feed
         for part in parts:
-            local = self._pool.reads(part.worker, handle.id)
+            local = not has_feed or self._pool.reads(part.worker, handle.id)
             try:
                 requests.append(handle.request(part.lo, part.hi, local=local, elements=elements))
             except Exception as error:  # reading the user's data may raise anything

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Literal
 
 import anyio
@@ -112,6 +113,8 @@ class PassHandle:
         self._on_quarantine = on_quarantine
         self.record = record
         self._store = ResultStore()
+        self._step_results: dict[int, list[Slots]] = {}
+        """The results of gangs that ended, by step, until their caller gets them; without a feed."""
         self.elements = ElementStore()
         self._quarantined: dict[int, QuarantinedCall] = {}  # by call, until read; without their results
         self._restored: dict[int, Chunk] = {}  # by call, until offered; from an earlier process
@@ -507,6 +510,11 @@ class PassHandle:
         step = chunks[0].lo // self.settings.replicas
         if step in self._executed:
             self._executed[step] = peers
+        if self._feed is None and self._on_arrival is None:
+            self.counts.calls_done += self.settings.replicas
+            in_order = sorted(chunks, key=attrgetter("lo"))
+            self._step_results[step] = [slots for chunk in in_order for slots in chunk.calls]
+            return
         for chunk in chunks:
             self.arrived(chunk)
 
@@ -553,7 +561,9 @@ class PassHandle:
 
     def _finish(self, step: int, error: BaseException | None) -> None:
         """End a step, and report it to its caller, unless that was cancelled."""
-        (parts,), _ = self._store.take(step, step + 1, self.settings.replicas)
+        parts = self._step_results.pop(step, None)
+        if parts is None:
+            (parts,), _ = self._store.take(step, step + 1, self.settings.replicas)
         self._inputs.pop(step, None)
         self._drop_errors(step, step + 1)
         if step in self._left:
@@ -599,7 +609,14 @@ class PassHandle:
     def release(self) -> None:
         """Release the results that were not read."""
         self.keeps_results = False
-        for kept in (self._store, self.elements, self._restored, self._quarantined, self._late):
+        for kept in (
+            self._store,
+            self._step_results,
+            self.elements,
+            self._restored,
+            self._quarantined,
+            self._late,
+        ):
             kept.clear()
 
     def completed(self) -> None:

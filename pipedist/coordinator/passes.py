@@ -67,6 +67,8 @@ class OpenPasses:
 
     def settle(self) -> None:
         """Drop the closed passes of which no worker reports results any more."""
+        if not self._closing:
+            return
         for pass_id in [each for each in self._closing if not self._scheduler.may_report(each)]:
             self._closing.pop(pass_id).settled.set()
 

@@ -52,6 +52,7 @@ from pipedist.protocol.layout import (
 from pipedist.protocol.limits import DEPTH_MAX, INT_BYTES_MAX, KIB, LIMITS
 
 _COLUMNS_START: Final = bytes([COLUMNS])
+_PLAIN: Final = frozenset({float, bool, type(None)})
 _ADVICE: Final = "send arrays, numbers, str, bytes, None, or dict, list, tuple, dataclass of them"
 
 
@@ -71,6 +72,12 @@ def encode(tree: Tree) -> list[Frame]:
     arrays' own memory: it must not change before they are sent. Raise UnsendableError, with the path, for other
     values, a tree deeper than DEPTH_MAX, or a frame that exceeds the limits.
     """
+    if type(tree) is list and len(tree) == 1 and type(item := tree[0]) is dict and len(item) == 1:
+        [(key, value)] = item.items()
+        if (
+            type(key) is str and type(value) in _PLAIN
+        ):  # a result that is one number: the common case, cheaper
+            return [msgpack.Packer(strict_types=True, unicode_errors="surrogatepass").pack(tree)]
     if type(tree) is list and len(tree) >= ITEMS_MIN:
         frames = _encode_columns(tree)
         if frames is not None:

@@ -183,11 +183,19 @@ def join_numbers(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any] | None:
     """Combine sums of float64 and of integers as `join_leaf` does, without NumPy; None for others."""
     code, count, x = a
     y = b[2]
-    if code != b[0] or type(x) is not type(y) or op not in _SUMS:
+    if code != b[0] or type(x) is not type(y) or op not in SUMS:
         return None
     if (type(x) is float and code == "f8") or type(x) is int:
         return [code, count + b[1], x + y]
     return None
+
+
+def sum_in_tree(numbers: Sequence[float]) -> float:
+    """Return the sum of at least one number, in the order of `FoldTree`."""
+    while len(numbers) > 1:
+        pairs = [a + b for a, b in zip(numbers[::2], numbers[1::2], strict=False)]
+        numbers = pairs if len(numbers) % 2 == 0 else [*pairs, numbers[-1]]
+    return numbers[0]
 
 
 def finish_leaf(op: ReduceOp, part: list[Any]) -> Any:
@@ -354,7 +362,7 @@ def _finish_float(op: ReduceOp, kind: _Kind, count: int, data: Any) -> Any:
 
 
 _INT64 = np.dtype(np.int64)
-_SUMS = frozenset({ReduceOp.SUM, ReduceOp.MEAN})
+SUMS = frozenset({ReduceOp.SUM, ReduceOp.MEAN})
 _WIDER = {"f": np.dtype(np.float64), "F": np.dtype(np.complex128)}
 _UFUNC: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
@@ -364,9 +372,9 @@ _UFUNC: dict[ReduceOp, np.ufunc] = {
     ReduceOp.PROD: np.multiply,
 }
 _Join = dict[ReduceOp, Callable[[Any, Any], Any]]
-_JOIN_FLOATS: _Join = {**_UFUNC, **dict.fromkeys(_SUMS, operator.add), ReduceOp.PROD: operator.mul}
+_JOIN_FLOATS: _Join = {**_UFUNC, **dict.fromkeys(SUMS, operator.add), ReduceOp.PROD: operator.mul}
 _JOIN_INTEGERS: _Join = {
-    **dict.fromkeys(_SUMS, operator.add),
+    **dict.fromkeys(SUMS, operator.add),
     ReduceOp.MIN: min,
     ReduceOp.MAX: max,
     ReduceOp.PROD: exact_integers.product,

@@ -179,7 +179,8 @@ class Assigner:
             return False
         todo = pass_.todo.take(replicas)
         for worker in group.workers:
-            self._bind(worker, pass_)
+            if pass_.id not in worker.bound:
+                self._bind(worker, pass_)
         self._last_gang += 1
         gang = form(members, self._last_gang, pass_.id, todo, group)
         pass_.add_gang(gang)

@@ -166,10 +166,12 @@ class Membership:
             self._occupy(lease, hi - lo)
             self._begun(lease)
         else:
-            place = worker.ordered
+            place = len(worker.leases) - worker.overlapping
             worker.leases.insert(place, lease.id)
             if place == 0:
-                self._begun(lease)
+                lease.since = self.now
+                if self.watched:
+                    self._begun(lease)
         self._sort(worker)
         return lease
 
@@ -198,7 +200,8 @@ class Membership:
 
     def revoke(self, lease: Lease) -> None:
         del self.leases[lease.id]
-        self._over(lease)
+        if self.watched or lease.twin is not None:
+            self._over(lease)
         worker = self.workers[lease.worker]
         was_first = worker.leases[0] == lease.id and not lease.overlaps
         worker.leases.remove(lease.id)
@@ -206,7 +209,7 @@ class Membership:
             worker.overlapping -= 1
             if lease.next < lease.hi:
                 self._occupy(lease, lease.next - lease.hi)
-        if was_first and worker.ordered:
+        if was_first and len(worker.leases) > worker.overlapping:
             self._begun(self.leases[worker.leases[0]])
         self._sort(worker)
 
@@ -276,7 +279,7 @@ class Membership:
             return
         if not worker.leases:
             self.idle[worker.name] = room.idle[worker.name] = worker
-        elif not (ordered := worker.ordered):
+        elif not (ordered := len(worker.leases) - worker.overlapping):
             room.waiting[worker.name] = worker
         elif ordered == 1:
             expected_s = self.leases[worker.leases[0]].expected_s

@@ -108,6 +108,7 @@ class Outcomes:
             else:
                 first = gang.raised[0]
                 self._charge(pass_, gang.lo, gang.hi, first.call, first.worker, Death(_ABORTED_WITHOUT_CAUSE))
+            gang.leases.clear()  # they refer to it: a step must leave nothing to the garbage collector
         self.report_drained(pass_)
 
     def not_sent(self, lease: Lease) -> None:

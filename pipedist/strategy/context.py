@@ -90,7 +90,7 @@ def in_cross_replica_context() -> bool:
 
 def require_cross_replica(method: str) -> None:
     """Raise RuntimeError in a replica function of a strategy other than the default one."""
-    if in_replica_function():
+    if get_replica_context() is not None and in_replica_function():
         raise RuntimeError(
             f"{method} requires cross-replica context: it was called inside a replica function; "
             "return the value and call it outside"

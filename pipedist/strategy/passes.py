@@ -58,8 +58,8 @@ class FunctionReferences:
 
     def of(self, fn: Callable[..., Any], captured: CapturedVariables) -> FunctionRef:
         """Return a reference to a function in its current state; `captured` receives its variables."""
-        require_callable(fn)
         if type(fn) is not FunctionType:
+            require_callable(fn)
             with captured.while_pickling():
                 return serialized(fn)
         if _has_name(fn):
@@ -239,7 +239,8 @@ class UsedPass:
             self._used(self._entry)
 
     def __del__(self) -> None:
-        self.__exit__()
+        if self._is_used:
+            self.__exit__()
 
 
 class FunctionPasses:

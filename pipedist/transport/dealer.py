@@ -150,7 +150,7 @@ class Dealer:
         Raise ConnectionLost also if nothing comes in time, RemoteProtocolError if it is malformed or refuses this
         worker.
         """
-        if not self.poll(timeout_s):
+        if not (self._is_readable or self.poll(timeout_s)):
             raise ConnectionLost(f"{self._endpoint} sent no message for {timeout_s:g} s")
         frames = self._receive()
         head, header, references = unseal(frames[0], self._limits)

@@ -24,7 +24,7 @@ from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.protocol.limits import LIMITS, MessageLimits
 from pipedist.protocol.messages import Message, Refuse
 from pipedist.protocol.wire import Reference, pack, seal, unpack, unseal, weave
-from pipedist.transport.config import SETTINGS, SharedMemory, SocketSettings
+from pipedist.transport.config import SETTINGS, SHARED_BYTES_MIN, SharedMemory, SocketSettings
 from pipedist.transport.endpoints import Endpoint, parse_endpoint
 from pipedist.transport.shared_memory.listener import Listener
 from pipedist.transport.zeromq.server_socket import ServerSocket, Unwelcome, looked_up
@@ -122,7 +122,9 @@ class Router:
         if peer is None or peer.is_dropped:
             return False
         references: Sequence[Reference] = ()
-        if len(payload) > 1 and self._listener is not None:
+        # One small frame, as in a step of a training loop, is never lent.
+        may_lend = len(payload) > 2 or (len(payload) == 2 and len(payload[1]) >= SHARED_BYTES_MIN)
+        if may_lend and self._listener is not None:
             references, payload = self._listener.lend(identity, payload)
         header = payload[0] if payload else b""
         first = seal(pack(message), header, references)

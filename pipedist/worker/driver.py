@@ -315,6 +315,10 @@ class Driver:
                 self._working.wait()
                 if self._over.wait(pause_s):
                     return
+                # Looks before it takes the lock, for which the main thread would have to wait between two steps.
+                due = self._machine.deadline()
+                if (due is None or time.monotonic() < due) and not self._log_forwarder.has_lines:
+                    continue
                 with self._lock:
                     if self._log_forwarder.fault is not None:
                         return  # the connection is lost; the main thread raises the error

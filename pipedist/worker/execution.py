@@ -126,6 +126,14 @@ class PassExecutor:
         self.waits = any(stage.waits for stage in self._stages)
         """Whether its calls are tasks of an event loop, because they wait for elements, attempts or a rate."""
         self._shard_is_shared = (readers + [emit.of for emit in program.emits]).count(-1) > 1
+        self._is_step = (
+            readers == [-1]
+            and program.gang
+            and program.reader is None
+            and program.threads == threads
+            and not (self._shard_is_shared or self._records_stage or self._stored or program.verify)
+        )
+        """Whether a call is one function of values that came with its lease: a step of a training loop."""
 
     def stage_of(self, slot: str) -> str:
         return next((self._stage_name(e) for e in self.program.emits if e.slot == slot), self.first_stage)
@@ -198,6 +206,8 @@ class PassExecutor:
         if self.waits and call.gang is None:
             result: Result = wait(self.run_among_others(call, shards))
             return result
+        if self._is_step and (stage := self._stages[0]).is_loaded and not stage.is_class:
+            return self._run_step(stage, call, shards.value(call.number), wait)
         shard = self._find(call, shards)
         empty = call.gang is not None and self.finder.is_empty(shard)
         values = self._values(call, shard, empty, wait)
@@ -207,6 +217,25 @@ class PassExecutor:
             values = self._values(call, shard, empty, wait)
             self._check_same(call, first, values)
         return self._emit(call, shard.value, values, empty)
+
+    def _run_step(
+        self, stage: Stage, call: Call, value: Tree, wait: Callable[[Awaitable[Any]], Any]
+    ) -> Result:
+        """Do what `run` does, of which a step needs little: the rest would be most of a short step."""
+        ctx = self._context(stage, call, _NO_SHARD, None)
+        token = current.set(ctx)
+        call.in_user_code = True
+        try:
+            result = stage.call(value, ctx, call.replica)
+            if hasattr(type(result), "__await__"):
+                result = wait(result)
+            values = [self._end(call, result)]
+            del result  # `take_ownership` would count it as another reference
+        finally:
+            if process_setup.is_copy:
+                process_setup.end_copy(stage.name)
+            current.reset(token)
+        return self._emit(call, None, values, False)
 
     def _values(
         self, call: Call, shard: Shard, empty: bool, wait: Callable[[Awaitable[Any]], Any]
@@ -504,6 +533,7 @@ class PassExecutor:
 
 
 _ABSENT = object()  # placeholder for the value of a stage that was not called
+_NO_SHARD = Shard(None, None, 0)
 
 
 def _is_plain(error: BaseException) -> bool:

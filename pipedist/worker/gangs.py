@@ -34,7 +34,6 @@ from pipedist.worker.execution import Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
 from pipedist.worker.lease_run import ExitRequested, FinishedCalls, PersistentLoop, await_result
-from pipedist.worker.progress import StageClock
 from pipedist.worker.relay_channel import RelayBuffer, RelayChannel, RelayClient
 from pipedist.worker.stages import Call, GangCallContext
 
@@ -77,21 +76,24 @@ class GangRunFactory:
             self._devices.show(devices[local.start : local.stop])
         options = _options(*program.communication)
         channel = self._channel(assigned, program.replicas, options.implementation, buffer)
-        gang = LocalGang(
-            replicas=program.replicas,
-            local=local,
-            channel=channel,
-            options=options,
-            on_stalled=partial(self._client.report_stalled, assigned.lease),
-            threads=self._threads,
-        )
+
+        def new_gang() -> LocalGang:
+            return LocalGang(
+                replicas=program.replicas,
+                local=local,
+                channel=channel,
+                options=options,
+                on_stalled=partial(self._client.report_stalled, assigned.lease),
+                threads=self._threads,
+            )
+
         return kind(
             executor,
             self._loops,
             LeaseShards(executor.finder, shards, lo, hi),
             lo,
             hi,
-            gang=gang,
+            new_gang=new_gang,
             channel=channel,
             can_share=not isinstance(channel, RelayChannel),
             device_of=lambda replica: self._devices.name_of(devices[replica]) if devices else "",
@@ -167,7 +169,7 @@ class GangRun:
     shards: LeaseShards
     lo: int
     hi: int
-    gang: LocalGang  # of these replicas; run once
+    new_gang: Callable[[], LocalGang]  # of these replicas; run once
     channel: Channel | None  # closed when the gang is over; None if there are no other members
     can_share: bool
     device_of: Callable[[int], str]  # this process's name of a replica's device; "": none
@@ -180,6 +182,19 @@ class GangRun:
         self._outcomes: list[Outcome] = []  # of calls from `_next` on, up to the first that did not return
         self._over: dict[int, Result | CallFailure] | None = None  # by call, when the gang is over
         self._busy_ns = 0
+        self._gang: LocalGang | None = None
+        self._has_ended = False  # the only replica; without a gang, which would know it
+        self._lock = threading.Lock()  # guards the creation of the gang: user code may have threads
+
+    @property
+    def gang(self) -> LocalGang:
+        """The gang of these replicas; a single one that calls no collective needs none."""
+        with self._lock:
+            if self._gang is None:
+                self._gang = self.new_gang()
+                if self.hi - self.lo == 1:
+                    self._gang.begin_alone(has_ended=self._has_ended)
+            return self._gang
 
     def advance(self, _slice_s: float, _slice_bytes: int) -> CallFailure | None:
         """Execute all calls at the first time; then go to the next failure, and return it."""
@@ -221,16 +236,15 @@ class GangRun:
         bodies: list[Callable[[], Result]] = []
         for number, loop in zip(numbers, self.loops, strict=False):
             replica = number % self.executor.program.replicas
-            collectives = ReplicaCollectives(
-                self.gang, replica, can_share=self.can_share, clock=self.executor.clock, number=number
-            )
+            collectives = ReplicaCollectives(self, replica, number)
             variables = None if self.bound is None else self.bound.of(replica)
             gang_context = GangCallContext(collectives.of, self.device_of(replica), variables)
             call = self.executor.call(number, gang_context)
             calls.append(call)
             bodies.append(partial(self._run, call, collectives, loop))
+        found: list[Result | BaseException]
         try:
-            found = self.gang.run(bodies)
+            found = [self._run_alone(bodies[0])] if len(bodies) == 1 else self.gang.run(bodies)
         finally:
             if self.channel is not None:
                 self.channel.close()
@@ -245,6 +259,22 @@ class GangRun:
         if self.on_success is not None and not has_failed:
             self.on_success()
         return over
+
+    def _run_alone(self, body: Callable[[], Result]) -> Result | BaseException:
+        """Run the only replica of this process, in this thread."""
+        outcome: Result | BaseException
+        has_failed = False
+        try:
+            outcome = contextvars.copy_context().run(body)
+        except BaseException as error:  # an outcome; its caller decides
+            outcome, has_failed = error, True
+        with self._lock:
+            self._has_ended = True
+            if self._gang is not None:
+                self._gang.end_alone(failed=has_failed)
+        if self.channel is not None:
+            self.channel.ended(returned=not has_failed)
+        return outcome
 
     def _run(self, call: Call, collectives: ReplicaCollectives, loop: PersistentLoop) -> Result:
         def wait(awaitable: Awaitable[Any]) -> Any:
@@ -264,7 +294,6 @@ class GangRun:
         return self.executor.failure(call, error, aborted=_was_aborted(error))
 
 
-@dataclass(eq=False)
 class ReplicaCollectives:
     """The collectives of one replica, for plain and for async functions.
 
@@ -272,13 +301,10 @@ class ReplicaCollectives:
     turn belongs to the thread of that collective, and the event loop continues without it.
     """
 
-    gang: LocalGang
-    replica: int
-    can_share: bool  # whether all members of the gang share memory
-    clock: StageClock  # pauses while the replica waits for others
-    number: int  # of its call
-
-    def __post_init__(self) -> None:
+    def __init__(self, run: GangRun, replica: int, number: int) -> None:
+        self._run = run
+        self._replica = replica
+        self._number = number  # of its call
         self._thread: ThreadPoolExecutor | None = None
         self._under_way = 0  # collectives of async functions that are not over
         self._lock = threading.Lock()  # guards `_under_way`
@@ -289,13 +315,18 @@ class ReplicaCollectives:
 
     def call(self, request: CollectiveRequest) -> Tree:
         options = request.options
-        if options is not None and not self.can_share and options.implementation is Implementation.SHARED:
+        if (
+            options is not None
+            and not self._run.can_share
+            and options.implementation is Implementation.SHARED
+        ):
             raise ValueError(NOT_SHARED)
-        self.clock.pause(self.number)
+        clock = self._run.executor.clock  # pauses while the replica waits for others
+        clock.pause(self._number)
         try:
-            return self.gang.call(self.replica, request)
+            return self._run.gang.call(self._replica, request)
         finally:
-            self.clock.resume(self.number)
+            clock.resume(self._number)
 
     async def later(self, request: CollectiveRequest) -> Tree:
         """Execute a collective, while the loop's other tasks continue.
@@ -306,7 +337,7 @@ class ReplicaCollectives:
         from concurrent.futures import ThreadPoolExecutor
 
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, f"pipedist-replica-{self.replica}")
+            self._thread = ThreadPoolExecutor(1, f"pipedist-replica-{self._replica}")
         context = contextvars.copy_context()
         with self._lock:
             self._under_way += 1
@@ -336,7 +367,7 @@ class ReplicaCollectives:
         if not has_turn:
             yield
             return
-        with self.gang.outside(self.replica):
+        with self._run.gang.outside(self._replica):
             yield
 
     def close(self) -> None:

@@ -169,6 +169,12 @@ class LeaseShards:
         found = self._shards.finished or ()
         return {(stage, id_): (result, why) for number, stage, id_, result, why in found if number == call}
 
+    def value(self, call: int) -> Tree:
+        """Return the value that came for a call of a pass without a reader."""
+        if self._shards.values is None:
+            raise RemoteProtocolError(f"call {call} came without a value")
+        return self._shards.values[call - self._lo]
+
     def find(self, call: int) -> Shard:
         index = call - self._block_lo
         if 0 <= index < len(self._block):

@@ -128,7 +128,7 @@ class Leases:
         begin(slice_.lo)  # decoding may import a user's module, which may end the process
         try:
             shards = Shards(*load_tree(frames, "the arguments of this call"))
-            bound = self._use_states(executor, shards)
+            bound = self._use_states(executor, shards) if shards.states or executor.reads_states else None
             if slice_.lease not in self._members:
                 return LeaseRun(executor, self._loop, shards, slice_.lo, slice_.hi, begin)
             return self._begin_gang(slice_.lease, executor, shards, bound, begin)
@@ -138,10 +138,9 @@ class Leases:
             return RejectedLeaseRun(error, executor.first_stage, slice_.lo, slice_.hi)
 
     def _use_states(self, executor: PassExecutor, shards: Shards) -> BoundVariables | None:
-        """Pass a lease's states to the stages; return the variables among them."""
+        """Pass a lease's states, or that it has none, to the stages; return the variables among them."""
         if not shards.states:
-            if executor.reads_states:
-                executor.use({}, {})
+            executor.use({}, {})
             return None
         from pipedist.worker.variables.replica import bind  # most passes read no state
 

@@ -247,6 +247,10 @@ class LogForwarder:
         self._closed = False
         self.fault: BaseException | None = None  # of the connection; the main thread raises it afterwards
 
+    @property
+    def has_lines(self) -> bool:
+        return bool(self._lines)
+
     def put(self, line: LogLine | Retried) -> None:
         """Send a line at once if the socket is free, else queue it."""
         self._lines.append(line)

@@ -138,8 +138,11 @@ class Stage:
         assert fn is not None  # load() came first
         if self._takes_shard_only:  # the common case, cheaper
             return fn(value)
-        kwargs = {} if self.is_class else self._kwargs.fresh()
         form = self._program.form
+        if form == "apply" and not (self._values or self.is_class or self._program.kwargs):
+            args, own = value
+            return self.call_with(args, dict(own), ctx, fn)
+        kwargs = {} if self.is_class else self._kwargs.fresh()
         if form == "shard":
             return self.call_with((value,), kwargs, ctx, fn)
         if form == "combine":

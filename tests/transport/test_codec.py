@@ -693,3 +693,13 @@ def test_random_frames_are_a_tree_or_an_error(frames: list[bytes]) -> None:
 
 def test_the_public_names_are_importable() -> None:
     assert set(codec.__all__) == {"Frame", "UnsendableError", "decode", "encode"}
+
+
+@pytest.mark.parametrize("value", [0.5, -0.0, float("inf"), True, None, 3, np.float64(2.0), [1.5], "text"])
+def test_a_single_result_has_the_frames_of_a_longer_list(value: object) -> None:
+    """One number as a result takes a shorter path."""
+    slot = "value \ud800"
+    (frame,) = encode([{slot: value}])
+    (two,) = encode([{slot: value}, {slot: value}])
+    assert bytes(two) == b"\x92" + 2 * bytes(frame)[1:]
+    assert decode([frame]) == [{slot: value}]
