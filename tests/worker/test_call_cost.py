@@ -22,7 +22,7 @@ def test_a_call_of_a_lease_costs_few_python_calls() -> None:
         load({"pipedist": 1, "dataset": {"range": 1000, "batch": 1}, "stages": {"y": run}}), workers=1
     )
     (pass_,) = plan.passes
-    program = pass_program(plan, pass_, feed_of(plan, pass_, {}).reader, {}, ("y",))
+    program = pass_program(plan, pass_, feed_of(plan, pass_, {}, {}).reader, {}, ("y",))
     frames = [memoryview(frame) for frame in to_frames(program)]
     progress, made = CallProgress(), 0
     executor = PassExecutor(from_frames(frames, lambda folder: folder), program.threads, progress.clock)
@@ -43,6 +43,6 @@ def test_a_call_of_a_lease_costs_few_python_calls() -> None:
     finally:
         sys.setprofile(None)
     assert [int(value[0]) for (value,) in map(dict.values, outcomes)] == list(range(20, 2000, 2))
-    assert made < 22 * len(outcomes)
+    assert made < 9 * len(outcomes)
     executor.close()
     progress.close()
