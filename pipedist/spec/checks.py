@@ -396,7 +396,7 @@ class Checks:
         retries, collectives = raw.get("retries"), raw.get("collectives")
         resources = raw.get("resources")
         devices = resources.get("devices") if isinstance(resources, dict) else None
-        if resources == {}:
+        if isinstance(resources, dict) and not resources:
             self._note_key(
                 (*path, "resources"), "`resources` names none", "`gpus` or `devices`, or no `resources`"
             )

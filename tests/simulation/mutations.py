@@ -306,10 +306,10 @@ def worker_is_bound_once_for_all_incarnations(patch: pytest.MonkeyPatch) -> None
 
 @mutation
 def gang_is_divided_among_idle_workers_only(patch: pytest.MonkeyPatch) -> None:
-    def idle(original: Any, self: GangGroups, members: Membership, replicas: int, gpus: float) -> Any:
+    def idle(original: Any, self: GangGroups, members: Membership, *about: Any) -> Any:
         ready, members.ready = members.ready, min(members.ready, len(members.idle))
         try:
-            return original(self, members, replicas, gpus) if members.ready else None
+            return original(self, members, *about) if members.ready else None
         finally:
             members.ready = ready
 

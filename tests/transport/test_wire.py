@@ -21,6 +21,7 @@ FIELDS: dict[Any, st.SearchStrategy[Any]] = {
     float: st.floats(allow_nan=False, allow_infinity=False),
     bool: st.booleans(),
     bytes: st.binary(),
+    tuple[int, ...]: st.lists(st.integers(0, 2**63 - 1), max_size=64).map(tuple),
     tuple[str, ...]: st.lists(st.text()).map(tuple),
     tuple[bytes, ...]: st.lists(st.binary()).map(tuple),
     tuple[tuple[int, str], ...]: st.lists(st.tuples(st.integers(0, 2**63 - 1), st.text())).map(tuple),
@@ -88,7 +89,7 @@ def test_a_message_beyond_the_limit_is_rejected_on_both_ends() -> None:
         unpack(bytes(LIMITS.head_bytes_max + 1))
 
 
-ASSIGN = [6, 1, 2, 3, 4, 0, 0, 0]
+ASSIGN = [6, 1, 2, 3, 4, 0, 0, False]
 
 
 @pytest.mark.parametrize(
@@ -103,11 +104,11 @@ ASSIGN = [6, 1, 2, 3, 4, 0, 0, 0]
         msgpack.packb([99, 1]),
         msgpack.packb(ASSIGN[:-1]),
         msgpack.packb([*ASSIGN, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, -1, 0, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, 2**64 - 1, 0, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, False, 0, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, "0", 0, 0]),
-        msgpack.packb([6, 1, 2, 3, 4, 0.0, 0, 0]),
+        msgpack.packb([6, 1, 2, 3, 4, -1, 0, False]),
+        msgpack.packb([6, 1, 2, 3, 4, 2**64 - 1, 0, False]),
+        msgpack.packb([6, 1, 2, 3, 4, False, 0, False]),
+        msgpack.packb([6, 1, 2, 3, 4, "0", 0, False]),
+        msgpack.packb([6, 1, 2, 3, 4, 0.0, 0, False]),
         msgpack.packb([3, b"bytes"]),
         msgpack.packb([3, ["list"]]),
         msgpack.packb([3, {"a": 1}]),
