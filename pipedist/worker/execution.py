@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from operator import lt
 from time import monotonic
@@ -223,8 +223,12 @@ class PassExecutor:
         numbers: range,
         begin: Callable[[int], None],
         wait: Callable[[Awaitable[Any]], Any],
-    ) -> Iterator[Result]:
-        """Execute calls one after the other, as `run` does; `call` is the running one, whose fields change."""
+        finished: Callable[[Outcome, int], bool],
+    ) -> None:
+        """Execute calls one after the other, as `run` does, until `finished` returns true for the result of one.
+
+        `call` is the running call, whose fields change.
+        """
         stage, sole, replicas, seed = self._stages[0], self._sole, self.program.replicas, self.program.seed
         assert sole is not None  # see `is_plain`
         name, device, fn, slot, objects_max = stage.name, stage.device, stage.fn, sole.slot, sole.objects_max
@@ -254,7 +258,8 @@ class PassExecutor:
             except UnsendableError as error:
                 raise self._labelled(error, sole) from error
             call.permanent = False
-            yield {slot: value}, size
+            if finished({slot: value}, size):
+                return
 
     def _values(
         self, call: Call, shard: Shard, empty: bool, wait: Callable[[Awaitable[Any]], Any]

@@ -246,23 +246,22 @@ class LeaseRun:
 
     def _plain(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
         """Execute calls of a plain program, which most calls have: in one loop, which makes few Python calls."""
-        call = self.executor.call(self._next)
-        results = self.executor.run_plain(
-            call, self._shards, range(self._next, self._hi), self._begin, self._wait
-        )
-        clock, outcomes = time.perf_counter_ns, self._outcomes
+        call, clock, outcomes = self.executor.call(self._next), time.perf_counter_ns, self._outcomes
+
+        def finished(outcome: Outcome, size: int) -> bool:
+            self._bytes += size
+            self._worked_until_ns = now_ns = clock()
+            outcomes.append(outcome)
+            return now_ns >= until_ns or self._bytes >= slice_bytes
+
+        failure: CallFailure | None = None
         try:
-            for outcome, size in results:
-                self._bytes += size
-                self._worked_until_ns = now_ns = clock()
-                outcomes.append(outcome)
-                if now_ns >= until_ns or self._bytes >= slice_bytes:
-                    break
+            numbers = range(self._next, self._hi)
+            self.executor.run_plain(call, self._shards, numbers, self._begin, self._wait, finished)
         except BaseException as error:  # any exception of user code is a failure of its call
-            self._next = call.number + 1
-            return self._failure(call, error)
+            failure = self._failure(call, error)
         self._next = call.number + 1
-        return None
+        return failure
 
     def _wait(self, awaitable: Awaitable[Any]) -> Any:
         return self._loop.run(await_result(awaitable))
