@@ -149,6 +149,10 @@ bench-training: $(INSTALLED)  ## Measure a training with 1,000,000 parameters, b
 bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, to check results only.
 	$(BIN)/python -m pytest -q benchmarks/tests
 
+.PHONY: bench-prediction
+bench-prediction: $(INSTALLED)  ## Compare predicted and real times of five specs (3 minutes).
+	$(BIN)/python -m benchmarks.prediction $(ARGS)
+
 .PHONY: bench-jax
 bench-jax: $(INSTALLED)  ## Measure what steps_per_run saves on JAX devices (after make test-jax).
 	$(BIN)/python -m benchmarks.jax_steps $(ARGS)

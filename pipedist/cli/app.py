@@ -84,6 +84,11 @@ _workers = _count(
     "--workers",
     "Number of worker processes; never changes a result. Default: from the spec, or the usable cores.",
 )
+_trace = click.option(
+    "--trace",
+    metavar="FILE",
+    help="Write a trace of the calls and the driver's work, which Perfetto (ui.perfetto.dev) opens.",
+)
 _cluster = click.option(
     "--cluster",
     metavar="NAME[:ADDRESS]",
@@ -168,6 +173,16 @@ def app() -> None:
 @click.option(
     "--live", is_flag=True, help="Serve a page of the run while it executes, and print its address."
 )
+@click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print the run's events on stderr too: workers, phases, the outcome.",
+)
+@click.option(
+    "-q", "--quiet", is_flag=True, help="Print only warnings and errors on stderr, and no progress."
+)
+@_trace
 @_live_options
 def run(resume: bool, reuse: bool, **options: Any) -> None:
     """Execute the spec in the YAML file SPEC, and print its results.
@@ -202,13 +217,35 @@ def validate(specs: tuple[str, ...]) -> None:
 @_workers
 @_cluster
 @_sets
-def plan(spec: str, form: str, workers: int | None, cluster: str | None, sets: tuple[str, ...]) -> None:
+@click.option(
+    "--predict", is_flag=True, help="Print the expected time on 1, 2, 4, ... workers, and what limits it."
+)
+@_count(
+    "--sample",
+    "With --predict: execute this number of calls of each pass on one worker, and write nothing.",
+    default=20,
+    show_default=True,
+)
+@click.option(
+    "--from",
+    "measured",
+    metavar="RUN",
+    help="With --predict: use the measurements of an earlier run, in this output folder, instead of a sample.",
+)
+def plan(
+    spec: str, form: str, workers: int | None, cluster: str | None, sets: tuple[str, ...], **prediction: Any
+) -> None:
     """Check a spec, and print what would run.
 
-    It opens the sources and imports the functions of the spec, but executes no call.
+    It opens the sources and imports the functions of the spec, but executes no call, except with --predict.
     """
-    from pipedist.cli.commands import print_plan
+    from pipedist.cli.commands import predict_run, print_plan
 
+    predicts, sample, measured = (prediction[name] for name in ("predict", "sample", "measured"))
+    if predicts:
+        _end(lambda: predict_run(spec, form, sets, sample, measured))
+    if measured is not None:
+        raise click.UsageError("--from needs --predict")
     _end(lambda: print_plan(spec, form, workers, sets, cluster))
 
 
@@ -306,17 +343,36 @@ def why(run: str, as_json: bool) -> None:
 @click.option(
     "--output", "-o", metavar="FILE", default="report.html", show_default=True, help="The page to write."
 )
-def report(run: str, output: str) -> None:
+@_trace
+def report(run: str, output: str, trace: str | None) -> None:
     """Write a report of a run: one HTML page that needs no network.
 
     It shows the plan, a timeline of the workers, timings by stage, quarantined elements, outputs and logs. RUN is the
-    output folder of a run that has finished, failed or was interrupted, or of one that is executing.
+    output folder of a run that has finished, failed or was interrupted, or of one that is executing. With --trace,
+    the trace is written instead of the page.
 
-    Exit codes: 0 the page is written; 2 there is no run.
+    Exit codes: 0 the file is written; 2 there is no run.
     """
     from pipedist.cli.commands import write_report
 
-    _end(lambda: write_report(run, output))
+    _end(lambda: write_report(run, output, trace))
+
+
+@app.command()
+@click.argument("run_a", metavar="RUN_A")
+@click.argument("run_b", metavar="RUN_B")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+def diff(run_a: str, run_b: str, as_json: bool) -> None:
+    """Compare two runs: what they were made from, and their results.
+
+    RUN_A and RUN_B are their output folders. For each output that differs, the first row that does is printed, with
+    its step and element where these are known, and the largest differences.
+
+    Exit codes: 0 results, outputs and ledgers are the same; 1 they differ; 2 there is no such run.
+    """
+    from pipedist.cli.commands import diff_runs
+
+    _end(lambda: diff_runs(run_a, run_b, as_json=as_json))
 
 
 @app.command()

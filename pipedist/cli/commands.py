@@ -1,4 +1,4 @@
-"""The short commands: validate, plan, schema, audit, why, keys and launch."""
+"""The short commands: validate, plan, schema, audit, diff, why, keys and launch."""
 
 from __future__ import annotations
 
@@ -62,6 +62,40 @@ def print_plan(
     return terminal.OK
 
 
+def predict_run(path: str, form: str, sets: Sequence[str], sample: int, measured: str | None) -> int:
+    """Print the expected times of a run, from an earlier run or a sample; `form` is text or json."""
+    import json
+
+    import anyio
+
+    from pipedist.outputs import encoding
+    from pipedist.plan import compile_plan
+    from pipedist.runs import prediction
+    from pipedist.spec import load
+
+    if form == "mermaid":
+        raise UsageError("--predict prints text or json: use another --format")
+    spec = load(path, sets=sets)
+    with stdout_to_stderr():  # the user's modules may print
+        plan = compile_plan(spec, workers=1)
+        try:
+            if measured is not None:
+                costs = prediction.costs_of_run(plan, Path(measured))
+            else:
+                costs = anyio.run(prediction.sampled_costs, plan, sample)
+        finally:
+            plan.close()
+    rows = prediction.as_rows(costs)
+    document = {"format": 1, "memory_bytes": costs.memory_bytes, "sampled": costs.sampled, "workers": rows}
+    if form == "json":
+        import msgspec
+
+        write_out(json.dumps(encoding.to_json(msgspec.to_builtins(document))) + "\n")
+    else:
+        write_out(prediction.as_text(costs, rows) + "\n")
+    return terminal.OK
+
+
 def print_schema() -> int:
     import json
 
@@ -87,20 +121,32 @@ def audit_run(run: str) -> int:
     return terminal.FAILED if found.problems else terminal.OK
 
 
-def write_report(run: str, output: str) -> int:
-    """Write the report of the run in an output folder."""
+def write_report(run: str, output: str, trace: str | None = None) -> int:
+    """Write the report of the run in an output folder, or its trace into the file `trace`."""
     from pipedist.core.files import replace_file
-    from pipedist.report import collect, page
+    from pipedist.report import collect, page, trace_of
 
-    text = page(collect(Path(run)))
+    path, option = (output, "--output") if trace is None else (trace, "--trace")
+    content = page(collect(Path(run))).encode() if trace is None else trace_of(Path(run))
     try:
-        replace_file(Path(output), text.encode())
+        replace_file(Path(path), content)
     except OSError as error:
         raise UsageError(
-            f"can't write {output}: {error.strerror or error}. Give another --output FILE"
+            f"can't write {path}: {error.strerror or error}. Give another {option} FILE"
         ) from None
-    write_out(f"{output}\n")
+    write_out(f"{path}\n")
     return terminal.OK
+
+
+def diff_runs(a: str, b: str, *, as_json: bool) -> int:
+    """Print the differences of two runs; return 1 if their results differ."""
+    import json
+
+    from pipedist.report.differences import as_text, compare
+
+    found = compare(Path(a), Path(b))
+    write_out((json.dumps(found, allow_nan=False) if as_json else as_text(found)) + "\n")
+    return terminal.OK if found["same"] else terminal.FAILED
 
 
 def new_key_files(output: str) -> int:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from logging import WARNING
 from typing import TYPE_CHECKING, Any, Self
 
 from pipedist.cli.terminal import write_error
@@ -186,6 +187,17 @@ class PlainReporter(Reporter):
         """Do nothing: the lines stay."""
 
 
+class QuietReporter(PlainReporter):
+    """Warnings and errors: no progress, no lines of standard output, no records below WARNING."""
+
+    def update(self, totals: ProgressTotals) -> None:
+        """Show nothing."""
+
+    def log(self, worker: str, log: messages.LogLine) -> None:
+        if log.level >= WARNING or log.logger == "stderr":
+            super().log(worker, log)
+
+
 class LiveReporter(Reporter):
     """A bar that is redrawn in place, with lines above it."""
 
@@ -222,8 +234,10 @@ class LiveReporter(Reporter):
         self._bar.stop()
 
 
-def open_reporter(name: str) -> Reporter:
-    """Return a live bar if standard error is a terminal, else plain lines."""
+def open_reporter(name: str, *, quiet: bool = False) -> Reporter:
+    """Return a live bar if standard error is a terminal, else plain lines; if `quiet`, neither."""
+    if quiet:
+        return QuietReporter(name)
     if sys.stderr is not None and sys.stderr.isatty():
         return LiveReporter(name)
     return PlainReporter(name)

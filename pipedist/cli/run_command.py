@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipedist.cli import terminal
 from pipedist.cli.progress import ProgressTotals, Reporter, open_reporter
 from pipedist.cli.signals import Interruption, StallReporter
 from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
-from pipedist.errors import PipedistError, RunCancelled, UsageError
+from pipedist.errors import OutputError, PipedistError, RunCancelled, UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,11 +46,14 @@ class RunOptions:
     key_file: str | None = None
     force: bool = False
     force_code: bool = False
+    verbose: bool = False
+    quiet: bool = False
     live: bool = False
     live_address: str = ""
     live_token_file: str = ""
     live_cert: str = ""
     live_key: str = ""
+    trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +79,19 @@ def execute(options: RunOptions) -> int:
     if options.output == "":  # an unset shell variable; the current folder is `.`
         raise UsageError("--output is empty. Give a folder, such as --output out/NAME")
 
+    if options.verbose and options.quiet:
+        raise UsageError("--verbose and --quiet exclude each other. Give one of them")
     if options.live:
         from pipedist.report.live import LiveOptions
 
         addresses = (options.live_address, options.live_token_file, options.live_cert, options.live_key)
         LiveOptions(*addresses).checked()
+
+    if options.trace is not None:
+        from pathlib import Path
+
+        if not options.trace or Path(options.trace).is_dir() or not Path(options.trace).parent.is_dir():
+            raise UsageError(f"can't write --trace {options.trace!r}: give a file in a folder that exists")
 
     def show(text: str) -> None:
         write_error(text + "\n")
@@ -87,7 +99,8 @@ def execute(options: RunOptions) -> int:
     # stdout_to_stderr: the user's modules may print
     with Interruption(show) as interruption, StallReporter(show) as stalls, stdout_to_stderr():
         try:
-            outcome = asyncio.run(_run(options, interruption, stalls))
+            with EngineEvents(lambda text: interruption.show(text), enabled=options.verbose):
+                outcome = asyncio.run(_run(options, interruption, stalls))
         except asyncio.CancelledError:
             if interruption.exit_code is None:
                 raise
@@ -108,7 +121,7 @@ def execute(options: RunOptions) -> int:
     if outcome.result is not None:
         total_s = time.monotonic() - began  # with the end of the workers and the writing of large values
         _show(outcome, outcome.result, options, total_s)
-        if options.verify and outcome.result.restored is None:
+        if options.verify and outcome.result.restored is None and not options.quiet:
             calls = "every remaining call" if options.resume else "every call"
             write_error(
                 f"pipedist: {calls} was executed twice in one process, with equal results. This does not detect "
@@ -152,9 +165,9 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
         async with LivePage(options) as live, opened as run:
             if options.live:
                 await live.start(run)
-            if run.notice:
+            if run.notice and not options.quiet:
                 write_error(f"pipedist: {run.notice}\n")
-            reporter = open_reporter(run.name)
+            reporter = open_reporter(run.name, quiet=options.quiet)
             interruption.show = stalls.show = reporter.line
             outcome: RunOutcome | None = None
             try:
@@ -166,8 +179,35 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
                     tasks.cancel_scope.cancel()
             finally:
                 reporter.close()
+                unwritten = None if options.trace is None else await _write_trace(run, options.trace)
             assert outcome is not None, "the run ended without an outcome"
-            return outcome
+            return replace(outcome, error=outcome.error or unwritten)
+
+
+class EngineEvents(logging.Handler):
+    """Shows the events of the engine while its context is open, if enabled."""
+
+    def __init__(self, show: Callable[[str], None], *, enabled: bool) -> None:
+        super().__init__()
+        self._show = show
+        self._enabled = enabled
+        self._logger = logging.getLogger("pipedist")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(self.format(record))
+
+    def __enter__(self) -> None:
+        if self._enabled:
+            self._before = (self._logger.level, self._logger.propagate)
+            self._logger.addHandler(self)
+            self._logger.setLevel(logging.INFO)
+            self._logger.propagate = False  # a module of the user may configure `logging`
+
+    def __exit__(self, *_error: object) -> None:
+        if self._enabled:
+            self._logger.removeHandler(self)
+            level, self._logger.propagate = self._before
+            self._logger.setLevel(level)
 
 
 class LivePage:
@@ -211,10 +251,36 @@ class LivePage:
             await self._process.aclose()
 
 
+async def _write_trace(run: Run, path: str) -> OutputError | None:
+    """Write the trace of a run that has ended; return an error if it can't be written."""
+    from pathlib import Path
+
+    import anyio.to_thread
+
+    from pipedist.core.files import replace_file
+    from pipedist.report.trace import trace
+
+    measured = run.measured()
+    if measured is None:
+        write_error(
+            f"pipedist: nothing was executed, so {path} was not written. Use: pipedist report RUN --trace FILE\n"
+        )
+        return None
+    try:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(
+                lambda: replace_file(Path(path), trace([measured.compressed()])), abandon_on_cancel=False
+            )
+    except OSError as error:
+        return OutputError(
+            f"can't write the trace {path}: {error.strerror or error}. Give another --trace FILE"
+        )
+    return None
+
+
 def _keyed(options: RunOptions, key_file: str) -> Spec:
     """Return the spec with a key file for workers that connect over TCP."""
     import os
-    from dataclasses import replace
 
     from pipedist.spec import load, with_cluster
 
@@ -269,7 +335,7 @@ async def _watch(run: Run, reporter: Reporter, stalls: StallReporter) -> None:
 
 def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: float) -> None:
     total = {"total": round(total_s, 6)} if result.restored is None else {}
-    if result.notice and result.notice != outcome.notice:
+    if result.notice and result.notice != outcome.notice and not options.quiet:
         write_error(f"pipedist: {result.notice}\n")
     if options.as_json:
         document = outcome.document or {}

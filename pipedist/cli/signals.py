@@ -183,7 +183,9 @@ class StallReporter:
         if self._run is None:
             self.show("pipedist: the run has not started")
         else:
-            self.show("\n".join(["pipedist: this run waits for:", *lines(dict(self._run.why()))]))
+            text = "\n".join(["this run waits for:", *lines(dict(self._run.why()))])
+            self._run.log_event(text)
+            self.show(f"pipedist: {text}")
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         if self._run is None or self._loop is None or self._loop.is_closed():

@@ -28,7 +28,7 @@ from pipedist.coordinator.gang_relay import GangRelay, SegmentPool
 from pipedist.coordinator.inbound import Inbound, LogSink, LogSinks, Rejections
 from pipedist.coordinator.launcher import Launcher, WorkerExit
 from pipedist.coordinator.measurements import PassRecord
-from pipedist.coordinator.notices import Notices
+from pipedist.coordinator.notices import Notices, NoticeSink
 from pipedist.coordinator.outbound import CommandExecutor, StateVersions
 from pipedist.coordinator.pass_handle import Arrival, OnQuarantine, PassHandle
 from pipedist.coordinator.passes import OpenPasses
@@ -260,17 +260,18 @@ class Coordinator:
         """Seconds since a result arrived, or a step was offered or consumed."""
         return self._scheduler.silent_s(time.monotonic())
 
-    def add_log_sink(self, sink: LogSink) -> Callable[[], None]:
-        """Have `sink` called with every line that replica functions print.
+    def add_log_sink(self, sink: LogSink, *, is_extra: bool = False) -> Callable[[], None]:
+        """Have `sink` called with every line that replica functions print or log.
 
-        While there is no sink, lines go to `sys.stderr`, each with the call that printed it. A sink that raises is
-        removed, and its exception is passed to the event loop's exception handler. Returns a function that removes the
-        sink; it may be called twice.
+        While there is no sink, a `logging` record goes to the logger of the same name of this process if that has a
+        handler, and any other line to `sys.stderr`, each with its call; also while all sinks are `is_extra`. A sink
+        that raises is removed, and its exception is passed to the event loop's exception handler. Returns a function
+        that removes the sink; it may be called twice.
         """
-        return self._log_sinks.add(sink)
+        return self._log_sinks.add(sink, is_extra=is_extra)
 
-    def add_notice_sink(self, sink: Callable[[str], None]) -> Callable[[], None]:
-        """Have `sink` called with each line about a death or a repeated call; return what removes it."""
+    def add_notice_sink(self, sink: NoticeSink) -> Callable[[], None]:
+        """Have `sink` called with each line about a worker or a repeated call; return what removes it."""
         self._notices.sinks.append(sink)
         return lambda: self._notices.sinks.remove(sink)
 

@@ -8,6 +8,7 @@ expected, because messages cross on their way: it is counted, and dropped.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -29,7 +30,7 @@ from pipedist.scheduler import events as ev
 
 _REASONS_MAX = 8  # distinct reasons that are logged; after that, the total is logged each time it doubles
 _DIGITS_MAX = 9  # maximum digits of the number of a gang's member
-LogSink = Callable[[str, msg.LogLine], None]  # gets each line that a replica function prints: (worker, line)
+LogSink = Callable[[str, msg.LogLine], None]  # gets each line or record of a replica function: (worker, line)
 
 
 class Post(Protocol):
@@ -180,8 +181,6 @@ class Rejections:
         is_new = repeated not in self._logged and len(self._logged) < _REASONS_MAX
         has_doubled = self.count > _REASONS_MAX and self.count.bit_count() == 1
         if self._verbose and (is_new or has_doubled):
-            import logging  # few runs need it
-
             if is_new:
                 self._logged.add(repeated)
             logging.getLogger(LOGGER).warning(
@@ -190,36 +189,62 @@ class Rejections:
 
 
 class LogSinks:
-    """Routes the output of replica functions to sinks, else to `sys.stderr`."""
+    """Routes the output of replica functions to sinks, else to `logging` or `sys.stderr`."""
 
     def __init__(self) -> None:
         self._sinks: dict[int, LogSink] = {}  # by number: one function may be added twice
+        self._extra: set[int] = set()  # numbers of sinks besides which lines are still shown
         self._added = 0
 
     def __len__(self) -> int:
         return len(self._sinks)
 
-    def add(self, sink: LogSink) -> Callable[[], None]:
+    def add(self, sink: LogSink, *, is_extra: bool = False) -> Callable[[], None]:
         """Add a sink; return a function that removes it, and may be called twice."""
         self._added += 1
         number = self._added
         self._sinks[number] = sink
+        if is_extra:
+            self._extra.add(number)
 
         def remove() -> None:
             self._sinks.pop(number, None)
+            self._extra.discard(number)
 
         return remove
 
     def emit(self, worker: str, line: msg.LogLine) -> None:
         """Pass a line to every sink; remove a sink that raises."""
-        if not self._sinks and sys.stderr is not None:
-            with suppress(OSError, ValueError):  # stderr is closed
-                sys.stderr.write(f"[{line.stage} {line.step} {line.replica} {worker}] {line.text}\n")
+        if len(self._sinks) == len(self._extra):
+            _show(worker, line)
         for number, sink in tuple(self._sinks.items()):
             try:
                 sink(worker, line)
             except Exception as error:  # the other sinks still get their line, and the run its results
                 self._sinks.pop(number, None)  # it may have removed itself
+                self._extra.discard(number)
                 asyncio.get_running_loop().call_exception_handler(
                     {"message": f"the log sink {sink!r} raised, and was removed", "exception": error}
                 )
+
+
+def _show(worker: str, line: msg.LogLine) -> None:
+    """Pass a record to this process's `logging` if it has handlers, and write any other line to stderr."""
+    head = f"[{line.stage} {line.step} {line.replica} {worker}]"
+    if line.level and (logger := _nearest_logger(line.logger)).hasHandlers():
+        # not `isEnabledFor`, which keeps each level, and a peer could send any number of them
+        if line.level >= max(logger.getEffectiveLevel(), logger.manager.disable + 1):
+            logger.handle(logger.makeRecord(line.logger, line.level, "", 0, "%s %s", (head, line.text), None))
+    elif sys.stderr is not None:
+        with suppress(OSError, ValueError):  # stderr is closed
+            sys.stderr.write("".join(f"{head} {each}\n" for each in line.text.splitlines() or [""]))
+
+
+def _nearest_logger(name: str) -> logging.Logger:
+    """Return the logger of this name, or its nearest ancestor; loggers are never freed, so none is created."""
+    while name:
+        found = logging.root.manager.loggerDict.get(name)
+        if isinstance(found, logging.Logger):
+            return found
+        name = name.rpartition(".")[0]
+    return logging.root

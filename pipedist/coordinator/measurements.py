@@ -19,7 +19,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 from msgspec import Struct
@@ -31,6 +31,7 @@ from pipedist.protocol.messages import Failed, Results
 SPANS_MAX = 2**17  # 12 MiB
 MARKS_MAX = 4096  # maximum number of marks; the first half and the latest ones are kept
 WORKERS_MAX = 1024  # workers with totals of their own; later ones count as "others"
+DRIVER_SPANS_MAX = 2**13  # maximum number of spans of work in the driver; the longest are kept
 MEMORY_STEPS_MAX = 4096  # maximum number of recorded growths of memory
 MEMORY_GROWTH = 1.02  # a smaller growth is not recorded
 OTHERS = "others"
@@ -71,6 +72,27 @@ SPAN = np.dtype(
         ("bytes_out", "i8"),
     ]
 )
+
+
+class DriverWork(IntEnum):
+    """Work in the driver that is recorded."""
+
+    READ = 0  # of the data of a lease
+    FOLD = 1  # of steps
+    COMMIT = 2  # of the journal
+
+
+class DriverSpan(Struct, frozen=True):
+    """Work in the driver, in nanoseconds since the recorder was made."""
+
+    work: DriverWork
+    began: int
+    ended: int
+    text: str  # for people
+
+    @property
+    def duration(self) -> int:
+        return self.ended - self.began
 
 
 class Mark(Struct, frozen=True):
@@ -224,6 +246,8 @@ class PassRecord:
         totals.busy_ns += busy
         totals.bytes_out += bytes_out
         self.durations.add(duration, calls)
+        if self.recorder.on_returned is not None:
+            self.recorder.on_returned(self.name, duration * 1e-9)
         if duration > self.slowest[0]:
             self.slowest = (duration, results.lo, opened.worker)
         self._add(opened, results.lo, results.hi, started, now, busy, bytes_out, SpanEnd.DONE)
@@ -301,6 +325,9 @@ class Recorder:
         self.open: dict[tuple[str, int], OpenLease] = {}  # by worker and lease
         self.marks: list[Mark] = []
         self.marks_skipped = 0
+        self.driver: list[DriverSpan] = []  # in order of their ends
+        self.on_returned: Callable[[str, float], None] | None = None
+        """Called with the name of a pass and the duration of a call, in seconds, for each message of results."""
         self.memory: list[tuple[int, int, int]] = []  # time, worker, bytes
         self._numbers: dict[str, int] = {}
         self._spans = np.zeros(_SPANS_FIRST, SPAN)
@@ -339,6 +366,13 @@ class Recorder:
             del self.marks[MARKS_MAX // 2]
             self.marks_skipped += 1
         self.marks.append(Mark(self.now(), text[:_TEXT_MAX]))
+
+    def driver_span(self, work: DriverWork, began: int, text: str) -> None:
+        """Record work in the driver from `began` until now."""
+        self.driver.append(DriverSpan(work, began, self.now(), text[:_TEXT_MAX]))
+        if len(self.driver) > DRIVER_SPANS_MAX:
+            longest = sorted(self.driver, key=attrgetter("duration"))[DRIVER_SPANS_MAX // 2 :]
+            self.driver = sorted(longest, key=attrgetter("ended"))
 
     def left(self, worker: str) -> None:
         """Record that a worker is gone; its leases are lost."""

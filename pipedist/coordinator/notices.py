@@ -1,7 +1,11 @@
-"""Lines about deaths of workers and repeated calls as they happen, at a limited rate."""
+"""Lines about workers and repeated calls as they happen.
+
+Warnings, such as a death, are logged at a limited rate; a sink gets every line.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -21,20 +25,21 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cut)
 
 
+NoticeSink = Callable[[int, str], None]  # gets the level (of `logging`) and text of each line
+
+
 class Notices:
-    """Logs lines as warnings."""
+    """Logs lines."""
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._limit = TokenBucket(LINES_MAX, 1 / LINE_S, clock_s)
-        self.sinks: list[Callable[[str], None]] = []  # get every line
+        self.sinks: list[NoticeSink] = []  # get every line
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, level: int = logging.WARNING) -> None:
         for sink in self.sinks:
-            sink(text)
-        if not self._limit.allows():
+            sink(level, text)
+        if level >= logging.WARNING and not self._limit.allows():
             return
-        import logging  # few runs need it
-
-        skipped = self._limit.take_denied()
+        skipped = self._limit.take_denied() if level >= logging.WARNING else 0
         more = f" ({skipped:,} such lines before it were skipped)" if skipped else ""
-        logging.getLogger(LOGGER).warning("pipedist: %s%s", printable(text), more)
+        logging.getLogger(LOGGER).log(level, "pipedist: %s%s", printable(text), more)

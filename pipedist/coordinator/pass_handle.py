@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from pipedist.coordinator.failures import DeathOutcome, FailurePolicy, call_error
-from pipedist.coordinator.measurements import PassRecord
+from pipedist.coordinator.measurements import DriverWork, PassRecord
 from pipedist.coordinator.results import Chunk, ElementStore, QuarantinedCall, ResultStore, Slots, key_of
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.types import Tree
@@ -323,10 +323,13 @@ class PassHandle:
                 if not job.is_needed():
                     continue
                 shards: list[Shards] | Exception
+                began = 0 if self.record is None else self.record.recorder.now()
                 try:
                     shards = await anyio.to_thread.run_sync(job.read, abandon_on_cancel=True)
                 except Exception as error:  # reading the user's data may raise anything
                     shards = error
+                if self.record is not None:
+                    self.record.recorder.driver_span(DriverWork.READ, began, self.name)
                 job.on_read(shards)
             self._requested = anyio.Event()
             if not self._complete and self._error is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections import OrderedDict
@@ -352,6 +353,8 @@ class WorkerPool(WorkerRegistry):
             running = Running(goodbye.lease, goodbye.call, goodbye.stage) if is_known else None
             self._post_death(worker, incarnation, goodbye.reason, running, goodbye.timed_out, peer)
         else:
+            if peer is not None:
+                self._notices.add(f"worker {worker} left: {goodbye.reason}", logging.INFO)
             self._post(ev.WorkerLost(worker, incarnation, goodbye.reason, graceful=True))
         self._wake()
 
@@ -398,6 +401,7 @@ class WorkerPool(WorkerRegistry):
         self.add(Peer(identity, hello.worker, hello.incarnation, local, codes=codes))
         self._router.keep(identity)
         self._router.send(identity, self._welcome(local=local, notice=notice))
+        self._notices.add(f"worker {hello.worker} joined, on {hello.host}", logging.INFO)
         gpus = max(0.0, hello.gpus)
         self._post(ev.WorkerJoined(hello.worker, hello.incarnation, supervised=not managed, gpus=gpus))
         self._wake()

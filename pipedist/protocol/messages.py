@@ -292,12 +292,14 @@ class Stalled(Message, frozen=True, tag=19):
 
 
 class LogLine(Message, frozen=True, tag=11):
-    """A line that a replica function printed or logged."""
+    """A line that a replica function printed, or a `logging` record."""
 
     stage: Text
     step: Count
     replica: Count
-    text: Text
+    text: Text  # a record may have several lines, such as a traceback
+    level: Count = 0  # of the record; 0: printed
+    logger: Text = "stdout"  # of the record; if printed, the stream
 
 
 class Retried(Message, frozen=True, tag=27):

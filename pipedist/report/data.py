@@ -51,9 +51,9 @@ def collect(path: Path, *, live: bool = False) -> Data:
     if record is None:
         raise UsageError(f"there is no run in {path}. RUN is the output folder of a run, such as out/NAME")
     private = path / PRIVATE
-    about = _json(private / ABOUT)
+    about = read_json(private / ABOUT)
     status = _status(private / LIVE)
-    document = _json(private / "results.json") if record.complete else {}
+    document = read_json(private / "results.json") if record.complete else {}
     processes = read_timings(private / "timings")
     state = _state(record, status)
     files = [] if live else _outputs(path, record)
@@ -64,7 +64,7 @@ def collect(path: Path, *, live: bool = False) -> Data:
         "run": record.run,
         "name": processes[-1].name if processes else path.name,
         "state": state,
-        "failure": _json(private / FAILURE_FILE).get("text"),
+        "failure": read_json(private / FAILURE_FILE).get("text"),
         "about": about,
         "status": status,
         "ledger": document.get("ledger"),
@@ -83,7 +83,7 @@ def _state(record: RunRecord, status: Data | None) -> str:
     return record.state if record.state in ("finished", "failed") else "interrupted"
 
 
-def _json(path: Path) -> Data:
+def read_json(path: Path) -> Data:
     try:
         found: Data = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -209,6 +209,8 @@ def _log(private: Path) -> Data:
             size = file.tell()
             file.seek(max(0, size - LOG_LINES_MAX * 400))
             lines = file.read().decode("utf-8", "replace").splitlines()
+            if size > LOG_LINES_MAX * 400:
+                del lines[:1]  # its beginning is missing
     except FileNotFoundError:
         return {"lines": [], "is_cut": False}
     kept: Sequence[str] = lines[-LOG_LINES_MAX:]

@@ -1,6 +1,7 @@
 """Metrics of a run in the text format of Prometheus.
 
-Names follow the conventions of Prometheus: base units, and `_total` for counters.
+Names follow the conventions of Prometheus: base units, and `_total` for counters. They are those that an exporter of
+OpenTelemetry makes of the names in `pipedist.runs.telemetry`.
 """
 
 from __future__ import annotations
@@ -8,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from pipedist.runs.telemetry import DRIVER_BUSY, STAGE_COUNTERS, WORKER_BUSY, WORKER_MEMORY
+
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_STAGE = (
-    ("calls", "pipedist_calls", "Calls that returned."),
-    ("failed", "pipedist_failed_calls", "Attempts of calls that raised or exceeded their time limit."),
-    ("repeated", "pipedist_repeated_calls", "Attempts of calls after the first."),
-    ("elements", "pipedist_elements", "Elements of completed steps."),
-    ("busy_s", "pipedist_busy_seconds", "Time that workers spent on calls."),
-    ("reading_s", "pipedist_reading_seconds", "Time that workers spent reading shards."),
-    ("bytes_in", "pipedist_sent_bytes", "Bytes sent to workers."),
-    ("bytes_out", "pipedist_received_bytes", "Bytes of results."),
-)
+_UNITS = {"s": "_seconds", "By": "_bytes"}
+
+
+def _name_of(name: str, unit: str) -> str:
+    """Return the name for Prometheus of one of OpenTelemetry, as its exporters write it."""
+    return name.replace(".", "_") + _UNITS.get(unit, "")
 
 
 def exposition(data: dict[str, Any]) -> str:
@@ -54,22 +53,20 @@ def _metrics(data: dict[str, Any]) -> Iterator[Metric]:
     seconds = GaugeMetricFamily("pipedist_run_seconds", "Time since this process began the run.")
     seconds.add_metric([], process.get("seconds", 0.0))
     yield seconds
-    for field, name, text in _STAGE:
-        counter = CounterMetricFamily(name, text, labels=["stage"])
-        for stage in process.get("stages", ()):
-            counter.add_metric([stage["name"]], stage[field])
+    names = sorted({stage["name"] for stage in process.get("stages", ())})  # of several passes, perhaps
+    for field, name, unit, text in STAGE_COUNTERS:
+        counter = CounterMetricFamily(_name_of(name, unit), text, labels=["stage"])
+        for stage in names:
+            same = (each[field] for each in process["stages"] if each["name"] == stage)
+            counter.add_metric([stage], sum(same))
         yield counter
-    memory = GaugeMetricFamily(
-        "pipedist_worker_memory_max_bytes", "Largest memory of a worker.", labels=["worker"]
-    )
-    busy = CounterMetricFamily(
-        "pipedist_worker_busy_seconds", "Time that a worker spent on calls.", labels=["worker"]
-    )
+    memory = GaugeMetricFamily(_name_of(*WORKER_MEMORY[:2]), WORKER_MEMORY[2], labels=["worker"])
+    busy = CounterMetricFamily(_name_of(*WORKER_BUSY[:2]), WORKER_BUSY[2], labels=["worker"])
     for worker in process.get("workers", ()):
         memory.add_metric([worker["name"]], worker["memory_bytes"])
         busy.add_metric([worker["name"]], worker["busy_s"])
     yield memory
     yield busy
-    driver = CounterMetricFamily("pipedist_driver_busy_seconds", "Processor time of the driver's event loop.")
+    driver = CounterMetricFamily(_name_of(*DRIVER_BUSY[:2]), DRIVER_BUSY[2])
     driver.add_metric([], process.get("driver_busy_s", 0.0))
     yield driver

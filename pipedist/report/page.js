@@ -489,10 +489,26 @@ function quarantine() {
     found.rows.map((row) => [row.element, el("code", {}, row.call), row.cause, el("code", {}, row.input === "null" ? row.note : row.input)])));
 }
 
+const LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"];
+const search = el("input", { type: "search", placeholder: "search", "aria-label": "search the log", oninput: () => showLog() });
+const least = el("select", { "aria-label": "least level", onchange: () => showLog() },
+  ...["every line", ...LEVELS].map((name, index) => el("option", { value: index - 1 }, index ? `${name} and above` : name)));
+const logLines = el("pre", { id: "log" });  // kept, as a live page is drawn again and again
+
+function showLog() {
+  const wanted = search.value.toLowerCase(), level = Number(least.value), shown = [];
+  for (const line of data.log.lines) {
+    const name = line.split(" ", 2)[1];
+    if (LEVELS.indexOf(name) < level || !line.toLowerCase().includes(wanted)) continue;
+    shown.push(el("span", { class: `level-${name}` }, `${line}\n`));
+  }
+  logLines.replaceChildren(...shown);
+}
+
 function log() {
   if (!data.log.lines.length) return null;
-  const title = data.log.is_cut ? "Log, the last lines" : "Log";
-  return section(title, el("pre", {}, data.log.lines.join("\n")));
+  showLog();
+  return section(data.log.is_cut ? "Log, the last lines" : "Log", el("div", { class: "tools" }, least, search), logLines);
 }
 
 function events(process) {
@@ -518,7 +534,9 @@ function draw() {
     ...data.processes.map((_, index) => el("button", { onclick: () => { view.process = index; view.from = 0; view.to = 1; draw(); }, ...(index === number ? { "aria-current": "true" } : {}) }, index === number ? `[${index + 1}]` : String(index + 1)))) : null;
   const parts = [overview(), waits(), plan(), choice, ...(process ? [stages(process), timeline(process), overTime(process), workers(process), events(process)] : []),
     curves(), quarantine(), outputs(), log(), about()];
+  const focused = document.activeElement;
   document.getElementById("main").replaceChildren(...parts.filter(Boolean));
+  if (focused === search || focused === least) focused.focus({ preventScroll: true });
 }
 
 draw();

@@ -58,8 +58,9 @@ def open(
             passes that depend on the changes again.
         restart: discard an unfinished run in the folder, and begin again.
         verify: execute every call twice, and fail the run if the two results differ.
-        on_log: called inside the event loop with a worker's name and a line (`stage`, `step`, `replica`,
-            `text`) that a replica function printed or logged.
+        on_log: called inside the event loop with a worker's name and a line that a replica function printed, or
+            a record that it logged: `stage`, `step`, `replica`, `text` (of a record: several lines, if it has a
+            traceback), `level` (of `logging`; 0 if printed), `logger` (if printed: "stdout" or "stderr").
         force: accept workers that run other versions or have another type of processor, and resume a run
             that was started with those.
         force_code: resume a run although modules of its functions, or files that they read, have changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from pipedist.runs.pass_folds import restore_pass, sink_of
 from pipedist.runs.pass_journal import PASS_STATE
 from pipedist.runs.quarantine import PassQuarantine, QuarantinedElement
 from pipedist.runs.result import Ledger, Progress, StageCount
+from pipedist.runs.run_log import RunLog
 from pipedist.runs.subscription import Subscription
 from pipedist.runs.timings import Measurements
 from pipedist.runs.training import Trainer
@@ -49,7 +51,8 @@ class Execution:
         coordinator: Coordinator,
         folder: RunFolder | None,
         subscription: Subscription | None,
-        journal: RunJournal | None = None,
+        journal: RunJournal | None,
+        log: RunLog,
     ) -> None:
         self.timings: dict[str, float] = {}  # seconds, by phase
         self.measurements = Measurements()
@@ -62,6 +65,9 @@ class Execution:
         self._values: dict[str, Tree] = {}
         self._spools: dict[str, Spool] = {}
         self._journal = journal
+        self._log = log
+        if journal is not None:
+            journal.recorder = self.measurements.recorder
         self._counts: dict[PassPlan, PassHandle | _Complete] = {}
         self._quarantines: dict[PassPlan, PassQuarantine] = {}
         self._executions: dict[PassPlan, PassExecution] = {}
@@ -78,8 +84,11 @@ class Execution:
                     raise RunDrained("the run was drained between two phases")
                 self._phase = number
                 start = time.monotonic()
+                title = f"phase {number + 1} of {len(self._plan.phases)}"
+                self._log.event(f"{title} begins: {', '.join(pass_.name for pass_ in phase)}")
                 await self._run_phase(phase, stack)
                 self.timings[f"phase {number + 1}"] = time.monotonic() - start
+                self._log.event(f"{title} has ended after {time.monotonic() - start:.1f} s")
             self._settle()
             if self._journal is not None:
                 await self._journal.end(self.ledger().to_json(), self._files_kept)
@@ -249,12 +258,19 @@ class Execution:
             durable=durable,
             recorder=self.measurements.recorder,
         )
+        execution.quarantine.on_quarantined = self._log_quarantined
         stack.callback(execution.leave)
         self._counts[pass_] = execution.handle
         self._quarantines[pass_] = execution.quarantine
         if self._draining:
             execution.handle.hold()
         return execution
+
+    def _log_quarantined(self, found: QuarantinedElement) -> None:
+        call = f"{found.stage}/{found.step}/{found.replica}"
+        self._log.event(
+            f"element {found.element} is quarantined, call {call}: {found.cause}", logging.WARNING
+        )
 
     def drain(self) -> None:
         """Stop issuing calls; `run` raises RunDrained after the running ones."""

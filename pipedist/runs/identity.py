@@ -219,23 +219,34 @@ def _stamp(path: str, read_bytes: int, before: Stamp | None, ended_ns: int) -> S
 
 
 def changed_files(
-    there: Mapping[str, Mapping[str, Stamp]], now: Mapping[str, Mapping[str, Stamp]], places: Iterable[str]
+    there: Mapping[str, Mapping[str, Stamp]],
+    now: Mapping[str, Mapping[str, Stamp]],
+    places: Iterable[str],
+    *,
+    called: tuple[str, str] | None = None,
 ) -> Iterator[str]:
-    """Yield a line for each file that has changed since an earlier run, by path in the spec."""
+    """Yield a line for each file that has changed since an earlier run, by path in the spec.
+
+    `called` are the names of two runs, none of which is earlier.
+    """
+    new, gone, changed = ("is new", "is missing now", "has changed")
+    if called is not None:
+        new, gone, changed = f"is only in {called[1]}", f"is only in {called[0]}", "differs"
     for place in places:
         before, after = there.get(place, {}), now.get(place, {})
         for path in dict.fromkeys((*before, *after)):
             a, b = before.get(path), after.get(path)
             if a is None or a == b or (b is not None and len(a) == len(b) == 4 and a[3] == b[3]):
                 if a is None:
-                    yield f"{place}: {path} is new"
+                    yield f"{place}: {path} {new}"
             elif b is None:
-                yield f"{place}: {path} is missing now"
+                yield f"{place}: {path} {gone}"
             elif len(a) == 4:
-                yield f"{place}: {path} has changed"
+                yield f"{place}: {path} {changed}"
             else:
-                what = next(iter(differences(a[:2], b[:2], ""))).partition(": ")[2]
-                yield f"{place}: {path} has changed: (bytes, or modification time in ns) {what}"
+                names = ("there", "now") if called is None else (f"in {called[0]}", f"in {called[1]}")
+                what = next(iter(differences(a[:2], b[:2], called=names))).partition(": ")[2]
+                yield f"{place}: {path} {changed}: (bytes, or modification time in ns) {what}"
 
 
 # -- modules ------------------------------------------------------------------------------------------
@@ -384,19 +395,21 @@ TEXT_MAX: Final = 60  # longest excerpt of a value in a line, in characters
 _MISSING: Final = object()
 
 
-def differences(there: Any, now: Any, path: str = "") -> Iterator[str]:
+def differences(
+    there: Any, now: Any, path: str = "", *, called: tuple[str, str] = ("there", "now")
+) -> Iterator[str]:
     """Yield a line for each difference: "stages.late.axis: 0 there, 1 now"."""
     if _text(there) == _text(now):
         return
     if isinstance(there, Mapping) and isinstance(now, Mapping):
         for name in dict.fromkeys((*there, *now)):
             below = f"{path}.{name}" if path else str(name)
-            yield from differences(there.get(name, _MISSING), now.get(name, _MISSING), below)
+            yield from differences(there.get(name, _MISSING), now.get(name, _MISSING), below, called=called)
     elif isinstance(there, list) and isinstance(now, list) and len(there) == len(now):
         for index, (a, b) in enumerate(zip(there, now, strict=True)):
-            yield from differences(a, b, f"{path}[{index}]")
+            yield from differences(a, b, f"{path}[{index}]", called=called)
     else:
-        yield f"{path or 'all of it'}: {_excerpt(there)} there, {_excerpt(now)} now"
+        yield f"{path or 'all of it'}: {_excerpt(there)} {called[0]}, {_excerpt(now)} {called[1]}"
 
 
 def _text(value: Any) -> str:

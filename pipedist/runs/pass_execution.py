@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle, Slots
+from pipedist.coordinator.measurements import DriverWork
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed, SequentialFeed
 from pipedist.errors import OutputError
@@ -289,7 +290,9 @@ class PassExecution:
                 self._between = False
                 self._ending = self._reducing()
                 epochs = self._plan.epochs(self._pass) if participant is None else participant.epochs
+                began = self._record.recorder.now()
                 await self._folds.finish(epochs)
+                self._folded(began)
                 if participant is not None:
                     await participant.on_finished(self._folds.take_fresh(participant.watched))
             self._ending = "writing results"
@@ -447,7 +450,9 @@ class PassExecution:
             first += fitting
 
     async def _take(self, first: int, epoch: int, steps: list[list[Slots]], step_bytes: int) -> None:
+        began = self._record.recorder.now()
         await self._folds.add(epoch, steps)
+        self._folded(began)
         if self.quarantine.has_unread_inputs:
             await self.quarantine.read_inputs(first + len(steps))
         if self._spools or self._stored or self._readers:
@@ -475,6 +480,10 @@ class PassExecution:
             await self._notify_training(self._participant, first + len(steps) - 1, epoch)
         if subscription is not None:
             await subscription.room()
+
+    def _folded(self, began: int) -> None:
+        if self._pass.folds:
+            self._record.recorder.driver_span(DriverWork.FOLD, began, ", ".join(self._pass.folds))
 
     def _keep(
         self,

@@ -18,6 +18,7 @@ import anyio
 import anyio.to_thread
 from msgspec import convert, to_builtins
 
+from pipedist.coordinator.measurements import DriverWork, Recorder
 from pipedist.coordinator.results import CALL_BYTES, Chunk, FailedElement, QuarantinedCall
 from pipedist.core.types import Tree
 from pipedist.errors import JournalError
@@ -56,6 +57,7 @@ class RunJournal:
         passes = () if history is None else history.passes.values()
         self.holds_steps = any(each.progress != DurableProgress(0) for each in passes)
         """Whether steps, or finished calls of an interrupted run, are committed, so that a resumed run skips them."""
+        self.recorder: Recorder | None = None  # of the process that executes the run
         self.committing_since: float | None = None  # start of the commit in progress
 
     def of(self, pass_: PassPlan, replicas: int) -> PassJournal:
@@ -75,10 +77,13 @@ class RunJournal:
         snapshots = [one.snapshot for one in taken]  # immutable: the thread gets nothing else of a pass
         write = partial(self._journal.commit, snapshots, phase=phase, unwritten=unwritten)
         self.committing_since = time.monotonic()
+        began = 0 if self.recorder is None else self.recorder.now()
         try:
             await anyio.to_thread.run_sync(write)
         finally:
             self.committing_since = None
+            if self.recorder is not None:
+                self.recorder.driver_span(DriverWork.COMMIT, began, ", ".join(each.key for each in snapshots))
         for one in taken:
             one.pass_.committed(one)
             one.pass_.on_committed(one.pass_.steps_committed)

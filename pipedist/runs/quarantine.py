@@ -6,7 +6,7 @@ elements of its steps only, so the quarantine always matches the results.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ class PassQuarantine:
         self._unread: dict[int, dict[int, int]] = {}
         """Elements whose input was not read yet, by call: their ids by place."""
         self._inputs_read = 0
+        self.on_quarantined: Callable[[QuarantinedElement], None] = lambda _element: None
 
     def __iter__(self) -> Iterator[QuarantinedElement]:
         """Yield the elements by step, replica and id."""
@@ -125,6 +126,7 @@ class PassQuarantine:
             cause = causes[place]
             stage, element = cause.stage or self._stage, int(ids[place])
             found.append(QuarantinedElement(element, stage, cause.text, step, replica, "", _NO_INPUT, alone))
+            self.on_quarantined(found[-1])
             self._unread.setdefault(call, {})[place] = element
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from pipedist.errors import CallError, JournalError, OutputError, RunCancelled, 
 from pipedist.plan import Plan, compile_plan
 from pipedist.plan.compiler import needs_gpus, supply_for
 from pipedist.protocol import messages as msg
+from pipedist.runs import telemetry
 from pipedist.runs.execution import Execution
 from pipedist.runs.identity import SpecSource
 from pipedist.runs.pass_folds import per_of
@@ -37,11 +39,14 @@ from pipedist.runs.programs import replay_of
 from pipedist.runs.quarantine import FILE as QUARANTINE
 from pipedist.runs.quarantine import write_file
 from pipedist.runs.result import Ledger, Progress, Result, files_of, restored
+from pipedist.runs.run_log import FILE as LOG_FILE
+from pipedist.runs.run_log import RunLog
 from pipedist.runs.subscription import Part, Step, Stream, Subscription
 from pipedist.runs.timings import (
     INTERVAL_S,
     SAVING_S_MAX,
     SHARE_MAX,
+    Measured,
     Measurements,
     next_number,
     write_timings,
@@ -121,6 +126,7 @@ class Run(AsyncOnly):
         self._folder: RunFolder | None = None
         self._journal: RunJournal | None = None
         self._journal_notice = ""
+        self._log = RunLog(None)
         self._can_replay = False
         """The spec can be loaded again, so `pipedist replay` can execute calls of this run."""
         self._finished_run: FinishedRun | None = None
@@ -245,6 +251,8 @@ class Run(AsyncOnly):
             source=source,
         )
         self._stack.callback(self._journal.close)
+        self._log = RunLog(opened.timings.parent / LOG_FILE, appends=self._journal.is_resumed)
+        self._stack.push_async_callback(self._log.aclose)
         self.id = opened.run_id  # a resumed run keeps its id
 
     async def _open_cluster(self, cluster: Cluster) -> None:
@@ -254,6 +262,9 @@ class Run(AsyncOnly):
         coordinator = cluster.coordinator  # raises if the given cluster is not open
         if self._on_log is not None:
             self._stack.callback(coordinator.add_log_sink(self._on_log_line))
+        if self._folder is not None:
+            self._stack.callback(coordinator.add_log_sink(self._log.line, is_extra=True))
+            self._stack.callback(coordinator.add_notice_sink(self._log.notice))
 
     def _on_log_line(self, worker: str, line: msg.LogLine) -> None:
         """Pass a line to the user's function, whose error ends the run."""
@@ -297,6 +308,12 @@ class Run(AsyncOnly):
     def resumable(self) -> bool:
         """Whether its folder has committed steps, which `resume` skips."""
         return self._journal is not None and self._journal.holds_steps
+
+    def measured(self) -> Measured | None:
+        """Return the measurements of this process so far, None before the run begins; call it on the event loop."""
+        if self._execution is None:
+            return None
+        return self._execution.measurements.measured(self.id, self.name, is_over=self._finished.is_set())
 
     def ledger(self) -> Ledger:
         """Return how many elements are committed, quarantined and lost so far."""
@@ -444,14 +461,24 @@ class Run(AsyncOnly):
         assert self._cluster is not None  # since the run was entered
         folder = self._folder
         coordinator = self._cluster.coordinator
-        self._execution = Execution(self.plan, coordinator, folder, self._subscription, self._journal)
+        self._execution = Execution(
+            self.plan, coordinator, folder, self._subscription, self._journal, self._log
+        )
         recorder = self._execution.measurements.recorder
-        stop_marks = coordinator.add_notice_sink(recorder.mark)
+
+        def mark(level: int, text: str) -> None:
+            if level >= logging.WARNING:
+                recorder.mark(text)
+
+        stop_marks = coordinator.add_notice_sink(mark)
+        self._log.event(f"run {self.id} of {self.name} begins in process {os.getpid()}; {self._ready()}")
+        if self.notice:
+            self._log.write(logging.INFO, self.notice)
         try:
             with self._main_scope:
                 if self._journal is not None and self._journal.is_resumed:
                     await self._cluster.gather()
-                async with self._saving(self._execution.measurements):
+                async with self._observed(self._execution), self._saving(self._execution.measurements):
                     await self._execution.run()
                     self._result = await self._make_result(self._execution, folder)
         except Exception as error:
@@ -469,6 +496,46 @@ class Run(AsyncOnly):
             self._end(None)
         finally:
             stop_marks()
+
+    @contextlib.asynccontextmanager
+    async def _observed(self, execution: Execution) -> AsyncIterator[None]:
+        """Make spans and metrics of the run, if OpenTelemetry is used."""
+        opened = await anyio.to_thread.run_sync(telemetry.open_providers) if telemetry.is_wanted() else None
+        if opened is None:
+            yield
+            return
+        from pipedist.runs.identity import digest
+
+        attributes = {
+            "pipedist.run.id": self.id,
+            "pipedist.spec.digest": digest(self._spec),
+            "pipedist.workers": self.plan.workers,
+        }
+        providers, is_own = opened
+        observer = telemetry.Telemetry(
+            providers, is_own=is_own, name=self.name, attributes=attributes, measured=execution.measurements
+        )
+        error: BaseException | None = None
+
+        async def update_regularly() -> None:
+            with scope:
+                while True:
+                    await anyio.sleep(telemetry.UPDATE_S)
+                    observer.update()
+
+        assert self._tasks is not None  # since the run was entered
+        scope = anyio.CancelScope()
+        self._tasks.start_soon(update_regularly, name=f"telemetry of {self.name}")
+        try:
+            yield
+        except BaseException as raised:
+            error = self._error or raised  # the cause of a cancellation
+            raise
+        finally:
+            scope.cancel()
+            observer.end(error, execution.ledger().to_json())
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(observer.close)
 
     @contextlib.asynccontextmanager
     async def _saving(self, measurements: Measurements) -> AsyncIterator[None]:
@@ -507,7 +574,29 @@ class Run(AsyncOnly):
             with anyio.move_on_after(SAVING_S_MAX, shield=True), contextlib.suppress(OSError):
                 await write(is_over=True)
 
+    def _ready(self) -> str:
+        count = 0 if self._cluster is None else self._cluster.coordinator.workers_ready
+        return f"{count} worker{'' if count == 1 else 's'} ready"
+
+    def _log_outcome(self, error: BaseException | None) -> None:
+        if isinstance(error, RunCancelled):
+            self._log.event(str(error), logging.WARNING)
+        elif error is not None:
+            self._log.event(f"the run failed: {type(error).__name__}: {error}", logging.ERROR)
+        else:
+            found = self.ledger()
+            self._log.event(
+                f"the run has finished after {time.monotonic() - self._began:.1f} s: {found.committed:,} of "
+                f"{found.elements:,} elements committed, {found.quarantined:,} quarantined, {found.lost:,} lost"
+            )
+
+    def log_event(self, text: str) -> None:
+        """Write a warning into the log of the run, such as what it waits for."""
+        self._log.write(logging.WARNING, text)
+
     def _end(self, error: BaseException | None) -> None:
+        if self._execution is not None and not self._finished.is_set():
+            self._log_outcome(error)
         self._error = self._error or error
         self._finished.set()
         if self._subscription is not None:

@@ -22,7 +22,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from pipedist.coordinator.measurements import SPAN, Mark, PassRecord, Recorder, SpanEnd, Totals
+from pipedist.coordinator.measurements import SPAN, DriverSpan, Mark, PassRecord, Recorder, SpanEnd, Totals
 from pipedist.core.files import replace_file
 from pipedist.errors import UsageError
 
@@ -174,11 +174,16 @@ class Measured(Struct, frozen=True):
     limit: str
     marks: Sequence[Mark]
     memory: Sequence[tuple[int, int, int]]  # nanoseconds, worker, bytes; worker -1: the driver
-    packed: bytes  # the spans
+    packed: bytes  # the spans, compressed once the measurements are in the file
+    driver: Sequence[DriverSpan] = ()
+
+    def compressed(self) -> Measured:
+        """Return the measurements as they are in the file."""
+        return msgspec.structs.replace(self, packed=zlib.compress(self.packed, 1))
 
     @property
     def spans(self) -> NDArray[np.void]:
-        """The spans, an array of dtype `SPAN`."""
+        """The spans of compressed measurements, an array of dtype `SPAN`."""
         return np.frombuffer(zlib.decompress(self.packed), SPAN)
 
 
@@ -227,7 +232,7 @@ class Measurements:
         return Timings(parts, stages, workers, limit)
 
     def measured(self, run: str, name: str, *, is_over: bool) -> Measured:
-        """Return everything, for the file; call it on the event loop, and `pack` the result elsewhere."""
+        """Return everything, for the file; call it on the event loop, and `compressed` of the result elsewhere."""
         recorder = self.recorder
         now = recorder.now() * 1e-9
         memory = driver_memory_bytes()
@@ -250,6 +255,7 @@ class Measurements:
             marks=list(recorder.marks),
             memory=list(recorder.memory),
             packed=recorder.spans.tobytes(),
+            driver=list(recorder.driver),
         )
 
 
@@ -357,9 +363,8 @@ def driver_memory_bytes() -> int:
 def write_timings(folder: Path, number: int, measured: Measured) -> float:
     """Replace the file of a process's measurements, and return the seconds that took."""
     began = time.monotonic()
-    packed = msgspec.structs.replace(measured, packed=zlib.compress(measured.packed, 1))
     folder.mkdir(exist_ok=True)
-    replace_file(folder / f"{number}.msgpack", msgspec.msgpack.encode(packed))
+    replace_file(folder / f"{number}.msgpack", msgspec.msgpack.encode(measured.compressed()))
     return time.monotonic() - began
 
 

@@ -1,20 +1,27 @@
 """Forwarding of printed and logged lines to the scheduler, as messages that name the call.
 
-In a worker, `sys.stdout` and `sys.stderr` are streams of this module, so `print`, the default handler of `logging`
-and `warnings` all end here. A line belongs to the call whose code wrote it, also if async calls overlap. Output
+In a worker, `sys.stdout` and `sys.stderr` are streams of this module, so `print`, the handlers of `logging` and
+`warnings` all end here. A line belongs to the call whose code wrote it, also if async calls overlap. Output
 below Python, to the descriptors, goes to the driver's stderr unchanged; so do the lines of a copy of the worker
 (`os.fork`, `multiprocessing`), which has no connection of its own.
+
+A `logging` record is one message, which keeps its level and the name of its logger. User code configures `logging`
+as in any process: the worker has no handler on any logger, and replaces only `logging.lastResort`, which gets the
+records of loggers without handlers. Text that a `logging.StreamHandler` of the user writes to `sys.stdout` or
+`sys.stderr` is recognized as a record, in the handler's format.
 
 Only one thread at a time uses the socket: the one that holds the driver's lock. A thread that prints does not
 wait for the lock: the line is sent at once if the socket is free, else by the thread that uses it.
 
 Limits: a line is cut at `line_chars_max`; above `lines_per_s_max` (after a burst of the same size) lines are
-dropped, and a line of its own reports their number. At most LOG_LINES_WAITING_MAX lines wait for the socket.
+dropped, and a line of its own reports their number. A record is cut at `record_chars_max`, and counts as one
+line. At most LOG_LINES_WAITING_MAX lines wait for the socket.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import math
 import os
 import sys
@@ -34,6 +41,8 @@ from pipedist.transport.dealer import ConnectionLost
 from pipedist.worker.context import current
 
 _Origin = tuple[str, int, int]
+_STDOUT = "stdout"
+_LEVEL_MAX = 1_000_000  # a higher level of a record is sent as this one
 _NO_CALL: _Origin = ("", 0, 0)  # origin of lines that no call wrote: lines of a thread that user code started
 
 importer: ContextVar[_Origin] = ContextVar("pipedist_importer", default=_NO_CALL)  # whose module is imported
@@ -43,6 +52,7 @@ class OutputLimits(Struct, frozen=True):
     """Limits of a worker's output."""
 
     line_chars_max: int = 4096  # the rest of a line is cut
+    record_chars_max: int = 16 * 1024  # the rest of a `logging` record is cut
     lines_per_s_max: int = 500  # a burst may have the same number at once
     origins_max: int = 256  # calls with an unfinished line at one time
 
@@ -59,15 +69,16 @@ class OutputCapture:
         self._send = send
         self._limits = limits or OutputLimits()
         self._lock = threading.RLock()  # reentrant: a destructor may print in the middle of a print
-        self._partial: dict[_Origin, str] = {}
+        self._partial: dict[tuple[_Origin, str], str] = {}  # by call and stream
         self._rate = TokenBucket(self._limits.lines_per_s_max, self._limits.lines_per_s_max, clock)
         self._dropped_of: _Origin = _NO_CALL
         self._is_copy = False
 
     def install(self) -> None:
-        """Replace sys.stdout and sys.stderr of this process and of its copies."""
+        """Replace sys.stdout, sys.stderr and logging.lastResort of this process and of its copies."""
         sys.stdout = CapturedStream(self, sys.__stderr__)
-        sys.stderr = CapturedStream(self, sys.__stderr__)
+        sys.stderr = CapturedStream(self, sys.__stderr__, "stderr")
+        logging.lastResort = RecordHandler(self)
         os.register_at_fork(after_in_child=self._become_copy)
 
     def _become_copy(self) -> None:
@@ -79,22 +90,25 @@ class OutputCapture:
         self._rate = TokenBucket(sys.maxsize, sys.maxsize)  # nothing is sent
         self._is_copy = True
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, stream: str = _STDOUT) -> None:
         """Handle text that the running call has written."""
-        context = current.get()
-        origin = importer.get()
-        if context is not None:
-            origin = (context.stage, context.step, context.replica_id_in_sync_group)
+        place = (_origin(), stream)
         with self._lock:
-            text = self._partial.pop(origin, "") + text
+            text = self._partial.pop(place, "") + text
             *lines, rest = text.split("\n")
             for line in lines:
-                self._line(origin, line)
+                self._line(*place, line)
             if rest:
                 if len(self._partial) >= self._limits.origins_max:
                     oldest = next(iter(self._partial))
-                    self._line(oldest, self._partial.pop(oldest))
-                self._partial[origin] = rest[: self._limits.line_chars_max + 1]  # the rest is cut anyway
+                    self._line(*oldest, self._partial.pop(oldest))
+                self._partial[place] = rest[: self._limits.line_chars_max + 1]  # the rest is cut anyway
+
+    def write_record(self, record: logging.LogRecord, text: str) -> None:
+        """Handle a `logging` record of the running call, formatted as `text`."""
+        level = min(max(int(record.levelno), 1), _LEVEL_MAX)
+        with self._lock:
+            self._send_limited(_origin(), text, self._limits.record_chars_max, level, str(record.name)[:200])
 
     def flush(self) -> None:
         """Write the unfinished lines of a copy: `finish` is not called in a copy."""
@@ -107,31 +121,59 @@ class OutputCapture:
             return
         with self._lock:
             partial, self._partial = self._partial, {}
-            for origin, text in partial.items():
-                self._line(origin, text)
+            for place, text in partial.items():
+                self._line(*place, text)
             self._report_dropped(self._dropped_of)
 
-    def _line(self, origin: _Origin, line: str) -> None:
+    def _line(self, origin: _Origin, stream: str, line: str) -> None:
+        self._send_limited(origin, line, self._limits.line_chars_max, 0, stream)
+
+    def _send_limited(self, origin: _Origin, text: str, chars_max: int, level: int, logger: str) -> None:
         if not self._rate.allows():
             self._dropped_of = origin
             return
         self._report_dropped(origin)
-        if len(line) > self._limits.line_chars_max:
-            line = line[: self._limits.line_chars_max] + " [line cut]"
+        if len(text) > chars_max:
+            text = text[:chars_max] + f" [{'record' if level else 'line'} cut]"
         # A lone surrogate has no UTF-8 form; a print must not fail for that.
-        line = line.encode("utf-8", "backslashreplace").decode("utf-8")
-        self._send(LogLine(*origin, line))
+        text, logger = (each.encode("utf-8", "backslashreplace").decode("utf-8") for each in (text, logger))
+        self._send(LogLine(*origin, text, level, logger))
 
     def _report_dropped(self, origin: _Origin) -> None:
         if dropped := self._rate.take_denied():
             most = self._limits.lines_per_s_max
-            self._send(LogLine(*origin, f"[{dropped} lines dropped: more than {most} lines a second]"))
+            text = f"[{dropped} lines dropped: more than {most} lines a second]"
+            self._send(LogLine(*origin, text, logging.WARNING, "pipedist.worker"))
+
+
+def _origin() -> _Origin:
+    context = current.get()
+    if context is None:
+        return importer.get()
+    return (context.stage, context.step, context.replica_id_in_sync_group)
+
+
+class RecordHandler(logging.Handler):
+    """Forwards `logging` records."""
+
+    def __init__(self, capture: OutputCapture) -> None:
+        super().__init__()
+        self._capture = capture
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._capture.write_record(record, self.format(record))
+        except Exception:  # as any handler of `logging`: its arguments don't fit its text
+            self.handleError(record)
 
 
 def _write_to_stderr(line: LogLine) -> None:
     """Write a line to stderr in one system call, as copies may write at once."""
     call = f"[{line.stage} {line.step} {line.replica}] " if line.stage else ""
     os.write(2, f"{call}{line.text}\n".encode())
+
+
+_STREAM_HANDLER = logging.StreamHandler.emit.__code__  # what writes a user's records to a stream
 
 
 class CapturedStream(io.TextIOBase):
@@ -142,16 +184,21 @@ class CapturedStream(io.TextIOBase):
 
     encoding = "utf-8"
 
-    def __init__(self, capture: OutputCapture, beneath: TextIO | None) -> None:
+    def __init__(self, capture: OutputCapture, beneath: TextIO | None, name: str = _STDOUT) -> None:
         super().__init__()
         self._capture = capture
+        self._name = name
         self._beneath = beneath
 
     def writable(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        self._capture.write(text)
+        writer = sys._getframe(1)
+        if writer.f_code is _STREAM_HANDLER:
+            self._capture.write_record(writer.f_locals["record"], text.removesuffix("\n"))
+        else:
+            self._capture.write(text, self._name)
         return len(text)
 
     def flush(self) -> None:

@@ -53,6 +53,7 @@ SPECS: tuple[dict[str, Any], ...] = (
 
 UNSEEN: tuple[msg.Message, ...] = (
     msg.Heartbeat("w0", 3),
+    msg.LogLine("y", 3, 0, "it failed\nTraceback", 40, "app.model"),
     msg.Retried(1, 5, "answers", 2, True, "element 7: TimeoutError: timed out after 1 s"),
     msg.Goodbye("w0", 3, "it crashed", crashed=True, lease=2, call=5),
     msg.Refuse("this incarnation is not a member"),

@@ -37,6 +37,19 @@ def test_replay_prints_the_output_in_its_page(tmp_path: Path) -> None:
         assert shown(done.stdout.replace(str(tmp_path), HOME)) == shown(TYPED.sub("(Pdb) ", expected))
 
 
+def test_diff_prints_the_output_in_its_page(tmp_path: Path) -> None:
+    text = (DOCS / "seeing.md").read_text().partition("## Compare two runs\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```(?:yaml|python|console)\n(.*?)```\n", text, re.DOTALL)
+    for block in blocks[:2]:
+        (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    first, second, diff = re.split(r"^\$ pipedist ", blocks[2], flags=re.MULTILINE)[1:]
+    for command in (first, second):
+        assert preloaded.run_module("pipedist", *shlex.split(command), cwd=tmp_path).returncode == 0
+    command, _, expected = diff.partition("\n")
+    done = preloaded.run_module("pipedist", *shlex.split(command), cwd=tmp_path)
+    assert (done.returncode, shown(done.stdout)) == (1, shown(expected))
+
+
 def shown(text: str) -> str:
     """Return what does not differ from run to run."""
     text = PROGRESS.sub("", text)

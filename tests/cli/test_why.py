@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -112,10 +112,15 @@ def test_patience_is_doubled_and_begins_anew_when_something_moves() -> None:
 
 
 class FakeRun:
+    logged: ClassVar[list[str]] = []
+
     silent_s = 5.0
 
     def why(self) -> dict[str, Any]:
         return {"run": "r", "name": "n", "state": "starting"}
+
+    def log_event(self, text: str) -> None:
+        self.logged.append(text)
 
 
 def test_the_signal_is_answered_by_the_loop(capfd: pytest.CaptureFixture[str]) -> None:
@@ -137,4 +142,5 @@ def test_the_signal_is_answered_by_the_loop(capfd: pytest.CaptureFixture[str]) -
         guard.check()
     assert capfd.readouterr().err == "pipedist: the run has not started, or is over\n"  # no stream is used
     assert told == ["pipedist: this run waits for:\nrun r of n: starting"] * 2
+    assert FakeRun.logged == ["this run waits for:\nrun r of n: starting"] * 2
     assert signal.getsignal(signal.SIGUSR1) is before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -265,6 +266,21 @@ def test_a_sink_added_twice_gets_lines_once_after_one_is_removed() -> None:
     assert handled == ["once"]
     second()
     assert not sinks
+
+
+def test_records_reach_loggers_of_this_process_and_create_none(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "elsewhere")
+    before = set(logging.root.manager.loggerDict)
+    sinks = LogSinks()
+    sinks.add(lambda _worker, _line: None, is_extra=True)
+    for level in (logging.WARNING, logging.ERROR, 2**62):
+        sinks.emit("w0", msg.LogLine("s", 0, 1, f"at {level}", level, "elsewhere.model"))
+    shown = [(each.name, each.levelno, each.getMessage()) for each in caplog.records]
+    assert shown == [
+        ("elsewhere.model", 40, "[s 0 1 w0] at 40"),
+        ("elsewhere.model", 2**62, f"[s 0 1 w0] at {2**62}"),
+    ]
+    assert set(logging.root.manager.loggerDict) == before
 
 
 @pytest.mark.asyncio

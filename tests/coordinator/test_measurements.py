@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipedist.coordinator import measurements
-from pipedist.coordinator.measurements import PassRecord, Recorder, SpanEnd, thin
+from pipedist.coordinator.measurements import DriverWork, PassRecord, Recorder, SpanEnd, thin
 from pipedist.protocol.messages import Failed, Results
 
 
@@ -154,3 +154,14 @@ def test_state_is_bounded_by_numbers_not_by_history(monkeypatch: pytest.MonkeyPa
     assert recorder.marks[-1].text == "worker w99 is lost"
     assert len(record._offers) <= measurements._OFFERS_KEPT + 1
     assert recorder.open == {}
+
+
+def test_the_longest_work_of_the_driver_is_kept() -> None:
+    clock, recorder, _ = begun()
+    for n in range(3 * measurements.DRIVER_SPANS_MAX):
+        clock.at(1_000_000 * n)
+        recorder.driver_span(DriverWork.FOLD, 1_000_000 * n - (50_000 if n % 1000 == 0 else 10), "x")
+    kept = recorder.driver
+    assert len(kept) <= measurements.DRIVER_SPANS_MAX
+    assert [each.ended for each in kept] == sorted(each.ended for each in kept)
+    assert sum(each.duration > 10 for each in kept) == len(range(0, 3 * measurements.DRIVER_SPANS_MAX, 1000))

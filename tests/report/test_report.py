@@ -15,6 +15,7 @@ import pipedist
 from pipedist.coordinator.measurements import SPAN
 from pipedist.errors import UsageError
 from pipedist.report import collect, page
+from pipedist.report.metrics import exposition
 from pipedist.report.previews import preview
 from pipedist.runs.timings import Measured, write_timings
 from tests.preloaded import run_module
@@ -139,6 +140,48 @@ def test_many_calls_make_a_small_page(tmp_path: Path, job: Path) -> None:
     text = page(collect(tmp_path))
     assert len(text) < 5 * 2**20
     assert len(text) > 500_000, "the timeline still has its detail"
+
+
+ABBREVIATED = {"s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"}
+NOT_BASE = {
+    "milliseconds", "microseconds", "nanoseconds", "minutes", "hours", "days", "bits", "kilobytes", "megabytes",
+    "mebibytes", "percent", "fahrenheit",
+}  # fmt: skip
+
+
+def test_metrics_pass_the_rules_of_promlint(job: Path) -> None:
+    """Those of `promtool check metrics`."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    data = collect(job)
+    process = data["processes"][0]
+    process["stages"] *= 2  # two passes with the same name, in two phases
+    text = exposition(data)
+    families = list(text_string_to_metric_families(text))
+    assert len(families) > 10
+    for family in families:
+        name = family.name  # the parser removes `_total`
+        assert family.documentation, "metrics have help"
+        assert re.fullmatch("pipedist(_[a-z]+)+", name), "without colons and camel case"
+        words = set(name.split("_"))
+        assert not words & {
+            "counter",
+            "gauge",
+            "histogram",
+            "summary",
+            "total",
+            "count",
+            "sum",
+            "bucket",
+            "info",
+        }
+        assert not words & (ABBREVIATED | NOT_BASE), "units are base units in full"
+        assert words.isdisjoint({"seconds", "bytes"}) or name.endswith(("_seconds", "_bytes"))
+        assert all(each.name.endswith("_total") == (family.type == "counter") for each in family.samples)
+    samples = [(each.name, *sorted(each.labels.items())) for family in families for each in family.samples]
+    assert len(samples) == len(set(samples))
+    calls = next(family.samples for family in families if family.name == "pipedist_calls")
+    assert [each.value for each in calls] == [2 * process["stages"][0]["calls"]]
 
 
 def test_the_command_writes_the_page(job: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipedist.runs.identity import differences
+from pipedist.runs.identity import changed_files, differences
 
 
 @pytest.mark.parametrize(("there", "now"), [(1, 1.0), (True, 1), (0, False), (0.0, -0.0), ("1", 1)])
@@ -26,4 +26,21 @@ def test_a_value_in_only_one_document_is_listed() -> None:
     assert list(differences({"a": {"b": [1]}}, {"a": {"b": [1, 2]}, "c": 0})) == [
         "a.b: [1] there, [1, 2] now",
         "c: nothing there, 0 now",
+    ]
+
+
+def test_files_of_two_runs_are_named_by_run() -> None:
+    a = {
+        "datasets.d": {"/same": [1, 2], "/old": [1, 2], "/grown": [1, 2]},
+        "stages.s": {"/text": [1, 2, 3, "x"]},
+    }
+    b = {
+        "datasets.d": {"/same": [1, 2], "/new": [1, 2], "/grown": [3, 2]},
+        "stages.s": {"/text": [1, 2, 3, "y"]},
+    }
+    assert list(changed_files(a, b, ["datasets.d", "stages.s"], called=("A", "B"))) == [
+        "datasets.d: /old is only in A",
+        "datasets.d: /grown differs: (bytes, or modification time in ns) 1 in A, 3 in B",
+        "datasets.d: /new is only in B",
+        "stages.s: /text differs",
     ]

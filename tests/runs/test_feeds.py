@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import pipedist
 from pipedist.coordinator import PassHandle
+from pipedist.coordinator.measurements import DriverWork, PassRecord, Recorder
 from pipedist.core.functions import reference
 from pipedist.datasets.division import Division
 from pipedist.datasets.feeds import IndexedFeed, SequentialFeed, StepBatch
@@ -284,9 +285,10 @@ def program() -> Program:
 
 
 @asynccontextmanager
-async def executed(wire: Wire, feed: Any) -> AsyncIterator[PassHandle]:
+async def executed(wire: Wire, feed: Any, record: PassRecord | None = None) -> AsyncIterator[PassHandle]:
     """Open a pass with a feed at a coordinator, and run the feed."""
-    handle = wire.coordinator.open_pass(program(), name="p", settings=PassSettings(1), feed=feed)
+    settings = PassSettings(1)
+    handle = wire.coordinator.open_pass(program(), name="p", settings=settings, feed=feed, record=record)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(handle.run_feed)
         yield handle
@@ -314,6 +316,18 @@ async def test_the_event_loop_is_served_while_shards_are_read_for_a_worker() -> 
             await until(lambda: len(wire.sent_to("a.0", msg.Assign)) == 1)
             assert wire.payload("a.0", msg.Assign)[2][0].tolist() == [0]
         assert blocked.reads >= 1
+
+
+@pytest.mark.asyncio
+async def test_a_read_in_the_driver_is_recorded() -> None:
+    recorder = Recorder()
+    async with wired() as wire:
+        wire.join("a")
+        async with executed(wire, blocking_feed(lambda: None), recorder.begin_pass("p", ["s"], 1, 0)):
+            await until(lambda: len(wire.sent_to("a.0", msg.Assign)) == 1)
+    span = recorder.driver[0]
+    assert (span.work, span.text) == (DriverWork.READ, "p")
+    assert span.began <= span.ended
 
 
 @pytest.mark.asyncio

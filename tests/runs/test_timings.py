@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.coordinator.measurements import SPAN, SpanEnd
+from pipedist.coordinator.measurements import SPAN, DriverWork, SpanEnd
 from pipedist.errors import UsageError
 from pipedist.runs.timings import (
     FILES_MAX,
@@ -56,6 +56,8 @@ def test_a_result_has_the_timings_of_stages_and_workers(tmp_path: Path) -> None:
     assert measured.is_over
     assert measured.spans["calls"].sum() == 20
     assert measured.stages == list(result.timings.stages)
+    assert {each.work for each in measured.driver} == {DriverWork.FOLD, DriverWork.COMMIT}
+    assert {each.text for each in measured.driver if each.work == DriverWork.FOLD} == {"out"}
 
 
 def test_failed_attempts_and_deaths_are_measured(tmp_path: Path) -> None:
