@@ -117,6 +117,10 @@ docs: $(INSTALLED)  ## Write docs/language.md, and the HTML reference of the Pyt
 	$(BIN)/python -m tests.architecture.package_table > docs/dev/packages.md
 	$(BIN)/python docs/build_api.py build/docs
 
+.PHONY: pictures
+pictures: $(INSTALLED)  ## Make the pictures in docs/pictures from a real run (after make browser).
+	$(BIN)/python -m tests.report.pictures docs/pictures
+
 .PHONY: clean
 clean:  ## Remove everything that make created.
 	rm -rf $(VENV) out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/flights/data

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import AsyncIterator
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pipedist
 
 BATCH_BYTES = 64 << 10
+ROUNDS = 7
 
 
 def part(x: Any) -> Any:
@@ -44,10 +46,15 @@ async def measure(cluster: pipedist.LocalCluster, replicas: int, steps_per_run: 
 
 async def main(replicas: int, steps: int) -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
-        print(f"| steps_per_run | us per step, {replicas} CPU devices, best of 3 |\n|---:|---:|")
-        for steps_per_run in (1, 8, 64):
-            times = [await measure(cluster, replicas, steps_per_run, steps) for _ in range(3)]
-            print(f"| {steps_per_run} | {min(times) * 1e6:,.0f} |")
+        print(
+            f"| steps_per_run | us per step, {replicas} CPU devices, best of {ROUNDS} | median |\n|---:|---:|---:|"
+        )
+        sizes = (1, 8, 64)
+        rounds = [  # interleaved: other load on the machine affects all sizes
+            [await measure(cluster, replicas, size, steps) for size in sizes] for _ in range(ROUNDS)
+        ]
+        for size, *times in zip(sizes, *rounds, strict=True):
+            print(f"| {size} | {min(times) * 1e6:,.0f} | {median(times) * 1e6:,.0f} |")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 
-from pipedist.core import ragged, trees
+from pipedist.core import html, ragged, trees
 from pipedist.core.misuse_hints import conversion_hint, is_masked
 from pipedist.core.types import Tree
 from pipedist.reduction.partials import axis_of, resolve_axes
@@ -66,6 +66,19 @@ class PerReplica:
     def __repr__(self) -> str:
         lines = (f"  {replica}: {component!r}" for replica, component in enumerate(self._components))
         return f"{type(self).__name__}:{{\n" + ",\n".join(lines) + "\n}"
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks: a column per replica, a row per leaf."""
+        shown = self._components[: html.ROWS_MAX]
+        columns = [dict(html.leaves(component)) for component in shown]
+        paths = list(dict.fromkeys(path for column in columns for path in column))
+        heads = [type(self).__name__, *(f"replica {number}" for number in range(len(shown)))]
+        rows = [
+            [path, *(html.brief(column[path]) if path in column else "" for column in columns)]
+            for path in paths
+        ]
+        missing = len(self) - len(shown)
+        return html.table(heads, rows) + (html.paragraph(f"... {missing:,} more replicas") if missing else "")
 
 
 class Mirrored(PerReplica):

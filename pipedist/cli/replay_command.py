@@ -119,8 +119,8 @@ def _introduction(replay: Replay) -> list[str]:
 
 
 def _text(outcome: Replayed) -> str:
-    from pipedist.cli.rendering import summarize
     from pipedist.errors import OutputError
+    from pipedist.outputs.summary import summarize
 
     if not outcome.has_value:
         return "the stage is not called: its shard is empty"

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipedist.cli import terminal
-from pipedist.cli.progress import ProgressTotals, Reporter, open_reporter
 from pipedist.cli.signals import Interruption, StallReporter
 from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
 from pipedist.errors import OutputError, PipedistError, RunCancelled, UsageError
+from pipedist.runs.progress import REFRESH_S, ProgressTotals, Reporter, open_reporter
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from pipedist.spec import Spec, StageSpec
 
 QUARANTINED_SHOWN = 5
-_REFRESH_S = 0.2
 LIVE_END_S = 8.0  # for the pages of a run to get its last state
 
 
@@ -157,6 +156,7 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
         restart=options.restart,
         verify=options.verify,
         on_log=on_log,
+        progress=False,  # shown by the reporter of this command
         force=options.force,
         force_code=options.force_code,
     )
@@ -330,7 +330,7 @@ async def _watch(run: Run, reporter: Reporter, stalls: StallReporter) -> None:
         if progress is not None:
             reporter.update(ProgressTotals.of(progress))
         stalls.check()
-        await asyncio.sleep(_REFRESH_S)
+        await asyncio.sleep(REFRESH_S)
 
 
 def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: float) -> None:
@@ -356,7 +356,7 @@ def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: flo
 
 def _quarantine_text(result: Result, *, replays: bool) -> str:
     """Return a text that lists the first quarantined elements, and the commands that replay their calls."""
-    from pipedist.cli.rendering import shown
+    from pipedist.outputs.summary import shown
 
     entries = result.quarantined
     count = "1 entry" if len(entries) == 1 else f"{len(entries):,} entries"

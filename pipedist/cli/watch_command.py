@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipedist.cli import terminal
-from pipedist.cli.progress import duration
 from pipedist.cli.terminal import write_error, write_out
+from pipedist.runs.progress import duration
 from pipedist.runs.timings import brief
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ results document. All of it runs in the driver process; commands such as `pipedi
 |---|---|
 | `document` | the document that reports how a run ended, and the files of its large values |
 | `encoding` | trees as JSON |
+| `summary` | values as short text, and records as a table |
 | `formats` | the formats, and `open_sink` |
 | `sink` | the interface through which values are written to a file |
 | `spool` | arrays that grow piece by piece |

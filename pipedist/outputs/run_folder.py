@@ -59,6 +59,7 @@ from pipedist.outputs.run_record import (
 )
 
 VALUES = "values"  # the folder in `.pipedist` that has a folder of large values for each run
+TIMINGS = "timings"  # the folder in `.pipedist` of measurements
 
 Found = Literal["", "unfinished", "other"]
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -123,7 +124,7 @@ class RunFolder:
     @property
     def timings(self) -> Path:
         """The folder of the measurements of the run, one file for each process that executed it."""
-        return self.path / PRIVATE / "timings"
+        return self.path / PRIVATE / TIMINGS
 
     @property
     def values(self) -> Path:
@@ -317,6 +318,7 @@ def open_folder(
             for name in ("new", "journal"):
                 shutil.rmtree(path / PRIVATE / name, onerror=_unless_missing)
                 (path / PRIVATE / name).mkdir()
+            shutil.rmtree(path / PRIVATE / TIMINGS, onerror=_unless_missing)
         record = RunRecord("running", run_id, spec_hash, tuple(outputs), previous, outputs=dict(stages))
         write_record(path, record)
         stack.pop_all()

@@ -2,21 +2,23 @@
 
 The plan fixes which stages share a pass, which passes share a phase, and how datasets are divided; opened sources
 and imported functions belong to it. Entry points: `compile_plan`, which returns a `Plan` of `PassPlan`s or raises
-PlanError with all problems, and `as_text`, `as_mermaid` and `as_json`, which render a plan. The code runs in the
+PlanError with all problems, and `as_text`, `as_mermaid`, `as_json` and
+`picture`, which render a plan. The code runs in the
 driver process.
 """
 
 from pipedist.plan.compiler import compile_plan
 from pipedist.plan.model import DEFAULT_COLLECTIVES, PassPlan, Plan
-from pipedist.plan.view import as_graph, as_json, as_mermaid, as_text
+from pipedist.plan.picture import picture
+from pipedist.plan.view import as_json, as_mermaid, as_text
 
 __all__ = [
     "DEFAULT_COLLECTIVES",
     "PassPlan",
     "Plan",
-    "as_graph",
     "as_json",
     "as_mermaid",
     "as_text",
     "compile_plan",
+    "picture",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from msgspec import Struct, field
 
@@ -12,7 +12,8 @@ from pipedist.core.gpus import Supply
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
-from pipedist.spec import QUARANTINE_DEFAULT, CollectivesSpec, RunSpec, Spec
+from pipedist.plan.picture import Graph, picture
+from pipedist.spec import QUARANTINE_DEFAULT, CollectivesSpec, GatherSpec, RunSpec, Spec, StageRef, references
 
 Granularity = Literal["step", "epoch", "run"]  # how often a state changes, or what may start at a time
 
@@ -21,6 +22,12 @@ DEFAULT_COLLECTIVES: Final = CollectivesSpec.model_construct(  # a validator tak
 )
 """The communication options of `collectives: true`."""
 
+
+WHEN: Final[Mapping[str, str]] = {
+    "step": "after each step",
+    "epoch": "after each epoch",
+    "run": "once, at the end",
+}
 
 CALLS_AT_ONCE: Final = 32
 """Calls of an async function that wait at the same time in one worker, if the spec has no `concurrency`."""
@@ -229,6 +236,75 @@ class Plan(Struct, frozen=True):
     def gpu_owners(self, pass_: PassPlan) -> int:
         """Return the number of workers that own the GPUs which a call of a pass needs."""
         return sum(gpus >= pass_.gpus for gpus in self.supply.owned or ())
+
+    def awaited(self, name: str) -> list[str]:
+        """Return the stages whose values are arguments of a stage."""
+        found = references(getattr(self.spec.stages[name], "with_", {}))
+        return [ref.name for ref in found if isinstance(ref, StageRef)]
+
+    def after(self, name: str) -> tuple[str, ...]:
+        """Return the stages after whose end a stage begins."""
+        return getattr(self.spec.stages[name], "after", ())
+
+    def graph(self) -> Graph:
+        """Return the graph of the plan, for pictures.
+
+        Returns:
+            `nodes`: name, kind (dataset, run, fold, update or output), phase (from 0; None for datasets and
+            outputs) and lines of text; `edges`: source and target by name, and kind (data, stream, with, state or
+            after). The name of an output is its path, after ">".
+        """
+        spec = self.spec
+        nodes: list[dict[str, Any]] = []
+
+        def add(name: str, kind: str, phase: int | None, *lines: str) -> None:
+            nodes.append(
+                {"name": name, "kind": kind, "phase": phase, "lines": [name.removeprefix(">"), *lines]}
+            )
+
+        for name, dataset in spec.datasets.items():
+            add(name, "dataset", None, f"{dataset.kind}, batch {dataset.batch}")
+        for number, phase in enumerate(self.phases):
+            for pass_ in phase:
+                for name in pass_.runs:
+                    at_once = " at once" if pass_.gang else ""
+                    add(name, "run", number, self.functions[name].label, f"x {spec.replicas}{at_once}")
+                for name in pass_.folds:
+                    add(
+                        name,
+                        "fold",
+                        number,
+                        "gather" if isinstance(spec.stages[name], GatherSpec) else "reduce",
+                    )
+                for name in pass_.updates:
+                    add(name, "update", number, self.functions[name].label, WHEN[self.states[name].per])
+        streamed = {name for p in self.passes if self.maker(p) is not None for name in p.runs}
+        streamed -= {name for p in self.passes for name in p.runs if spec.stages[name].of in p.runs}
+        edges: list[dict[str, str]] = []
+
+        def link(source: str, target: str, kind: str) -> None:
+            edges.append({"source": source, "target": target, "kind": kind})
+
+        for name, stage in spec.stages.items():
+            link(stage.of, name, "stream" if name in streamed else "data")
+            for kind, others in (
+                ("with", self.awaited(name)),
+                ("state", spec.links[name].reads),
+                ("after", self.after(name)),
+            ):
+                for other in others:
+                    link(other, name, kind)
+        for name, path in spec.outputs.items():
+            add(f">{path}", "output", None)
+            link(name, f">{path}", "data")
+        return {"nodes": nodes, "edges": edges}
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.spec.name}: {len(self.passes)} passes in {len(self.phases)} phases>"
+
+    def _repr_html_(self) -> str:
+        """Return the picture of the plan, for notebooks."""
+        return f'<div style="overflow-x:auto">{picture(self.graph())}</div>'
 
     def close(self) -> None:
         self.opened.close()

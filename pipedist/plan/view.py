@@ -7,11 +7,10 @@ from typing import Any
 from pipedist.core.gpus import spelled
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.sources.paths import hindrance
-from pipedist.plan.model import PassPlan, Plan
-from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, references
+from pipedist.plan.model import WHEN, PassPlan, Plan
+from pipedist.spec import GatherSpec, ReduceSpec, RunSpec
 from pipedist.spec.training import training_of, why_together
 
-_WHEN = {"step": "after each step", "epoch": "after each epoch", "run": "once, at the end"}
 _REPLICAS_SHOWN = 8
 
 
@@ -182,7 +181,7 @@ def _gang(plan: Plan, pass_: PassPlan) -> str:
 
 def _update(plan: Plan, name: str) -> str:
     state = plan.states[name]
-    text = f"{_call(plan, name)}, {_WHEN[state.per]}{_waits(plan, name)}"
+    text = f"{_call(plan, name)}, {WHEN[state.per]}{_waits(plan, name)}"
     if state.init is not None:
         text += f", from {state.init.label}"
     if state.until is not None:
@@ -195,69 +194,13 @@ def _call(plan: Plan, name: str) -> str:
     return f"{plan.functions[name].label} of {plan.spec.stages[name].of}"
 
 
-def _awaited(plan: Plan, name: str) -> list[str]:
-    found = references(getattr(plan.spec.stages[name], "with_", {}))
-    return [ref.name for ref in found if isinstance(ref, StageRef)]
-
-
-def _after(plan: Plan, name: str) -> tuple[str, ...]:
-    return getattr(plan.spec.stages[name], "after", ())
-
-
 def _waits(plan: Plan, name: str) -> str:
     parts = (
-        ("with", _awaited(plan, name)),
+        ("with", plan.awaited(name)),
         ("with state", plan.spec.links[name].reads),
-        ("after", _after(plan, name)),
+        ("after", plan.after(name)),
     )
     return "".join(f", {word} {', '.join(names)}" for word, names in parts if names)
-
-
-def as_graph(plan: Plan) -> dict[str, list[dict[str, Any]]]:
-    """Return the graph of a plan, for pictures.
-
-    Returns:
-        `nodes`: name, kind (dataset, run, fold, update or output), phase (from 0; None for datasets and outputs) and
-        lines of text; `edges`: source and target by name, and kind (data, stream, with, state or after). The name of
-        an output is its path, after ">".
-    """
-    spec = plan.spec
-    nodes: list[dict[str, Any]] = []
-
-    def add(name: str, kind: str, phase: int | None, *lines: str) -> None:
-        nodes.append({"name": name, "kind": kind, "phase": phase, "lines": [name.removeprefix(">"), *lines]})
-
-    for name, dataset in spec.datasets.items():
-        add(name, "dataset", None, f"{dataset.kind}, batch {dataset.batch}")
-    for number, phase in enumerate(plan.phases):
-        for pass_ in phase:
-            for name in pass_.runs:
-                at_once = " at once" if pass_.gang else ""
-                add(name, "run", number, plan.functions[name].label, f"x {spec.replicas}{at_once}")
-            for name in pass_.folds:
-                add(name, "fold", number, "gather" if isinstance(spec.stages[name], GatherSpec) else "reduce")
-            for name in pass_.updates:
-                add(name, "update", number, plan.functions[name].label, _WHEN[plan.states[name].per])
-    streamed = {name for p in plan.passes if plan.maker(p) is not None for name in p.runs}
-    streamed -= {name for p in plan.passes for name in p.runs if spec.stages[name].of in p.runs}
-    edges: list[dict[str, str]] = []
-
-    def link(source: str, target: str, kind: str) -> None:
-        edges.append({"source": source, "target": target, "kind": kind})
-
-    for name, stage in spec.stages.items():
-        link(stage.of, name, "stream" if name in streamed else "data")
-        for kind, others in (
-            ("with", _awaited(plan, name)),
-            ("state", spec.links[name].reads),
-            ("after", _after(plan, name)),
-        ):
-            for other in others:
-                link(other, name, kind)
-    for name, path in spec.outputs.items():
-        add(f">{path}", "output", None)
-        link(name, f">{path}", "data")
-    return {"nodes": nodes, "edges": edges}
 
 
 _SHAPES = {
@@ -271,7 +214,7 @@ _ARROWS = {"data": "-->", "stream": "-->|stream|"}
 
 
 def as_mermaid(plan: Plan) -> str:
-    graph = as_graph(plan)
+    graph = plan.graph()
     ids = {node["name"]: f"n{number}" for number, node in enumerate(graph["nodes"])}
 
     def drawn(node: dict[str, Any]) -> str:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pipedist.coordinator.measurements import thin
 from pipedist.errors import UsageError
 from pipedist.outputs.run_record import LIVE, PRIVATE, RunRecord, read_record
+from pipedist.plan import picture
 from pipedist.report.previews import curves, preview
 from pipedist.runs.about import FAILURE_FILE
 from pipedist.runs.about import FILE as ABOUT
@@ -66,6 +67,7 @@ def collect(path: Path, *, live: bool = False) -> Data:
         "state": state,
         "failure": read_json(private / FAILURE_FILE).get("text"),
         "about": about,
+        "picture": picture(about["graph"]) if "graph" in about else None,
         "status": status,
         "ledger": document.get("ledger"),
         "retries": document.get("retries", {}),

@@ -107,7 +107,7 @@ function overview() {
   return section("Summary",
     data.failure ? el("pre", { class: "bad" }, data.failure) : null,
     el("div", { class: "tiles" }, ...tiles),
-    limit ? el("p", { class: "limit" }, limit) : null);
+    limit && data.state !== "running" ? el("p", { class: "limit" }, limit) : null);
 }
 
 function waits() {
@@ -125,70 +125,9 @@ function waits() {
 // -- plan ------------------------------------------------------------------------------
 
 function plan() {
-  const graph = data.about.graph;
-  if (!graph) return null;
-  const byName = new Map(graph.nodes.map((node) => [node.name, { ...node, column: 0 }]));
-  const forward = graph.edges.filter((edge) => edge.kind !== "state" && byName.has(edge.source) && byName.has(edge.target));
-  for (let round = 0; round < graph.nodes.length; round += 1) {
-    let moved = false;
-    for (const edge of forward) {
-      const wanted = byName.get(edge.source).column + 1;
-      if (byName.get(edge.target).column < wanted && wanted <= graph.nodes.length) { byName.get(edge.target).column = wanted; moved = true; }
-    }
-    if (!moved) break;
-  }
-  const columns = [];
-  for (const node of byName.values()) (columns[node.column] ??= []).push(node);
-  for (const column of columns) {  // in the order of what they follow, so that few arrows cross
-    const place = (node) => {
-      const sources = forward.filter((edge) => edge.target === node.name).map((edge) => byName.get(edge.source).place);
-      return sources.length ? sources.reduce((sum, each) => sum + each, 0) / sources.length : 0;
-    };
-    column.sort((a, b) => place(a) - place(b)).forEach((node, index) => { node.place = index - (column.length - 1) / 2; });
-  }
-  const width = (text) => text.length * 7.1 + 22;
-  let x = 10;
-  const rows = Math.max(...columns.map((column) => column.length));
-  for (const column of columns) {
-    const widest = Math.max(...column.map((node) => Math.max(...node.lines.map(width))));
-    column.forEach((node, place) => {
-      node.w = widest; node.h = 12 + node.lines.length * 16;
-      node.x = x; node.y = 12 + (place + (rows - column.length) / 2) * 86;
-    });
-    x += widest + 56;
-  }
-  const height = Math.max(...[...byName.values()].map((node) => node.y + node.h)) + 30;
-  const picture = svg("svg", { width: x - 40, height, viewBox: `0 0 ${x - 40} ${height}`, role: "img", "aria-label": "the plan of the run" });
-  picture.append(svg("defs", {}, svg("marker", { id: "tip-of-arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto" }, svg("path", { d: "M0 0 L8 4 L0 8 z", fill: css("--dim") }))));
-  for (const edge of graph.edges) {
-    const a = byName.get(edge.source), b = byName.get(edge.target);
-    if (!a || !b) continue;
-    const dashed = edge.kind === "data" || edge.kind === "stream" ? {} : { "stroke-dasharray": "4 3" };
-    const back = b.x <= a.x;
-    const [x1, y1, x2, y2] = back
-      ? [a.x + a.w / 2, a.y + a.h, b.x + b.w / 2, b.y + b.h]
-      : [a.x + a.w, a.y + a.h / 2, b.x, b.y + b.h / 2];
-    const low = Math.max(y1, y2) + 26;
-    const path = back ? `M${x1} ${y1} C${x1} ${low} ${x2} ${low} ${x2} ${y2 + 1}` : `M${x1} ${y1} C${x1 + 28} ${y1} ${x2 - 28} ${y2} ${x2 - 1} ${y2}`;
-    picture.append(svg("path", { d: path, fill: "none", stroke: css("--dim"), "stroke-width": 1.3, "marker-end": "url(#tip-of-arrow)", ...dashed }));
-    if (edge.kind !== "data") {
-      const label = svg("text", { x: (x1 + x2) / 2, y: back ? low - 4 : (y1 + y2) / 2 - 5, "text-anchor": "middle", class: "dim" });
-      label.textContent = edge.kind;
-      picture.append(label);
-    }
-  }
-  const fills = { dataset: css("--c6"), run: css("--c0"), fold: css("--c2"), update: css("--c3"), output: css("--c7") };
-  for (const node of byName.values()) {
-    picture.append(svg("rect", { x: node.x, y: node.y, width: node.w, height: node.h, rx: node.kind === "fold" ? 14 : 5, fill: css("--page"), stroke: fills[node.kind], "stroke-width": 1.6 }));
-    node.lines.forEach((line, index) => {
-      const text = svg("text", { x: node.x + node.w / 2, y: node.y + 18 + index * 16, "text-anchor": "middle", class: index ? "dim" : "", "font-weight": index ? 400 : 600 });
-      text.textContent = line;
-      picture.append(text);
-    });
-  }
-  const names = [["dataset", "dataset"], ["run", "replica function"], ["fold", "reduce or gather"], ["update", "update"], ["output", "output"]];
-  const used = names.filter(([kind]) => graph.nodes.some((node) => node.kind === kind));
-  return section("Plan", el("div", { class: "plan" }, picture), legend(used.map(([kind, name]) => [fills[kind], name])));
+  if (!data.picture) return null;
+  const drawn = new DOMParser().parseFromString(data.picture, "image/svg+xml").documentElement;
+  return section("Plan", el("div", { class: "plan" }, document.importNode(drawn, true)));
 }
 
 function legend(entries) {

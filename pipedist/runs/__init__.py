@@ -8,6 +8,7 @@ worker processes import none of it.
 |---|---|
 | `api` | `open` and `run`: start the fork server, then import the rest |
 | `run`, `result`, `subscription` | the run as the user sees it: its lifetime, results and streams |
+| `progress` | a bar, or lines, that show the progress of a run |
 | `execution`, `pass_execution` | phases one after the other; one pass step by step |
 | `programs`, `pass_feeds` | the inputs of a pass: its program for workers, its feed |
 | `kept_values`, `rebatching` | values that other passes read, and their division into other steps |

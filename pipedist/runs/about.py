@@ -16,7 +16,7 @@ from pipedist.cluster.base import usable_cores
 from pipedist.core.platform_id import Platform
 from pipedist.outputs.encoding import to_json
 from pipedist.outputs.run_record import write_json
-from pipedist.plan import Plan, as_graph, as_json
+from pipedist.plan import Plan, as_json
 from pipedist.runs.identity import SpecSource
 from pipedist.spec import GatherSpec, ReduceSpec
 
@@ -52,7 +52,7 @@ def write_about(folder: Path, plan: Plan, source: SpecSource, output: Path) -> N
                     "host": socket.gethostname(),
                 },
                 "plan": as_json(plan),
-                "graph": as_graph(plan),
+                "graph": plan.graph(),
                 # how often a stage has a value
                 "pers": {name: _per(plan, name) for name in plan.spec.stages},
             }

@@ -37,6 +37,7 @@ def open(
     restart: bool = False,
     verify: bool = False,
     on_log: LogSink | None = None,
+    progress: bool | None = None,
     force: bool = False,
     force_code: bool = False,
 ) -> Run:
@@ -61,6 +62,8 @@ def open(
         on_log: called inside the event loop with a worker's name and a line that a replica function printed, or
             a record that it logged: `stage`, `step`, `replica`, `text` (of a record: several lines, if it has a
             traceback), `level` (of `logging`; 0 if printed), `logger` (if printed: "stdout" or "stderr").
+        progress: show the progress while the run is open: a bar on a terminal or in a notebook, else a few lines on
+            standard error. None: show it on a terminal or in a notebook only.
         force: accept workers that run other versions or have another type of processor, and resume a run
             that was started with those.
         force_code: resume a run although modules of its functions, or files that they read, have changed:
@@ -88,6 +91,7 @@ def open(
                 restart=restart,
                 verify=verify,
                 on_log=on_log,
+                progress=progress,
                 force=force,
                 force_code=force_code,
                 spare=spare,
@@ -108,6 +112,7 @@ def run(
     restart: bool = False,
     verify: bool = False,
     on_log: LogSink | None = None,
+    progress: bool | None = None,
     force: bool = False,
     force_code: bool = False,
 ) -> Result:
@@ -134,6 +139,7 @@ def run(
             restart=restart,
             verify=verify,
             on_log=on_log,
+            progress=progress,
             force=force,
             force_code=force_code,
         ) as opened:

@@ -13,16 +13,18 @@ import msgspec
 from msgspec import Struct
 
 from pipedist.core.types import Tree
-from pipedist.errors import CollectiveTimeoutError, LocalProtocolError, PipedistError
+from pipedist.errors import CollectiveTimeoutError, LocalProtocolError, PipedistError, UsageError
 from pipedist.plan import Plan
 from pipedist.protocol.codec import Frame, encode
 from pipedist.protocol.program import Program, Shards, from_frames, load_tree, to_frames
 from pipedist.runs.programs import NEW, init_program, reduction_of
 from pipedist.spec import ReduceSpec, StageSpec
+from pipedist.worker.devices import DevicesUnseen
 from pipedist.worker.execution import Outcome, PassExecutor, Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
 from pipedist.worker.lease_run import LeaseRun, PersistentLoop, cancel_tasks
+from pipedist.worker.leases import gang_run_of
 from pipedist.worker.stages import Call
 
 _SLICE_S, _SLICE_BYTES = 1e6, 2**62  # limits of a slice that no call exceeds
@@ -163,7 +165,7 @@ async def _end_tasks() -> None:
 def _gang_run(
     executor: _RecordingExecutor, loop: PersistentLoop, shards: Shards, replay: CallReplay, stack: ExitStack
 ) -> Any:
-    """Return the run of a gang whose replicas are threads of this process."""
+    """Return the run of a gang whose replicas are all in this process."""
     from pipedist.protocol.messages import AssignGang
     from pipedist.worker.gangs import GangRunFactory
     from pipedist.worker.relay_channel import RelayBuffer
@@ -171,15 +173,25 @@ def _gang_run(
     gangs = GangRunFactory(_NullScheduler(), loop)
     stack.callback(gangs.close)
     assigned = AssignGang(0, 0, replay.lo, replay.hi, 0, 0, 0, 1, "")
-    return gangs.new_run(
-        assigned,
-        executor,
-        shards,
-        RelayBuffer(),
-        bound=None,
-        begin=lambda _: None,
-        on_success=lambda: None,
-    )
+    try:
+        return gangs.new_run(
+            assigned,
+            executor,
+            shards,
+            RelayBuffer(),
+            bound=None,
+            begin=lambda _: None,
+            on_success=lambda: None,
+            kind=gang_run_of(replay.program),
+        )
+    except DevicesUnseen as error:
+        count = replay.program.replicas
+        raise UsageError(
+            f"the call needs other devices than this process has opened ({error}), because a module of the spec uses "
+            f"jax when it is imported. Set XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+            if replay.program.jax is not None
+            else str(error)
+        ) from None
 
 
 class _NullScheduler:

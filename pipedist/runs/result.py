@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipedist.core import html
 from pipedist.core.types import Tree
+from pipedist.errors import OutputError
 from pipedist.runs.identity import listed
 from pipedist.runs.quarantine import FILE as QUARANTINE
-from pipedist.runs.timings import Timings
+from pipedist.runs.timings import Timings, brief
 from pipedist.spec import RunSpec, Spec
 
 if TYPE_CHECKING:
     from pipedist.outputs import FinishedRun
+    from pipedist.outputs.summary import Records
+
+STAGES_SHOWN = 6  # in the short text of a result
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,11 @@ class Ledger:
     def to_json(self) -> dict[str, int]:
         """Return the ledger in the form of the results document."""
         return asdict(self)
+
+    def _repr_html_(self) -> str:
+        """Return a table for notebooks."""
+        counts = self.to_json()
+        return html.table(list(counts), [[f"{count:,}" for count in counts.values()]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +188,61 @@ class Result(Mapping[str, Tree]):
 
     def __len__(self) -> int:
         return len(self.by_stage)
+
+    def __repr__(self) -> str:
+        stages = ", ".join(islice(self.by_stage, STAGES_SHOWN)) + (
+            ", ..." if len(self) > STAGES_SHOWN else ""
+        )
+        counts = ", ".join(f"{count:,} {kind}" for kind, count in self.ledger.to_json().items())
+        return f"<Result of {self.name}: {stages or 'no values'}; {counts}>"
+
+    def _repr_html_(self) -> str:
+        """Return tables for notebooks: the first values and records, the ledger and the timings."""
+        from pipedist.outputs.summary import shown  # rarely needed
+
+        values: list[list[str]] = []
+        below: list[str] = []
+        for name, value in islice(self.by_stage.items(), html.ROWS_MAX):
+            text, found = _summary(value)
+            if found is not None:
+                text = f"{found.count:,} records, below"
+                more = max(0, found.count - html.ROWS_MAX)
+                below.append(html.table([name, *found.names], found.rows[: html.ROWS_MAX], more))
+            values.append([name, text, shown(self.files[name]) if name in self.files else ""])
+        parts = [html.table(["stage", "value", "file"], values, len(self) - len(values)), *below]
+        parts.append(self.ledger._repr_html_())
+        heads = ["stages", "calls", "elements/s", "busy", "median", "longest call"]
+        times = [
+            [
+                stage.name,
+                f"{stage.calls:,}",
+                f"{stage.elements_per_s:,.0f}",
+                brief(stage.busy_s),
+                brief(stage.p50_s),
+                f"{stage.slowest} {brief(stage.max_s)}",
+            ]
+            for stage in self.timings.stages[: html.ROWS_MAX]
+        ]
+        parts.append(html.table(heads, times, len(self.timings.stages) - len(times)) if times else "")
+        total = ", ".join(
+            f"{name} {brief(seconds)}" for name, seconds in islice(self.timings.items(), html.ROWS_MAX)
+        )
+        notes = [self.timings.limit, total, self.notice]
+        return "".join(
+            [html.paragraph(f"run {self.name}"), *parts, *(html.paragraph(note) for note in notes if note)]
+        )
+
+
+def _summary(value: Tree) -> tuple[str, Records | None]:
+    """Return a value as text, and as records; the text is its type if it has no JSON form."""
+    from pipedist.outputs.summary import records, summarize  # rarely needed
+
+    if isinstance(value, Path):
+        return "in its file", None
+    try:
+        return summarize(value), records(value)
+    except (OutputError, RecursionError, ValueError):  # ValueError: an integer of thousands of digits
+        return type(value).__name__, None
 
 
 def files_of(spec: Spec) -> list[str]:

@@ -36,6 +36,7 @@ from pipedist.runs.execution import Execution
 from pipedist.runs.identity import SpecSource
 from pipedist.runs.pass_folds import per_of
 from pipedist.runs.programs import replay_of
+from pipedist.runs.progress import REFRESH_S, ProgressTotals, Reporter, is_interactive, open_reporter
 from pipedist.runs.quarantine import FILE as QUARANTINE
 from pipedist.runs.quarantine import write_file
 from pipedist.runs.result import Ledger, Progress, Result, files_of, restored
@@ -88,6 +89,7 @@ class Run(AsyncOnly):
         restart: bool = False,
         verify: bool = False,
         on_log: LogSink | None = None,
+        progress: bool | None = False,
         force: bool = False,
         force_code: bool = False,
         spare: Spare | None = None,
@@ -111,6 +113,8 @@ class Run(AsyncOnly):
         self._restart = restart
         self._verify = verify
         self._on_log = on_log
+        self._shows_progress = is_interactive() if progress is None else progress
+        self._reporter: Reporter | None = None
         self._force = force
         self._force_code = force_code
         self._spare = spare or Spare()
@@ -256,6 +260,9 @@ class Run(AsyncOnly):
         self.id = opened.run_id  # a resumed run keeps its id
 
     async def _open_cluster(self, cluster: Cluster) -> None:
+        if self._shows_progress:
+            self._reporter = open_reporter(self.name)
+            self._stack.callback(self._reporter.close)
         if cluster is not self._given_cluster:
             await self._stack.enter_async_context(cluster)
         self._cluster = cluster
@@ -320,7 +327,10 @@ class Run(AsyncOnly):
         return Ledger() if self._execution is None else self._execution.ledger()
 
     def progress(self) -> Progress | None:
-        """Return the run's progress, None before it begins."""
+        """Return the run's progress, None before it begins.
+
+        It can be called at any time, and does not change the run. docs/seeing.md has an example.
+        """
         return None if self._execution is None else self._execution.progress()
 
     def why(self) -> Document:
@@ -456,6 +466,15 @@ class Run(AsyncOnly):
             return
         self._tasks.start_soon(self._main, name=f"run {self.name}")
         self._tasks.start_soon(self._cancel_after_drain, name=f"end of {self.name}")
+        if self._reporter is not None:
+            self._tasks.start_soon(self._show_progress, self._reporter, name=f"progress of {self.name}")
+
+    async def _show_progress(self, reporter: Reporter) -> None:
+        while not self._finished.is_set():
+            if (progress := self.progress()) is not None:
+                reporter.update(ProgressTotals.of(progress))
+            with anyio.move_on_after(REFRESH_S):
+                await self._finished.wait()
 
     async def _main(self) -> None:
         assert self._cluster is not None  # since the run was entered
@@ -598,6 +617,10 @@ class Run(AsyncOnly):
         if self._execution is not None and not self._finished.is_set():
             self._log_outcome(error)
         self._error = self._error or error
+        if self._reporter is not None and not self._finished.is_set():
+            if (progress := self.progress()) is not None:
+                self._reporter.update(ProgressTotals.of(progress))
+            self._reporter.close()
         self._finished.set()
         if self._subscription is not None:
             self._subscription.end()

@@ -52,7 +52,6 @@ class TPUStrategy(Strategy):
         platform: "tpu", "gpu" or "cpu"; None: "tpu".
         replicas: R; None: those of `device_assignment`, or else one per core of the platform. With "cpu", these are as
             many per worker as XLA_FLAGS=--xla_force_host_platform_device_count=N gives, or 1.
-        seed: as for `Strategy`.
 
     Raises:
         UsageError: jax is not installed, or the platform has no devices here.
@@ -69,7 +68,6 @@ class TPUStrategy(Strategy):
         device_assignment: DeviceAssignment | None = None,
         platform: str | None = None,
         replicas: int | None = None,
-        seed: int = 0,
     ) -> None:
         from pipedist.cluster import resolvers_tpu as slices  # needed by this strategy only
 
@@ -125,7 +123,7 @@ class TPUStrategy(Strategy):
             )
         each = count // min(hosts, count)
         names = [f"{kind}:{at}" for at in ordinals or (replica % each for replica in range(count))]
-        super().__init__(cluster, count, seed=seed, devices=names)
+        super().__init__(cluster, count, devices=names)
         self._jax = JaxDevices(kind, ordinals, count // each)
         self._next_steps: OrderedDict[FunctionRef, int] = (
             OrderedDict()

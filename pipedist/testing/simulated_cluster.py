@@ -76,7 +76,7 @@ def with_fake_results(program: Program, costs: Mapping[str, float]) -> tuple[Pro
                 f"declared cost and is not executed. Declare a cost for {stage.name} too"
             )
         stages.append(stage)
-    return replace(program, stages=tuple(stages)), sum(costs[name] for name in declared)
+    return replace(program, stages=tuple(stages), jax=None), sum(costs[name] for name in declared)
 
 
 class SimulatedRouter:

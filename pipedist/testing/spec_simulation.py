@@ -27,7 +27,7 @@ from pipedist.core import trees
 from pipedist.core.import_guard import reject_during_import
 from pipedist.core.temp_dirs import ScratchFolder
 from pipedist.core.types import Tree
-from pipedist.errors import CallError, PipedistError, UsageError
+from pipedist.errors import CallError, PipedistError, PlanError, UsageError
 from pipedist.protocol.codec import encode
 from pipedist.runs.api import in_own_thread
 from pipedist.runs.result import Result
@@ -169,7 +169,8 @@ class SpecSimulation:
 
     Raises:
         SpecError: the spec is invalid.
-        UsageError: a key of `costs` is not a run stage, or `workers` is out of range.
+        UsageError: a key of `costs` is not a run stage, a stage with `compile` has no cost, or `workers` is out of
+            range.
 
     Example:
         >>> SpecSimulation("spec.yaml", faults=Faults(crash=0.05)).check(seed=7).result["total"]
@@ -200,6 +201,12 @@ class SpecSimulation:
                 runs = [n for n, s in self._spec.stages.items() if isinstance(s, RunSpec)]
                 raise UsageError(
                     f"costs: {stage!r} is not a run stage; the run stages are: {', '.join(runs) or 'none'}"
+                )
+        for name, run in self._spec.stages.items():
+            if isinstance(run, RunSpec) and run.compile and name not in self._costs:
+                raise UsageError(
+                    f"stage {name} is compiled by JAX, whose devices belong to one process, but simulated workers "
+                    f"share this one. Simulate a cost in its place: --costs {name}=0.01"
                 )
         self._reference: SimulatedRun | None = None
 
@@ -235,6 +242,8 @@ class SpecSimulation:
         faults_s = Random(seed).choice((0.5, 2.0, 6.0)) * (reference.took_s / self._workers + 1.0)
         recovery_s = RECOVERY_S + 100 * reference.took_s
         run = self._run_once(seed, self._workers, self._faults, faults_s, recovery_s)
+        if isinstance(run.error, PlanError):  # the spec needs another number of workers
+            raise run.error
         return replace(run, violation=run.violation or difference(reference.fingerprint, run.fingerprint))
 
     def check(self, seed: int) -> SimulatedRun:

@@ -67,7 +67,7 @@ class GangRunFactory:
         bound: BoundVariables | None,
         begin: Callable[[int], None],
         on_success: Callable[[], None] | None,
-        kind: Callable[..., GangRun] | None = None,  # None: GangRun
+        kind: Callable[..., GangRun],
     ) -> GangRun:
         """Return the run of a lease, or raise DevicesUnseen, and PipedistError if it cannot be executed."""
         program, lo, hi = executor.program, assigned.lo, assigned.hi
@@ -85,7 +85,7 @@ class GangRunFactory:
             on_stalled=partial(self._client.report_stalled, assigned.lease),
             threads=self._threads,
         )
-        return (kind or GangRun)(
+        return kind(
             executor,
             self._loops,
             LeaseShards(executor.finder, shards, lo, hi),

@@ -58,6 +58,14 @@ class Mesh:
         shards = sorted(value.addressable_shards, key=lambda shard: shard.index[0].start or 0)
         return [np.asarray(shard.data)[0] for shard in shards]
 
+    def connect(self) -> None:
+        """Open the connections of collectives while all processes are known to be alive: gloo waits 30 s for them."""
+        spec = jax().sharding.PartitionSpec(AXIS)
+        total = jax().shard_map(
+            lambda x: jax().lax.psum(x, AXIS), mesh=self.mesh, in_specs=spec, out_specs=spec
+        )
+        jax().jit(total)(self.put(np.zeros(len(self.local)))).block_until_ready()
+
     def _make(self, value: Host, spec: Any) -> Array:
         sharding = jax().sharding.NamedSharding(self.mesh, spec)
         return jax().make_array_from_process_local_data(sharding, value)
@@ -98,9 +106,7 @@ def start(devices: JaxDevices, local: range, others: Peers | None = None) -> Mes
     ordinals = devices.ordinals[local.start : local.stop] or tuple(range(len(local)))
     count = max(ordinals) + 1
     if _started is not None and _started != (devices.platform, others):
-        raise DevicesUnseen(
-            "jax has other devices, or other peers, in this process: a new process will replace it"
-        )
+        raise DevicesUnseen("jax has other devices, or other peers, in this process")
     if _started is None:
         _started = (devices.platform, others)
         _configure(devices.platform, count, others)
@@ -114,7 +120,7 @@ def start(devices: JaxDevices, local: range, others: Peers | None = None) -> Mes
     if len(found) < count:
         text = f"{len(local)} replicas need {devices.platform}:{count - 1}, but jax has {len(found)} of these devices"
         if devices.platform == "cpu":
-            raise DevicesUnseen(f"{text}: a new process will replace it")
+            raise DevicesUnseen(text)
         raise UsageError(f"{text}: use fewer replicas, or more workers on other hosts")
     chosen = tuple(found[ordinal] for ordinal in ordinals)
     if others is not None:

@@ -13,9 +13,10 @@ programs, one on each device, which cannot call collectives.
 from __future__ import annotations
 
 import operator
+import os
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import numpy as np
@@ -32,6 +33,8 @@ from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.reduction.partials import ReduceOp
 from pipedist.worker.context import ReplicaContext, current
+from pipedist.worker.failures import user_frames
+from pipedist.worker.jax_arguments import ArgumentSignature, Constant, text_of
 from pipedist.worker.jax_mesh import AXIS, Host, Mesh, jax
 from pipedist.worker.stages import Stage
 from pipedist.worker.variables.access import plain
@@ -44,7 +47,6 @@ from pipedist.worker.variables.rules import (
 )
 
 PROGRAMS_MAX: Final = 256  # compiled programs; the least recently used one is dropped
-_NUMBERS: Final = (int, float, complex)
 _MEANS: Final = {
     1: np.float32,
     2: np.float32,
@@ -53,107 +55,6 @@ _MEANS: Final = {
 }  # dtype of a mean of ints, by bytes
 
 Array = Any  # an array of jax, or its tracer
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-# -- arguments ---------------------------------------------------------------------------
-
-
-class _Constant:
-    """A leaf that is compiled into the program; equal if the values and their types are."""
-
-    __slots__ = ("key", "value")
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.key = ("variable", value._space) if isinstance(value, ReplicaVariable) else value
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Constant) or type(self.value) is not type(other.value):
-            return False
-        return bool(self.key is other.key or self.key == other.key)
-
-    def __hash__(self) -> int:
-        try:
-            return hash(self.key)
-        except TypeError:
-            return hash(type(self.value))
-
-
-@dataclass(frozen=True)
-class ArgumentSignature:
-    """What decides the program of a call: structure, and per leaf a dtype and shape, a type, or a constant."""
-
-    treedef: trees.Treedef
-    leaves: tuple[Any, ...]
-
-    @property
-    def digest(self) -> str:
-        """Text that is equal in all processes with the same signature, apart from constants."""
-        leaves = [type(leaf.value).__name__ if isinstance(leaf, _Constant) else leaf for leaf in self.leaves]
-        return f"{trees.describe(self.treedef)} {leaves}"
-
-    def __str__(self) -> str:
-        each = [text_of(*leaf) for leaf in self.leaves if type(leaf) is tuple]
-        return ", ".join(each) or trees.describe(self.treedef)
-
-
-@dataclass(frozen=True, eq=False)
-class ReplicaArguments:
-    """One replica's arguments of one step."""
-
-    signature: ArgumentSignature
-    arrays: list[Host]
-    numbers: list[Any]  # Python's, which adapt to the dtype of arrays
-
-    @classmethod
-    def all_of(cls, arguments: Sequence[Arguments]) -> list[ReplicaArguments]:
-        """Return the calls of all replicas in one step."""
-        flat = [trees.flatten(each) for each in arguments]
-        alike = all(treedef == flat[0][1] for _, treedef in flat)
-        shared = (
-            [
-                type(leaf) in _NUMBERS
-                and all(type(own[at]) is type(leaf) and own[at] == leaf for own, _ in flat)
-                for at, leaf in enumerate(flat[0][0])
-            ]
-            if alike
-            else []
-        )
-        return [cls._of(leaves, treedef, shared) for leaves, treedef in flat]
-
-    @classmethod
-    def _of(cls, leaves: Sequence[Any], treedef: trees.Treedef, shared: Sequence[bool]) -> ReplicaArguments:
-        kinds: list[Any] = []
-        arrays: list[Host] = []
-        numbers: list[Any] = []
-        for at, leaf in enumerate(leaves):
-            if type(leaf) in _NUMBERS and shared and shared[at]:
-                kinds.append(type(leaf))
-                numbers.append(leaf)
-            elif isinstance(leaf, (np.ndarray, np.generic)) or type(leaf) in _NUMBERS:
-                array = np.asarray(leaf, order="C")
-                if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
-                    path = trees.treedef_paths(treedef)[at]
-                    raise TypeError(
-                        f"argument {path}: JAX has no arrays of {array.dtype}; pass numbers, or a str or an object, "
-                        "which is compiled into the program"
-                    )
-                if array.dtype in (np.longdouble, np.clongdouble):
-                    raise TypeError(f"JAX has no arrays of {array.dtype}: cast them to float64 or complex128")
-                arrays.append(array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("=")))
-                kinds.append((array.shape, arrays[-1].dtype))
-            else:
-                kinds.append(_Constant(leaf))
-        return cls(ArgumentSignature(treedef, tuple(kinds)), arrays, numbers)
-
-    def like(self, other: ReplicaArguments) -> bool:
-        """Return whether one program serves both calls, with the same numbers."""
-        return self.signature == other.signature and self.numbers == other.numbers
-
-
-def text_of(shape: Sequence[int], dtype: Any) -> str:
-    return f"{np.dtype(dtype).name}{list(shape)}"
 
 
 # -- in the traced function --------------------------------------------------------------
@@ -253,6 +154,15 @@ class TracedContext(ReplicaContext):
             "with a key of ctx.step and the replica's id: jax.random.fold_in(jax.random.key(SEED), ctx.step)"
         )
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise RuntimeError if the attribute is one that a spec's functions have only if they are not compiled."""
+        if name in ("epoch", "_elements"):
+            raise RuntimeError(
+                f"ctx.{name.lstrip('_')} is not there in a function that is compiled: it changes from step to step, "
+                "but only ctx.step is traced. Compute it from ctx.step, or make it a part of the dataset's elements"
+            )
+        raise AttributeError(f"a ReplicaContext has no attribute {name!r}")
+
 
 class _TracedVariables:
     """The variables of a step in a replica function while it is traced."""
@@ -334,6 +244,14 @@ def _operand(traits: Traits, value: object, method: AssignMethod) -> Array:
     return array.astype(traits.dtype)
 
 
+def _place(error: BaseException) -> str:
+    """Return the innermost line of user code in an error's traceback, as text."""
+    for frame in reversed(traceback.extract_tb(user_frames(error.__traceback__))):
+        if f"{os.sep}site-packages{os.sep}" not in frame.filename:
+            return f", at {os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    return ""
+
+
 def _awaited(result: Any) -> Tree:
     """Return the result of a function, sync or async: a collective's result is there when it is awaited."""
     if not hasattr(type(result), "__await__"):
@@ -367,7 +285,6 @@ class CompiledFunction:
         mesh: Mesh,
         *,
         replicas: int,
-        seed: int,
         steps: int,
         together: bool,
     ) -> None:
@@ -375,11 +292,10 @@ class CompiledFunction:
         self._signature = signature
         self._traits = traits
         self._replicas = replicas
-        self._seed = seed
         self._steps = steps
         self._together = together
         self._kinds: list[
-            _Constant | None
+            Constant | None
         ] = []  # for each leaf of the result, a constant, or None for an array
         self._treedef: trees.Treedef | None = None
         self._own = [space for space, each in traits.items() if each.copies]
@@ -394,17 +310,25 @@ class CompiledFunction:
                 check_vma=False,  # a gradient is the replica's own; all_reduce sums it
             )
         self._call = jax().jit(body)
+        self.is_ready = False  # whether all members of a mesh of several processes have traced it
 
     def __call__(self, *inputs: Any) -> Any:
+        return self._checked(self._call, inputs)
+
+    def trace(self, *inputs: Any) -> None:
+        """Call the function with tracers, and execute nothing."""
+        self._checked(self._call.trace, inputs)
+
+    def _checked(self, call: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         errors = jax().errors
         try:
-            return self._call(*inputs)
+            return call(*inputs)
         except (errors.JAXTypeError, errors.JAXIndexError) as error:
             label = self._stage.program.function.label
-            fact = str(error).strip().partition("\n")[0]
+            fact = str(error).strip().partition("\n")[0].rstrip(".") + _place(error)
             raise TypeError(
-                f"{label} cannot be compiled by JAX: {fact} Its arguments are traced: use jax.numpy in place of NumPy, "
-                "jax.numpy.where or jax.lax.cond in place of `if`, and a bool or str argument for what is constant"
+                f"{label} cannot be compiled by JAX: {fact}. Its arguments are traced: use jax.numpy in place of "
+                "NumPy, jax.numpy.where or jax.lax.cond in place of `if`, and a bool or str argument for constants"
             ) from error
 
     def results(self, leaves: Sequence[Host]) -> Tree:
@@ -455,15 +379,17 @@ class CompiledFunction:
         stage, given, plain_numbers = self._stage, iter(arrays), iter(numbers)
         leaves = [
             leaf.value
-            if isinstance(leaf, _Constant)
+            if isinstance(leaf, Constant)
             else next(given if type(leaf) is tuple else plain_numbers)
             for leaf in self._signature.leaves
         ]
         args, kwargs = trees.unflatten(self._signature.treedef, leaves)
         collectives = _Collectives(self._replicas, stage.is_async, self._together)
         variables = _TracedVariables(self._traits, values, collectives)
-        ctx = TracedContext(replica, self._replicas, step, 0, stage.name, None, self._seed, collectives)
+        ctx = TracedContext(replica, self._replicas, step, 0, stage.name, None, 0, collectives)
         ctx.variables = variables
+        if stage.program.form != "apply":
+            del ctx.epoch, ctx._elements
         token = current.set(ctx)
         try:
             result = plain(_awaited(stage.call_with(args, kwargs, ctx)))
@@ -472,7 +398,7 @@ class CompiledFunction:
             collectives.unawaited.drop()
             current.reset(token)
         found, self._treedef = trees.flatten(result)
-        self._kinds = [None if isinstance(leaf, jax().Array) else _Constant(leaf) for leaf in found]
+        self._kinds = [None if isinstance(leaf, jax().Array) else Constant(leaf) for leaf in found]
         return [leaf for leaf in found if isinstance(leaf, jax().Array)], variables.changed
 
 
@@ -486,7 +412,6 @@ def program(
     mesh: Mesh,
     *,
     replicas: int,
-    seed: int,
     steps: int = 1,
     together: bool = True,
 ) -> CompiledFunction:
@@ -498,7 +423,6 @@ def program(
         tuple(sorted((space, each.name, repr(each)) for space, each in traits.items())),
         mesh.devices,
         replicas,
-        seed,
         steps,
         together,
     )
@@ -507,7 +431,7 @@ def program(
         while len(_programs) >= PROGRAMS_MAX:
             _programs.popitem(last=False)
         found = _programs[key] = CompiledFunction(
-            stage, signature, traits, mesh, replicas=replicas, seed=seed, steps=steps, together=together
+            stage, signature, traits, mesh, replicas=replicas, steps=steps, together=together
         )
     _programs.move_to_end(key)
     return found

@@ -22,11 +22,16 @@ from pipedist.worker.devices import DevicesUnseen
 from pipedist.worker.execution import Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.gangs import GangRun
+from pipedist.worker.jax_arguments import ReplicaArguments
 from pipedist.worker.jax_mesh import Host, Mesh
 from pipedist.worker.jax_program import NeedsAll
 from pipedist.worker.stages import Call, GangCallContext, Stage
 
+Group = Sequence[Sequence[ReplicaArguments]]  # the arguments of each replica, in each step
 _WORD: Final = b"jax".ljust(WORD_BYTES, b".")  # the members agree on a mesh and a program
+
+_held: dict[int, tuple[Host, tuple[Any, ...], Any]] = {}
+"""The latest values of variables: the array of the host, and its copies on devices; of one step's variables."""
 
 
 @dataclass(eq=False)
@@ -68,7 +73,7 @@ class JaxRun(GangRun):
         except DevicesUnseen:
             raise
         except BaseException as error:  # an outcome; the scheduler decides
-            if self.channel is not None and isinstance(error, jax_mesh.jax().errors.JaxRuntimeError):
+            if self.channel is not None and _is_broken(error):
                 raise DevicesUnseen(
                     f"the mesh of {self.channel.members} processes is broken: {error}"
                 ) from error
@@ -116,8 +121,9 @@ class JaxRun(GangRun):
         elif known is None:
             raise GangAborted("other members of the mesh begin anew")
         else:
-            raise DevicesUnseen("the mesh has other members than before: a new process will replace it")
+            raise DevicesUnseen("the mesh has other members than before")
         self.mesh = jax_mesh.start(self._devices, self.local, peers)
+        self.mesh.connect()
 
     def abandon(self) -> None:
         """Do nothing: a program on devices ends by itself, and its results are dropped."""
@@ -137,8 +143,8 @@ class JaxRun(GangRun):
         """Execute steps, given the arguments of each replica in each; return a list of results per replica."""
         results: list[list[Tree]] = [[] for _ in calls]
         state = _State(self, calls)
-        prepared = [jax_program.ReplicaArguments.all_of(arguments) for arguments in steps]
-        groups: list[list[list[jax_program.ReplicaArguments]]] = []
+        prepared = [ReplicaArguments.all_of(arguments) for arguments in steps]
+        groups: list[list[list[ReplicaArguments]]] = []
         for each in prepared:
             if groups and _is_uniform(each) and _is_uniform(groups[-1][0]) and each[0].like(groups[-1][0][0]):
                 groups[-1].append(each)
@@ -146,8 +152,17 @@ class JaxRun(GangRun):
                 groups.append([each])
         if self.channel is not None:
             mine = [[each[0][0].signature.digest, len(each), _is_uniform(each[0])] for each in groups]
-            if any(other != mine for other in self._share(self.channel, mine)):
+            whole = [group for group in groups if _is_uniform(group[0])]
+            ready = all(state.program(stage, group).is_ready for group in whole)
+            shared = self._share(self.channel, [mine, ready])
+            if any(other != mine for other, _ in shared):
                 return self._apart(state, stage, first, prepared, results)
+            if not all(is_ready for _, is_ready in shared):
+                for group in whole:
+                    state.trace(stage, first, group)
+                self._share(self.channel, None)  # a member whose function hangs is missing here
+                for group in whole:
+                    state.program(stage, group).is_ready = True
         for group in groups:
             together = _is_uniform(group[0])
             execute = state.together if together else state.apart
@@ -177,19 +192,21 @@ class _State:
         self._traits = {} if run.bound is None else run.bound.traits
         self._program = run.executor.program
 
-    def together(
-        self, stage: Stage, first: int, group: Sequence[Sequence[jax_program.ReplicaArguments]]
-    ) -> list[list[Tree]]:
-        mesh, steps = self._run.mesh, len(group)
-        program = jax_program.program(
+    def program(self, stage: Stage, group: Group) -> jax_program.CompiledFunction:
+        return jax_program.program(
             stage,
             group[0][0].signature,
             self._traits,
-            mesh,
+            self._run.mesh,
             replicas=self._program.replicas,
-            seed=self._program.seed,
-            steps=steps,
+            steps=len(group),
         )
+
+    def trace(self, stage: Stage, first: int, group: Group) -> None:
+        self.program(stage, group).trace(*self._inputs(first, group))
+
+    def _inputs(self, first: int, group: Group) -> tuple[Any, ...]:
+        mesh, steps = self._run.mesh, len(group)
 
         def column(at: int) -> Any:
             each = [row[replica].arrays[at] for replica in range(len(group[0])) for row in group]
@@ -197,20 +214,32 @@ class _State:
             return mesh.put(whole if steps == 1 else whole.reshape(-1, steps, *whole.shape[1:]))
 
         arrays = [column(at) for at in range(len(group[0][0].arrays))]
-        shared = {
-            s: mesh.put_copies(self._replicas[0].value(s)) for s, t in self._traits.items() if not t.copies
-        }
+
+        def copies(space: int) -> Any:
+            host = self._replicas[0].value(space)
+            if space not in _held or _held[space][0] is not host or _held[space][1] != mesh.devices:
+                _held[space] = host, mesh.devices, mesh.put_copies(host)
+            return _held[space][2]
+
+        shared = {space: copies(space) for space, each in self._traits.items() if not each.copies}
         own = {
             s: mesh.put(np.stack([r.value(s) for r in self._replicas]))
             for s, t in self._traits.items()
             if t.copies
         }
-        found, changed, changed_own = program(first, arrays, group[0][0].numbers, shared, own)
+        for space in _held.keys() - shared.keys() if shared else ():
+            del _held[space]
+        return first, arrays, group[0][0].numbers, shared, own
+
+    def together(self, stage: Stage, first: int, group: Group) -> list[list[Tree]]:
+        mesh, steps, program = self._run.mesh, len(group), self.program(stage, group)
+        found, changed, changed_own = program(*self._inputs(first, group))
         parts = [mesh.parts(each) for each in found]
         for space, value in changed.items():
             new = _host(np.asarray(value.addressable_shards[0].data))
             for replica in self._replicas:
                 replica.changed[space] = new
+            _held[space] = new, mesh.devices, value
         for space, value in changed_own.items():
             for replica, part in zip(self._replicas, mesh.parts(value), strict=True):
                 replica.changed[space] = _host(part)
@@ -219,9 +248,7 @@ class _State:
             return [[program.results([part[r] for part in parts])] for r in range(count)]
         return [[program.results([part[r][k] for part in parts]) for k in range(steps)] for r in range(count)]
 
-    def apart(
-        self, stage: Stage, first: int, group: Sequence[Sequence[jax_program.ReplicaArguments]]
-    ) -> list[list[Tree]]:
+    def apart(self, stage: Stage, first: int, group: Group) -> list[list[Tree]]:
         """Execute one step whose replicas have arguments of different shapes."""
         mesh, library, [row] = self._run.mesh, jax_mesh.jax(), group
         results: list[list[Tree]] = []
@@ -234,7 +261,6 @@ class _State:
                 self._traits,
                 mesh,
                 replicas=self._program.replicas,
-                seed=self._program.seed,
                 together=False,
             )
             values = {space: self._replicas[place].value(space) for space in self._traits}
@@ -264,7 +290,17 @@ class _State:
         return results
 
 
-def _is_uniform(calls: Sequence[jax_program.ReplicaArguments]) -> bool:
+def _is_broken(error: BaseException) -> bool:
+    """Return whether an error means that a process of this one's mesh is gone.
+
+    Then a new process replaces this one at once, so that it is there when the next attempt begins.
+    """
+    if isinstance(error, GangAborted):
+        return bool(jax_mesh.joined())
+    return isinstance(error, jax_mesh.jax().errors.JaxRuntimeError)
+
+
+def _is_uniform(calls: Sequence[ReplicaArguments]) -> bool:
     return all(call.like(calls[0]) for call in calls)
 
 

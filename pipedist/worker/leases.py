@@ -16,11 +16,23 @@ from pipedist.worker.progress import StageClock
 
 if TYPE_CHECKING:
     from pipedist.protocol.code_archive import CodeStore
+    from pipedist.protocol.program import Program
     from pipedist.worker.gangs import GangRun, GangRunFactory
     from pipedist.worker.relay_channel import RelayBuffer, RelayClient
     from pipedist.worker.variables.replica import BoundVariables
 
     Run = LeaseRun | RejectedLeaseRun | GangRun
+
+
+def gang_run_of(program: Program) -> type[GangRun]:
+    """Return the class that executes the gang leases of a program."""
+    if program.jax is not None:
+        from pipedist.worker.jax_run import JaxRun  # of an extra
+
+        return JaxRun
+    from pipedist.worker.gangs import GangRun  # most workers run no gangs
+
+    return GangRun
 
 
 class Leases:
@@ -148,13 +160,8 @@ class Leases:
         bound: BoundVariables | None,
         begin: Callable[[int], None],
     ) -> GangRun:
-        from pipedist.worker.gangs import GangRun, GangRunFactory  # most workers run no gangs
+        from pipedist.worker.gangs import GangRunFactory  # most workers run no gangs
 
-        kind = GangRun
-        if executor.program.jax is not None:
-            from pipedist.worker.jax_run import JaxRun  # of an extra
-
-            kind = JaxRun
         if self._gangs is None:
             self._gangs = GangRunFactory(self._client, self._loop)
 
@@ -172,7 +179,7 @@ class Leases:
             bound=bound,
             begin=begin,
             on_success=on_success,
-            kind=kind,
+            kind=gang_run_of(executor.program),
         )
 
     def close(self) -> None:

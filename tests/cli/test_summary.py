@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist.cli.rendering import Records, Row, records, render, summarize, summarize_file
+from pipedist.cli.rendering import Row, render
 from pipedist.outputs import open_sink
+from pipedist.outputs.summary import Records, records, summarize, summarize_file
 
 LEDGER = {"elements": 4096, "committed": 4000, "quarantined": 96, "lost": 0}
 
@@ -164,7 +165,7 @@ def test_long_paths_stay_whole_in_a_pipe(tmp_path: Path, monkeypatch: pytest.Mon
 def test_rows_are_counted_in_any_locale(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('note\né\n"ü\nö"\n', encoding="utf-8")
-    code = f"from pipedist.cli.rendering import *; print(summarize_file(Path({str(path)!r})))"
+    code = f"from pipedist.outputs.summary import *; print(summarize_file(Path({str(path)!r})))"
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     counted = subprocess.run([sys.executable, "-c", code], env=ascii_only, capture_output=True, check=True)
     assert counted.stdout == b"2 rows\n"

@@ -86,8 +86,51 @@ def test_a_worker_that_stops_in_a_step_is_replaced(tmp_path: Path) -> None:
             async with pipedist.LocalCluster(workers=2) as cluster:
                 strategy = pipedist.TPUStrategy(cluster, platform="cpu", replicas=REPLICAS)
                 x = ramp(strategy)
-                found = await strategy.run(dies_once(str(tmp_path / "stopped"), signal.SIGSTOP), (x,))
+                with anyio.fail_after(
+                    30
+                ):  # also in the first step: gloo would wait as long for its connections
+                    found = await strategy.run(dies_once(str(tmp_path / "stopped"), signal.SIGSTOP), (x,))
                 assert (tmp_path / "stopped").exists()
                 np.testing.assert_allclose(found[0][0], sum(x), rtol=1e-15)
 
     anyio.run(stop)
+
+
+WAITED = "the mesh of a TPUStrategy has waited 4 s for members 1"
+
+
+def hanging(marker: str, times: int) -> dict[str, Any]:
+    """Return a spec whose function hangs in the last process, so many times."""
+
+    def total(shard: Any, ctx: Any) -> Any:
+        import time
+
+        import jax
+
+        if jax.process_index() == 1:
+            with Path(marker).open("a+") as file:
+                file.write("x")
+                if file.tell() <= times:
+                    time.sleep(60)
+        return ctx.all_reduce("sum", shard.sum())[None]
+
+    compiled = {"compile": "jax", "collectives": {"timeout_s": 4}, "resources": {"devices": "cpu"}}
+    return {
+        "pipedist": 1,
+        "replicas": 2,
+        "dataset": {"range": 8, "batch": 8},
+        "stages": {"total": {"run": total, **compiled}, "totals": {"gather": 0, "of": "total"}},
+    }
+
+
+def test_a_process_that_hangs_while_it_traces_is_named_and_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert pipedist.run(hanging(str(tmp_path / "hung"), 1), workers=2)["totals"].tolist() == [28, 28]
+    assert WAITED in caplog.text
+
+
+@pytest.mark.slow
+def test_a_step_whose_process_always_hangs_fails_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(pipedist.CallError, match=WAITED):
+        pipedist.run(hanging(str(tmp_path / "hung"), 99), workers=2)

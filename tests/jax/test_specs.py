@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,22 +14,37 @@ import pytest
 
 import pipedist
 from pipedist.plan import compiler
+from pipedist.testing import simulate
 
 ROOT = Path(__file__).parents[2]
 SPEC = ROOT / "specs" / "jax_digits.yaml"
 SHORT = {"epochs": 1, "hidden": 8}
 
 
+FUNCTIONS = """
+def total(shard, ctx):
+    import jax
+
+    is_traced = isinstance(shard, jax.core.Tracer)
+    return {"total": ctx.all_reduce("sum", (shard * 1.1).sum())[None], "compiled": jax.numpy.asarray([is_traced])}
+"""
+
+
+def pipedist_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "pipedist", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+
+
 def command(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "pipedist", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = pipedist_command(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def failed(*arguments: str) -> str:
+    done = pipedist_command(*arguments)
+    assert done.returncode == 2, done.stderr
+    return done.stderr
 
 
 def spec(**stage: Any) -> dict[str, Any]:
@@ -104,3 +120,39 @@ def test_the_plan_shows_the_mesh() -> None:
     assert "compiled by jax for a mesh of 8 cpu devices, 4 each, 1 step per run" in command(
         "plan", str(SPEC), "--workers", "2"
     )
+
+
+def test_replay_compiles_as_the_run_did(tmp_path: Path) -> None:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    path = tmp_path / "total.yaml"
+    path.write_text(
+        "pipedist: 1\nreplicas: 4\ndataset: {range: 16, batch: 8}\nstages:\n"
+        '  total: {run: "functions:total", compile: jax, collectives: true, resources: {devices: cpu}}\n'
+        "  totals: {gather: 0, of: total}\n"
+    )
+    totals = pipedist.run(path, workers=1, output=tmp_path / "out")["totals"]
+    replay = ["replay", str(tmp_path / "out"), "--call", "total/1/2"]
+    assert json.loads(command(*replay)) == {"compiled": [True], "total": [totals["total"][6]]}
+    with (tmp_path / "functions.py").open("a") as file:
+        file.write("import jax.numpy\nONES = jax.numpy.ones(3)\n")  # opens the devices
+    assert "XLA_FLAGS=--xla_force_host_platform_device_count=4" in failed(*replay)
+
+
+def test_simulations_need_the_cost_of_compiled_stages() -> None:
+    one = {**spec(), "replicas": 3}
+    del one["stages"]["rows"], one["stages"]["totals"]
+    with pytest.raises(pipedist.UsageError, match=r"--costs total=0\.01"):
+        simulate(one, seeds=[0])
+    costs = {"total": 0.01}
+    with pytest.raises(pipedist.PlanError, match="--workers 1"):
+        simulate(one, seeds=[0], workers=2, costs=costs)
+    simulate(one, seeds=range(3), workers=3, costs=costs)
+
+
+@pytest.mark.parametrize("name", ["epoch", "elements"])
+def test_untraced_attributes_of_the_context_are_errors(name: str) -> None:
+    def read(shard: Any, ctx: Any) -> Any:
+        return shard + (getattr(ctx, name) or 0)
+
+    with pytest.raises(pipedist.CallError, match=rf"ctx\.{name} is not there in a function that is compiled"):
+        pipedist.run(spec(run=read), workers=1)

@@ -9,6 +9,7 @@ import base64
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -59,8 +60,8 @@ const until = async found => { while (!found()) await new Promise(go => setTimeo
 """
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chrome]:
+@contextmanager
+def opened_browser() -> Iterator[Chrome]:
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -76,6 +77,12 @@ def browser() -> Iterator[Chrome]:
 
 
 @pytest.fixture(scope="module")
+def browser() -> Iterator[Chrome]:
+    with opened_browser() as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     finished(folder / "out")
@@ -84,8 +91,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def emulate(browser: Chrome, width: int, scheme: str) -> None:
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+def emulate(browser: Chrome, width: int, scheme: str, height: int = 900) -> None:
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
@@ -115,6 +122,10 @@ def test_the_report_is_drawn(browser: Chrome, report: Path, width: int, scheme: 
     ]  # fmt: skip
     assert browser.title == "job: finished", "markup in the data is text"
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width, "nothing overflows"
+    boxes = (
+        "return [...document.querySelectorAll('.plan svg rect')].map((each) => getComputedStyle(each).stroke)"
+    )
+    assert len(set(browser.execute_script(boxes))) == 4, "each kind of node has its colour in this scheme"
     canvas = "const c = document.querySelector('canvas');"
     drawn = f"{canvas} return c.getContext('2d').getImageData(0, 0, c.width, c.height)"
     colors = browser.execute_async_script(

@@ -42,12 +42,14 @@ class Executing:
 
 
 @contextmanager
-def executing(folder: Path, *more: str) -> Iterator[Executing]:
+def executing(
+    folder: Path, *more: str, spec: dict[str, Any] | None = None, workers: int = 1
+) -> Iterator[Executing]:
     """Execute a run with a live page, in processes of their own, until `go`."""
-    (folder / "waiting.yaml").write_text(json.dumps(waiting(folder)))
+    (folder / "waiting.yaml").write_text(json.dumps(spec or waiting(folder)))
     root = Path(__file__).parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pipedist", "run", "waiting.yaml", "--workers", "1", "--live", *more],
+        [sys.executable, "-m", "pipedist", "run", "waiting.yaml", "--workers", str(workers), "--live", *more],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(root)},
         stdout=subprocess.PIPE,

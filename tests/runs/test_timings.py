@@ -95,6 +95,12 @@ async def test_the_measurements_of_a_running_run_are_on_disk(tmp_path: Path) -> 
         tasks.cancel_scope.cancel()
 
 
+def test_a_run_that_begins_again_has_no_measurements_of_the_one_before(tmp_path: Path) -> None:
+    for _ in range(2):
+        pipedist.run(document("double"), workers=1, output=tmp_path, restart=True)
+    assert len(read_timings(tmp_path / ".pipedist/timings")) == 1
+
+
 def test_a_resumed_run_adds_a_file_and_old_ones_go(tmp_path: Path) -> None:
     for number in range(1, 20):
         (tmp_path / f"{number}.msgpack").touch()

@@ -9,8 +9,18 @@ from itertools import pairwise
 
 import pytest
 
-from pipedist.cli.progress import Pace, Pacer, PlainReporter, ProgressTotals, describe, duration
+import pipedist
 from pipedist.protocol.messages import LogLine
+from pipedist.runs.progress import (
+    LiveReporter,
+    Pace,
+    Pacer,
+    PlainReporter,
+    ProgressTotals,
+    describe,
+    duration,
+    open_reporter,
+)
 from pipedist.runs.result import Progress, StageCount
 
 
@@ -170,12 +180,6 @@ def test_a_phase_and_its_reduction_have_a_plain_line(monkeypatch: pytest.MonkeyP
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipedist.cli.progress import LiveReporter
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "140")
@@ -191,3 +195,47 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "5 of 10 calls" in shown
     assert "2 workers" in shown
     assert "[bold]a line" in shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.asyncio
+async def test_runs_show_progress_on_a_terminal_unless_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {
+        "pipedist": 1,
+        "name": "job",
+        "dataset": {"range": 6, "batch": 2},
+        "stages": {"y": {"run": abs}, "all": {"gather": 0, "of": "y"}},
+    }
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("TERM", "xterm")
+    async with pipedist.LocalCluster(1) as cluster:
+
+        async def shown(stderr: io.StringIO, progress: bool | None) -> str:
+            monkeypatch.setattr(sys, "stderr", stderr)
+            async with pipedist.open(spec, cluster=cluster, progress=progress) as run:
+                await run.results()
+                inside = stderr.getvalue()
+            assert stderr.getvalue() == inside, "the bar is closed with the run, not with its context"
+            assert sys.stderr is stderr, "it is redirected no longer"
+            return inside
+
+        assert "3 of 3 calls" in await shown(Terminal(), None)
+        assert "3 of 3 calls" in await shown(Terminal(), True)
+        assert await shown(Terminal(), False) == ""
+        assert await shown(io.StringIO(), None) == ""
+
+
+def test_a_terminal_shows_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    first = open_reporter("first")
+    assert isinstance(first, LiveReporter)
+    assert isinstance(open_reporter("second"), PlainReporter)
+    first.close()
+    first.close()
+    third = open_reporter("third")
+    assert isinstance(third, LiveReporter)
+    third.close()

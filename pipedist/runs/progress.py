@@ -1,10 +1,11 @@
-"""Show progress and logs on standard error: a live bar on a terminal, plain lines otherwise.
+"""Show progress and logs: a live bar on a terminal or in a notebook, else plain lines on standard error.
 
 Progress is counted in calls, because elements count only when their step is complete, which may be the only one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -12,14 +13,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from logging import WARNING
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pipedist.cli.terminal import write_error
 from pipedist.protocol import messages
 
 if TYPE_CHECKING:
     from pipedist.runs.result import Progress
 
+REFRESH_S = 0.2  # between two updates of a reporter
 _FIRST_LINE_S = 2.0
 _INTERVAL_GROWTH = 1.5  # plain lines are 10 in the first two minutes, 27 in a day, 32 in a week
 
@@ -181,7 +182,8 @@ class PlainReporter(Reporter):
         self.line(describe(self._name, totals, pace))
 
     def line(self, text: str) -> None:
-        write_error(text + "\n")
+        with contextlib.suppress(OSError, ValueError):  # standard error is closed
+            print(text, file=sys.stderr, flush=True)  # noqa: T201
 
     def close(self) -> None:
         """Do nothing: the lines stay."""
@@ -199,9 +201,11 @@ class QuietReporter(PlainReporter):
 
 
 class LiveReporter(Reporter):
-    """A bar that is redrawn in place, with lines above it."""
+    """A bar that is redrawn in place: on a terminal with lines above it, or in the output of a notebook's cell."""
 
-    def __init__(self, name: str) -> None:
+    on_terminal: ClassVar[int] = 0  # a terminal shows one bar at a time
+
+    def __init__(self, name: str, *, in_notebook: bool = False) -> None:
         # imported here because rich takes 60 ms to import
         from rich.console import Console
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn
@@ -213,11 +217,24 @@ class LiveReporter(Reporter):
         text = TextColumn("{task.description}", markup=False)
         details = TextColumn("{task.fields[details]}", markup=False)
         columns = (text, BarColumn(), TaskProgressColumn(), details)
+        if in_notebook:  # narrower, and in colours that are readable on light and on dark pages
+            bar = BarColumn(20, "grey50", "dodger_blue2", "dark_cyan", "grey50")
+            columns = (text, bar, TaskProgressColumn("{task.percentage:>3.0f}%"), details)
         self._bar = Bar(*columns, console=self._console, transient=True)
         self._task: Any = self._bar.add_task(name, total=None, details="starting")
-        self._bar.start()
+        self._display: Any = None
+        self._is_open = True
+        self._has_begun = False
+        if in_notebook:
+            from IPython.display import display
+
+            self._display = display(self._bar, display_id=True)  # type: ignore[no-untyped-call, unused-ignore]
+        else:
+            LiveReporter.on_terminal += 1
+            self._bar.start()
 
     def update(self, totals: ProgressTotals) -> None:
+        self._has_begun = True
         pace = self._pacer.pace(totals, time.monotonic())
         self._bar.update(
             self._task,
@@ -226,21 +243,50 @@ class LiveReporter(Reporter):
             total=totals.calls_total,
             details=", ".join(_details(totals, pace)),
         )
+        if self._display is not None:
+            self._display.update(self._bar)
 
     def line(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._bar.stop()
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._display is None:
+            self._bar.stop()
+            LiveReporter.on_terminal -= 1
+        elif not self._has_begun:
+            self._bar.update(self._task, details="no call was executed")
+            self._display.update(self._bar)
+
+
+def is_interactive() -> bool:
+    """Return whether progress is shown by default: on a terminal, and in a notebook."""
+    return _on_terminal() or _in_notebook()
 
 
 def open_reporter(name: str, *, quiet: bool = False) -> Reporter:
-    """Return a live bar if standard error is a terminal, else plain lines; if `quiet`, neither."""
+    """Return a live bar in a notebook, or if standard error is a terminal without a bar; else plain lines.
+
+    A `quiet` one shows neither.
+    """
     if quiet:
         return QuietReporter(name)
-    if sys.stderr is not None and sys.stderr.isatty():
-        return LiveReporter(name)
-    return PlainReporter(name)
+    if _in_notebook():
+        return LiveReporter(name, in_notebook=True)
+    return LiveReporter(name) if _on_terminal() and not LiveReporter.on_terminal else PlainReporter(name)
+
+
+def _on_terminal() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _in_notebook() -> bool:
+    """Return whether this process is a kernel of IPython, whose cells show rich output."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
 
 
 def describe(name: str, totals: ProgressTotals, pace: Pace) -> str:
@@ -277,7 +323,7 @@ def _details(totals: ProgressTotals, pace: Pace) -> list[str]:
         details.append(f"{duration(pace.elapsed_s)} so far")
     if totals.activity:
         details.append(totals.activity)
-    elif pace.left_s is not None:
+    elif pace.left_s:
         phase = " in this phase" if totals.phases > 1 else ""
         details.append(f"about {duration(pace.left_s)} left{phase}")
     return details
