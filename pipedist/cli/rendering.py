@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # if standard output is no terminal: paths are never wrapped
 PLAIN_WIDTH = 1_000_000
 PLAIN_VALUE_WIDTH = 60  # of the column of values
+NAMES_MAX = 4  # stages of a pass that are all named
+
 _REASONS = {"error": "raised", "timeout": "timed out", "death": "whose worker died", "slow": "slow"}
 
 
@@ -132,12 +134,18 @@ def _stages_table(timings: Timings) -> Table:
     from rich.text import Text
 
     table = _table()
-    table.add_column("stages")
+    table.add_column("stages", overflow="fold")
     for title in ("calls", "elements/s", "busy", "median", "longest call"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", overflow="fold")  # a key that is cut can't be replayed
     for stage in timings.stages:
-        longest = f"{stage.slowest} {brief(stage.max_s)}" if stage.slowest else ""
-        numbers = (f"{stage.calls:,}", f"{stage.elements_per_s:,.0f}")
+        names = stage.name.split(" -> ")
+        name = (
+            stage.name
+            if len(names) <= NAMES_MAX
+            else f"{names[0]} -> ... -> {names[-1]}, {len(names)} stages"
+        )
+        longest = f"{stage.slowest} {brief(stage.max_s)}".strip() if stage.calls else ""
+        numbers = (f"{stage.calls:,}", f"{stage.elements_per_s:,.0f}" if stage.elements else "")
         times = (brief(stage.busy_s), brief(stage.p50_s))
-        table.add_row(*map(Text, (stage.name, *numbers, *times, longest)))
+        table.add_row(*map(Text, (name, *numbers, *times, longest)))
     return table

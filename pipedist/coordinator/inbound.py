@@ -12,11 +12,13 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 
 from msgspec.structs import replace
 
 from pipedist.coordinator.gang_relay import GangRelay
+from pipedist.coordinator.measurements import SpanEnd
 from pipedist.coordinator.notices import LOGGER, Notices, printable
 from pipedist.coordinator.passes import OpenPasses
 from pipedist.coordinator.results import Chunk, FailedElement, open_chunk
@@ -76,6 +78,10 @@ class Inbound:
             case msg.Stalled():
                 self._on_stalled(peer, message)
             case msg.Cancelled(lease):
+                for handle in self._passes.handles.values():
+                    if handle.record is not None:
+                        record = handle.record
+                        record.recorder.later(partial(record.ended, peer.worker, lease, SpanEnd.CANCELLED))
                 self._post(ev.CancelConfirmed(peer.worker, peer.incarnation, lease))
             case msg.QuotaMet(pass_id, calls):
                 self._post(ev.QuotaConfirmed(peer.worker, peer.incarnation, pass_id, calls))
@@ -117,7 +123,7 @@ class Inbound:
             chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
             size = chunk.size
             if handle.record is not None:
-                handle.record.returned(peer.worker, results, size)
+                handle.record.recorder.later(partial(handle.record.returned, peer.worker, results, size))
         elif (handle := self._passes.of_cancelled(peer.worker, lease)) is not None:
             handle.arrived_late(open_chunk(lo, hi, frames, handle.slots, handle.required_slots))
         self._post(ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, results.busy_ns, size), chunk)
@@ -147,7 +153,7 @@ class Inbound:
         )
         if handle is not None:
             if handle.record is not None:
-                handle.record.raised(peer.worker, failed)
+                handle.record.recorder.later(partial(handle.record.raised, peer.worker, failed))
             handle.on_raised(failed)
             event = handle.policy.apply(event, failed)
             self._gangs.failed(failed)

@@ -42,6 +42,9 @@ _TEXT_MAX = 300
 _ATTEMPT_MAX = 255
 _OFFERS_KEPT = 64  # offers are forgotten when there are more, and their steps are complete
 _SPANS_FIRST = 1024
+_FRESH_MAX = 256
+_LATER_MAX = 256
+_LAST = itemgetter(0)
 
 
 class SpanEnd(IntEnum):
@@ -105,19 +108,19 @@ class Mark(Struct, frozen=True):
 class DurationHistogram:
     """A histogram of durations of calls, with eight buckets for each power of two."""
 
-    def __init__(self, counts: NDArray[np.int64] | None = None) -> None:
-        self.counts = np.zeros(_OCTAVES * _DURATIONS_PER_OCTAVE, np.int64) if counts is None else counts
+    def __init__(self) -> None:
+        self._counts = [0] * (_OCTAVES * _DURATIONS_PER_OCTAVE)
 
     def add(self, duration_ns: float, calls: int) -> None:
         bucket = int(math.log2(duration_ns) * _DURATIONS_PER_OCTAVE) if duration_ns > 1 else 0
-        self.counts[min(bucket, len(self.counts) - 1)] += calls
+        self._counts[min(bucket, len(self._counts) - 1)] += calls
 
     def quantile_s(self, q: float) -> float:
         """Return the duration below which a share `q` of the calls is, within 5 percent, in seconds."""
-        total = int(self.counts.sum())
-        if not total:
+        sums = np.cumsum(self._counts)
+        if not sums[-1]:
             return 0.0
-        bucket = int(np.searchsorted(np.cumsum(self.counts), q * total))
+        bucket = int(np.searchsorted(sums, q * sums[-1]))
         return float(2 ** ((bucket + 0.5) / _DURATIONS_PER_OCTAVE) * 1e-9)
 
 
@@ -128,9 +131,13 @@ class Totals:
     calls: int = 0  # that returned
     failed: int = 0  # that raised, or exceeded their time limit
     repeated: int = 0  # attempts after the first
-    busy_ns: int = 0
+    trials: int = (
+        0  # that searched for elements to quarantine; they count nowhere else but in times and bytes
+    )
+    busy_ns: int = 0  # also of calls that failed
     reading_ns: int = 0  # the part of the busy time for reading shards
-    input_wait_ns: int = 0  # idle, because no step could be executed yet
+    input_wait_ns: int = 0  # idle, because the driver process was reading
+    stage_wait_ns: int = 0  # idle, because the next steps needed an update, or values of another pass
     driver_wait_ns: int = 0  # idle, although steps could be executed
     bytes_in: int = 0
     bytes_out: int = 0
@@ -148,9 +155,12 @@ class OpenLease:
     hi: int
     attempt: int
     overlaps: bool  # its calls wait, and overlap with those of other leases
+    is_trial: bool  # it has a part of a call's elements
     queued: int
     sent: int
     left: int  # calls that have not returned
+    state: _WorkerState
+    totals: Totals  # those of the worker in the pass
 
 
 @dataclass(slots=True)
@@ -164,7 +174,7 @@ class _WorkerState:
 
 
 class PassRecord:
-    """The measurements of one pass; its methods are called as things happen."""
+    """The measurements of one pass; its methods are called as things happen, or with `Recorder.later`."""
 
     def __init__(
         self, recorder: Recorder, number: int, name: str, stages: Sequence[str], replicas: int, phase: int
@@ -174,24 +184,30 @@ class PassRecord:
         self.replicas = replicas
         self.phase = phase
         self.totals: dict[int, Totals] = {}  # by worker
+        self.calls = 0  # whose results count
         self.elements = 0  # of completed steps
+        self.overlaps = False  # whether its calls wait, and overlap
         self.durations = DurationHistogram()
         self.stages_ns = [0] * len(stages)  # busy time by stage, if there are several
         self.slowest = (0, -1, -1)  # duration, first call and worker of the span with the longest calls
         self.recorder = recorder
         self._number = number
-        # Last step, beginning of its wait, and time of each offer whose steps are not complete
-        self._offers: list[tuple[int, int, int]] = []
+        # Each offer whose steps are not complete: last step, times when reading began and ended, and its own time
+        self._offers: list[tuple[int, int, int, int]] = []
 
-    def offered(self, last: int, since: int) -> None:
-        """Record that steps before `last` can be executed; their input was waited for `since` a time."""
-        self._offers.append((last, since, self.recorder.now()))
+    def offered(self, last: int, since: int, held_ns: int = 0) -> None:
+        """Record that steps before `last` can be executed.
+
+        They were read `since` a time, and held back for the last `held_ns`, until calls of other stages were over.
+        """
+        now = self.recorder.now()
+        self._offers.append((last, since, max(since, now - held_ns), now))
 
     def completed(self, last: int, elements: int) -> None:
         """Record that all steps before `last` are complete, `elements` more."""
         self.elements += elements
         if len(self._offers) > _OFFERS_KEPT and self._offers[_OFFERS_KEPT // 2][0] <= last:
-            del self._offers[: bisect_right(self._offers, last, key=itemgetter(0))]
+            del self._offers[: bisect_right(self._offers, last, key=_LAST)]
 
     def sent(
         self,
@@ -202,62 +218,91 @@ class PassRecord:
         *,
         attempt: int,
         bytes_in: int,
+        asked: int | None = None,
         overlaps: bool = False,
+        is_trial: bool = False,
     ) -> None:
-        """Record a lease of calls [lo, hi)."""
+        """Record a lease of calls [lo, hi), whose data was read since it was `asked` for."""
         recorder = self.recorder
         now, number = recorder.now(), recorder.number_of(worker)
-        place = bisect_right(self._offers, lo // self.replicas, key=itemgetter(0))
-        _, since, queued = self._offers[place] if place < len(self._offers) else (0, now, now)
-        recorder.open[worker, lease] = OpenLease(
-            self, number, lo, hi, attempt, overlaps, queued, now, hi - lo
-        )
+        place = bisect_right(self._offers, lo // self.replicas, key=_LAST)
+        offer = self._offers[place] if place < len(self._offers) else (0, now, now, now)
+        _, since, read, queued = offer
         state, totals = recorder.states[number], self._of(number)
-        if state.idle_since >= 0:
-            idle = now - state.idle_since
-            for_input = max(0, min(queued, now) - max(since, state.idle_since))
+        recorder.open[worker, lease] = OpenLease(
+            self, number, lo, hi, attempt, overlaps, is_trial, queued, now, hi - lo, state, totals
+        )
+        idle_since = state.idle_since
+        if idle_since >= 0:
+            asked = now if asked is None else max(asked, queued)
+            for_input = max(0, read - max(since, idle_since)) + max(0, now - max(asked, idle_since))
+            for_stages = max(0, queued - max(read, idle_since))
             totals.input_wait_ns += for_input
-            totals.driver_wait_ns += idle - for_input
+            totals.stage_wait_ns += for_stages
+            totals.driver_wait_ns += now - idle_since - for_input - for_stages
             state.idle_since = -1
         state.leases += 1
+        if overlaps:
+            self.overlaps = True
         totals.bytes_in += bytes_in
-        totals.repeated += hi - lo if attempt else 0
+        if is_trial:
+            totals.trials += hi - lo
+        elif attempt:
+            totals.repeated += hi - lo
 
     def returned(self, worker: str, results: Results, bytes_out: int) -> None:
         """Record results of calls of a lease."""
-        opened = self.recorder.open.get((worker, results.lease))
+        recorder = self.recorder
+        opened = recorder.open.get((worker, results.lease))
         if opened is None:
             return
-        now, state, totals = (
-            self.recorder.now(),
-            self.recorder.states[opened.worker],
-            self._of(opened.worker),
-        )
-        calls = results.hi - results.lo
+        now, state, totals, sent = recorder.now(), opened.state, opened.totals, opened.sent
+        lo, hi, reading_ns = results.lo, results.hi, results.reading_ns
+        calls = hi - lo
         if opened.overlaps:  # each call has waited since it was sent, and the worker for all of them at once
-            duration = now - opened.sent
+            duration = now - sent
             busy = min(duration, now - state.last_finished)
-            started = opened.sent
+            started = sent
         else:
-            busy = min(results.busy_ns, now - opened.sent)
+            busy = results.busy_ns
+            if busy > now - sent:
+                busy = now - sent
             duration = busy // calls
             started = now - busy
-        totals.calls += calls
+        if not opened.is_trial:
+            totals.calls += calls
+            self.durations.add(duration, calls)
         totals.busy_ns += busy
         totals.bytes_out += bytes_out
-        self.durations.add(duration, calls)
-        if self.recorder.on_returned is not None:
-            self.recorder.on_returned(self.name, duration * 1e-9)
+        if reading_ns:
+            totals.reading_ns += min(reading_ns, now - sent)
+        if results.memory_bytes > state.memory_bytes * MEMORY_GROWTH:
+            recorder.grown(worker, results.memory_bytes)
+        if results.stages_ns:
+            self._add_stages(results.stages_ns, busy)
+        if recorder.on_returned is not None and not opened.is_trial:
+            recorder.on_returned(self.name, duration * 1e-9)
         if duration > self.slowest[0]:
-            self.slowest = (duration, results.lo, opened.worker)
-        self._add(opened, results.lo, results.hi, started, now, busy, bytes_out, SpanEnd.DONE)
-        self._release(opened, worker, results.lease, calls)
+            self.slowest = (duration, lo, opened.worker)
+        self._add(opened, lo, hi, started, now, busy, bytes_out, SpanEnd.DONE)
+        opened.left -= calls
+        if opened.left <= 0:
+            self._close(opened, worker, results.lease, now)
+
+    def _add_stages(self, stages_ns: Sequence[int], busy: int) -> None:
+        if len(stages_ns) == len(self.stages_ns):
+            # The times of calls that overlap have a longer sum than the time of their worker.
+            spent = sum(stages_ns)
+            share = min(1.0, busy / spent) if spent else 0.0
+            self.stages_ns = [
+                each + int(more * share) for each, more in zip(self.stages_ns, stages_ns, strict=True)
+            ]
 
     def raised(self, worker: str, failed: Failed) -> None:
         """Record a call of a lease that failed."""
         opened = self.recorder.open.get((worker, failed.lease))
         if opened is not None:
-            self._of(opened.worker).failed += 1
+            opened.totals.failed += not opened.is_trial
             timed_out = failed.name == "TimeoutError" and failed.module == "builtins"
             outcome = SpanEnd.TIMED_OUT if timed_out else SpanEnd.FAILED
             self._end(opened, failed.call, failed.call + 1, outcome)
@@ -271,19 +316,25 @@ class PassRecord:
             self._release(opened, worker, lease, opened.left)
 
     def _end(self, opened: OpenLease, lo: int, hi: int, outcome: SpanEnd) -> None:
-        now, state = self.recorder.now(), self.recorder.states[opened.worker]
-        started = opened.sent if opened.overlaps else max(opened.sent, state.last_finished)
-        self._add(opened, lo, hi, started, now, now - started, 0, outcome)
+        now = self.recorder.now()
+        began = max(
+            opened.sent, opened.state.last_finished
+        )  # the call before it, or of another lease, was over
+        opened.totals.busy_ns += now - began
+        started = opened.sent if opened.overlaps else began
+        self._add(opened, lo, hi, started, now, now - began, 0, outcome)
 
     def _release(self, opened: OpenLease, worker: str, lease: int, calls: int) -> None:
         opened.left -= calls
-        if opened.left > 0:
-            return
+        if opened.left <= 0:
+            self._close(opened, worker, lease, self.recorder.now())
+
+    def _close(self, opened: OpenLease, worker: str, lease: int, now: int) -> None:
         del self.recorder.open[worker, lease]
-        state = self.recorder.states[opened.worker]
+        state = opened.state
         state.leases -= 1
         if not state.leases:
-            state.idle_since = self.recorder.now()
+            state.idle_since = now
 
     def _of(self, worker: int) -> Totals:
         totals = self.totals.get(worker)
@@ -302,14 +353,18 @@ class PassRecord:
         bytes_out: int,
         outcome: SpanEnd,
     ) -> None:
-        totals = self._of(opened.worker)
-        totals.first_ns = started if totals.first_ns < 0 else min(totals.first_ns, started)
-        totals.last_ns = finished
-        self.recorder.states[opened.worker].last_finished = finished
-        times = (opened.queued, opened.sent, started, finished, busy)
-        attempt = min(opened.attempt, _ATTEMPT_MAX)
-        span = (self._number, opened.worker, outcome, attempt, 1, lo, hi, hi - lo, *times, bytes_out)
-        self.recorder.add(span)
+        totals, attempt = opened.totals, opened.attempt
+        if started < totals.first_ns or totals.first_ns < 0:
+            totals.first_ns = started
+        totals.last_ns = opened.state.last_finished = finished
+        if attempt > _ATTEMPT_MAX:
+            attempt = _ATTEMPT_MAX
+        self.recorder.add(
+            (
+                self._number, opened.worker, outcome, attempt, 1, lo, hi, hi - lo,
+                opened.queued, opened.sent, started, finished, busy, bytes_out,
+            )
+        )  # fmt: skip
 
 
 class Recorder:
@@ -332,14 +387,35 @@ class Recorder:
         self._numbers: dict[str, int] = {}
         self._spans = np.zeros(_SPANS_FIRST, SPAN)
         self._count = 0
+        self._later: list[tuple[int, Callable[[], None]]] = []  # with their times
+        self._at_ns: int | None = None  # the time of what is being recorded, if it was deferred
+        self._fresh: list[
+            tuple[int, ...]
+        ] = []  # spans that are not in the array yet: writing many at once is cheaper
 
     def now(self) -> int:
-        """Return the nanoseconds since the run began."""
-        return self._clock_ns() - self._began_ns
+        """Return the nanoseconds since the run began, until the present or until what is being recorded."""
+        return (self._clock_ns() if self._at_ns is None else self._at_ns) - self._began_ns
+
+    def later(self, record: Callable[[], None]) -> None:
+        """Call a function that records something when there are many: together they cost less."""
+        self._later.append((self._clock_ns(), record))
+        if len(self._later) == _LATER_MAX:
+            self.settle()
+
+    def settle(self) -> None:
+        """Record what was deferred; before anything is read."""
+        later, self._later = self._later, []
+        try:
+            for self._at_ns, record in later:
+                record()
+        finally:
+            self._at_ns = None
 
     @property
     def spans(self) -> NDArray[np.void]:
         """The spans, in order of their ends."""
+        self._store()
         return self._spans[: self._count]
 
     def begin_pass(self, name: str, stages: Sequence[str], replicas: int, phase: int) -> PassRecord:
@@ -376,6 +452,7 @@ class Recorder:
 
     def left(self, worker: str) -> None:
         """Record that a worker is gone; its leases are lost."""
+        self.settle()
         for name, lease in [place for place in self.open if place[0] == worker]:
             self.open[name, lease].record.ended(name, lease, SpanEnd.LOST)
         if worker in self._numbers:
@@ -392,21 +469,31 @@ class Recorder:
 
     def add(self, span: tuple[int, ...]) -> None:
         """Add a span: the values of the fields of `SPAN`."""
-        if self._count == len(self._spans):
-            if self._count == SPANS_MAX:
+        self._fresh.append(span)
+        if len(self._fresh) == _FRESH_MAX:
+            self._store()
+
+    def _store(self) -> None:
+        fresh = np.array(self._fresh, SPAN)
+        self._fresh.clear()
+        while self._count + len(fresh) > len(self._spans):
+            if len(self._spans) == SPANS_MAX:
                 thinned = thin(self._spans[: SPANS_MAX // 2])
-                rest = self._spans[SPANS_MAX // 2 :].copy()
+                rest = self._spans[SPANS_MAX // 2 : self._count].copy()
                 self._count = len(thinned) + len(rest)
                 self._spans[: len(thinned)] = thinned
                 self._spans[len(thinned) : self._count] = rest
             else:
                 self._spans = np.concatenate([self._spans, np.zeros(len(self._spans), SPAN)])
-        self._spans[self._count] = span
-        self._count += 1
+        self._spans[self._count : self._count + len(fresh)] = fresh
+        self._count += len(fresh)
 
 
 def frame_bytes(frames: Sequence[Frame]) -> int:
-    return sum(memoryview(frame).nbytes for frame in frames)
+    size = 0
+    for frame in frames:
+        size += len(frame) if type(frame) is bytes else memoryview(frame).nbytes
+    return size
 
 
 def thin(spans: NDArray[np.void]) -> NDArray[np.void]:

@@ -11,10 +11,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pipedist.coordinator.gang_relay import GangRelay
 from pipedist.coordinator.inbound import Rejections
-from pipedist.coordinator.measurements import SpanEnd, frame_bytes
+from pipedist.coordinator.measurements import frame_bytes
 from pipedist.coordinator.notices import Notices
 from pipedist.coordinator.pass_handle import PassHandle, ReadJob
 from pipedist.coordinator.passes import OpenPasses
@@ -94,9 +95,6 @@ class CommandExecutor:
             case cmd.SendCancel(worker, lease):
                 self._leases.withdraw(worker, lease)
                 self._pool.send(worker, msg.Cancel(lease))
-                for handle in self._handles.values():
-                    if handle.record is not None:
-                        handle.record.ended(worker, lease, SpanEnd.CANCELLED)
             case cmd.StepFailed(pass_id, step, failures):
                 self._handles[pass_id].step_failed(step, failures[0])
             case cmd.SizeCall(pass_id, call):
@@ -130,18 +128,24 @@ class CommandExecutor:
 
     def _send_calls(self, handle: PassHandle, command: cmd.SendAssign) -> None:
         worker, lease, lo, hi = command.worker, command.lease, command.lo, command.hi
+        asked = 0 if handle.record is None else handle.record.recorder.now()
 
         def send(payloads: list[list[Frame]]) -> None:
             sent = sum(end - start for start, end in command.elements)
             if handle.record is not None:
-                handle.record.sent(
-                    worker,
-                    lease,
-                    lo,
-                    hi,
-                    attempt=command.attempt,
-                    bytes_in=frame_bytes(payloads[0]),
-                    overlaps=command.overlaps,
+                handle.record.recorder.later(
+                    partial(
+                        handle.record.sent,
+                        worker,
+                        lease,
+                        lo,
+                        hi,
+                        attempt=command.attempt,
+                        bytes_in=frame_bytes(payloads[0]),
+                        asked=asked,
+                        overlaps=command.overlaps,
+                        is_trial=bool(command.elements),
+                    )
                 )
             head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent, command.overlaps)
             self._pool.send(worker, head, payloads[0])
@@ -155,6 +159,7 @@ class CommandExecutor:
         """Send each member its calls; if those of one can't be sent, send none."""
         segment = self._gangs.begin(command)
         pass_id, attempt, serial, parts = command.pass_id, command.attempt, command.serial, command.parts
+        asked = 0 if handle.record is None else handle.record.recorder.now()
         for worker, _, lo, hi in parts if attempt else ():
             for line in handle.on_repeated(lo, hi, worker, attempt, slow=False):
                 self._notices.add(line)
@@ -163,7 +168,8 @@ class CommandExecutor:
             for member, (worker, lease, lo, hi) in enumerate(parts):
                 if handle.record is not None:
                     size = frame_bytes(payloads[member])
-                    handle.record.sent(worker, lease, lo, hi, attempt=attempt, bytes_in=size)
+                    sent = partial(handle.record.sent, worker, lease, lo, hi, asked=asked)
+                    handle.record.recorder.later(partial(sent, attempt=attempt, bytes_in=size))
                 head = msg.AssignGang(lease, pass_id, lo, hi, attempt, serial, member, len(parts), segment)
                 self._pool.send(worker, head, payloads[member])
 

@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import anyio
@@ -225,6 +226,9 @@ class PassHandle:
         self._next_step += 1
         self._inputs[step] = (list(values), states)
         self._waiting[step] = on_done
+        if self.record is not None:  # until now, other calls made its values
+            recorder = self.record.recorder
+            recorder.later(partial(self.record.offered, step + 1, 0, recorder.now()))
         self._post(ev.StepsAvailable(self.id, step, step + 1, len(values)))
         return step
 
@@ -339,12 +343,14 @@ class PassHandle:
         """Offer the requested steps; return whether there may be more."""
         while self._demand > 0:
             since = 0 if self.record is None else self.record.recorder.now()
+            held = feed.held_ns
             batches = await feed.pull(self._demand)
             if not batches:
                 self._post(ev.StepsEnded(self.id))
                 return False
             if self.record is not None:
-                self.record.offered(batches[-1].last, since)
+                offered = partial(self.record.offered, batches[-1].last, since, feed.held_ns - held)
+                self.record.recorder.later(offered)
             for batch in batches:
                 self._demand -= batch.last - batch.first
                 self.counts.elements_offered += batch.elements
@@ -506,6 +512,8 @@ class PassHandle:
 
     def arrived(self, chunk: Chunk) -> None:
         self.counts.calls_done += chunk.hi - chunk.lo
+        if self.record is not None:
+            self.record.calls += chunk.hi - chunk.lo
         self.elements.drop(chunk.lo, chunk.hi)
         self._put(chunk)
 
@@ -520,14 +528,14 @@ class PassHandle:
 
     def ready(self, first: int, last: int) -> None:
         self.counts.steps_visible += last - first
+        elements = 0 if self._feed is None else self._feed.elements(first, last)
+        if self.record is not None:
+            self.record.recorder.later(partial(self.record.completed, last, elements))
         if self._feed is None:
             for step in range(first, last):
                 self._finish(step, None)
             return
-        elements = self._feed.elements(first, last)
         self.counts.elements_visible += elements
-        if self.record is not None:
-            self.record.completed(last, elements)
         self._drop_errors(first, last)
         if self._visible and self._visible[-1][1] == first:
             self._visible[-1] = (self._visible[-1][0], last)

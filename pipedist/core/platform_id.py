@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -94,3 +95,9 @@ def _cpu_lines() -> Mapping[str, str]:
     except OSError:
         return {}
     return lines
+
+
+def peak_memory_bytes() -> int:
+    """Return the largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -61,6 +61,7 @@ class Feed(Protocol):
 
     steps_total: int | None  # None while unknown
     reader: ReaderConfig  # configuration with which a worker reads a shard
+    held_ns: int = 0  # how long `pull` has waited for updates, or for values of another pass
 
     async def begin_at(self, step: int) -> None:
         """Skip the steps before `step`, which are done; called first. Raise SourceError if there are fewer steps."""

@@ -252,6 +252,10 @@ class Results(Message, frozen=True, tag=9):
     lo: Count
     hi: Count
     busy_ns: Count  # the time that executing them took
+    # For measurements only; also of a call that runs
+    reading_ns: Count = 0  # the time that reading shards from their source took since the last report
+    stages_ns: Quantities = ()  # by stage, in programs of several: the time in its function since the last report
+    memory_bytes: Count = 0  # the largest resident memory of the process so far
 
 
 class Elements(Message, frozen=True, tag=26):

@@ -144,22 +144,22 @@ function stages(process) {
   const rows = process.stages.map((stage) => [
     stage.name, count(stage.calls), count(stage.elements), rate(stage.elements_per_s), seconds(stage.busy_s),
     seconds(stage.reading_s), seconds(stage.p50_s), seconds(stage.p95_s), seconds(stage.max_s),
-    stage.slowest ? el("code", {}, `${stage.slowest} on ${stage.slowest_worker}`) : "", count(stage.failed), count(stage.repeated),
+    stage.slowest ? el("code", {}, `${stage.slowest} on ${stage.slowest_worker}`) : "", count(stage.failed), count(stage.repeated), count(stage.trials),
     bytes(stage.bytes_in), bytes(stage.bytes_out)]);
   const parts = process.stages.filter((stage) => Object.keys(stage.stages_s).length > 1).map((stage) =>
     el("p", { class: "dim" }, `Busy time of ${stage.name}: ${Object.entries(stage.stages_s).map(([name, spent]) => `${name} ${seconds(spent)}`).join(", ")}`));
   return section("Stages", table([["stages"], ["calls", 1], ["elements", 1], ["elements/s", 1], ["busy", 1], ["reading", 1],
-    ["median call", 1], ["95 percent", 1], ["longest", 1], ["longest call"], ["failed", 1], ["repeated", 1], ["in", 1], ["out", 1]], rows), ...parts);
+    ["median call", 1], ["95 percent", 1], ["longest", 1], ["longest call"], ["failed", 1], ["repeated", 1], ["trials", 1], ["in", 1], ["out", 1]], rows), ...parts);
 }
 
 function workers(process) {
   const rows = process.workers.map((worker) => [
     worker.name, count(worker.calls), seconds(worker.busy_s), `${Math.min(100, Math.round(100 * worker.busy_s / Math.max(process.seconds, 1e-9)))}%`,
-    seconds(worker.reading_s), seconds(worker.input_wait_s), seconds(worker.driver_wait_s),
+    seconds(worker.reading_s), seconds(worker.input_wait_s), seconds(worker.stage_wait_s), seconds(worker.driver_wait_s),
     worker.memory_bytes ? bytes(worker.memory_bytes) : "", bytes(worker.bytes_in), bytes(worker.bytes_out)]);
-  rows.push(["driver", "", seconds(process.driver_busy_s), `${Math.min(100, Math.round(100 * process.driver_busy_s / Math.max(process.seconds, 1e-9)))}%`, "", "", "", bytes(process.driver_memory_bytes), "", ""]);
-  return section("Workers", table([["worker"], ["calls", 1], ["busy", 1], ["of the time", 1], ["reading", 1], ["waited for input", 1],
-    ["waited for the driver", 1], ["memory, at most", 1], ["in", 1], ["out", 1]], rows));
+  rows.push(["driver", "", seconds(process.driver_busy_s), `${Math.min(100, Math.round(100 * process.driver_busy_s / Math.max(process.seconds, 1e-9)))}%`, "", "", "", "", bytes(process.driver_memory_bytes), "", ""]);
+  return section("Workers", table([["worker"], ["calls", 1], ["busy", 1], ["of the time", 1], ["reading", 1], ["waited for input", 1], ["for other stages", 1],
+    ["for the driver", 1], ["memory, at most", 1], ["in", 1], ["out", 1]], rows));
 }
 
 // -- timeline --------------------------------------------------------------------------

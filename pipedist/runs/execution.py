@@ -218,7 +218,7 @@ class Execution:
             if sink is not None:
                 sinks[name] = sink
                 stack.callback(sink.abort)  # does nothing if the sink is finished
-        training = Trainer(self._plan, feeding, self._coordinator, sinks)
+        training = Trainer(self._plan, feeding, self._coordinator, sinks, self.measurements.recorder)
         stack.callback(training.states.close)
         durable = durables[feeding].states() if feeding in durables else {}
         latest = {name: list(versions.items())[-1] for name, versions in durable.items()}

@@ -140,7 +140,9 @@ class PassExecution:
             self._storable = tuple(name for name in pass_.runs if name not in pass_.kept)
             names = [name for name in self._storable if not self.steps or durable.has_log(name)]
             self._stored = {name: Spool(name, durable.log(name)) for name in names}
-        self._folds = PassFolds(plan, pass_, coordinator, folder, unwritten=unwritten, durable=durable)
+        self._folds = PassFolds(
+            plan, pass_, coordinator, folder, unwritten=unwritten, durable=durable, recorder=recorder
+        )
         self.quarantine = PassQuarantine(next(iter(pass_.runs), ""), self._feed, self._replicas)
         self._calls: FinishedCallLog | None = None  # the log of finished calls; None if they are not kept
         self._unread: dict[Finished, Tree] | None = None

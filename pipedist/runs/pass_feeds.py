@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import groupby
@@ -182,7 +183,9 @@ class SpoolFeed(Feed):
             elif self._ready:
                 break
             else:
+                began = time.monotonic_ns()
                 await self._changed.wait()
+                self.held_ns += time.monotonic_ns() - began
         first = self._next
         for _ in range(min(count, len(self._ready))):
             self._held[self._next] = self._ready.popleft()
@@ -298,6 +301,11 @@ class GatedFeed(Feed):
         self._next = 0  # steps before this one were returned by `pull`
         self._reading = anyio.Lock()
         self._changed = anyio.Event()
+        self._gated_ns = 0
+
+    @property
+    def held_ns(self) -> int:  # type: ignore[override]
+        return self._gated_ns + self._feed.held_ns
 
     @property
     def reader(self) -> ReaderConfig:  # type: ignore[override]
@@ -362,7 +370,9 @@ class GatedFeed(Feed):
             elif not self._ended and (batches := self._take_admitted(count)):
                 return batches
             else:
+                began = time.monotonic_ns()
                 await changed.wait()
+                self._gated_ns += time.monotonic_ns() - began
         return []
 
     async def _look_ahead(self, count: int) -> None:

@@ -11,6 +11,7 @@ import anyio.abc
 import anyio.to_thread
 
 from pipedist.coordinator import Coordinator, Slots
+from pipedist.coordinator.measurements import Recorder
 from pipedist.core.types import Tree
 from pipedist.errors import CallError, FoldError, OutputError
 from pipedist.journal.writer import file_name
@@ -68,6 +69,7 @@ class PassFolds:
         *,
         unwritten: MutableMapping[str, OutputError],
         durable: PassJournal | None,
+        recorder: Recorder,
     ) -> None:
         self._plan = plan
         self._pass = pass_
@@ -75,6 +77,7 @@ class PassFolds:
         self._folder = folder
         self._unwritten = unwritten
         self._durable = durable
+        self._recorder = recorder
         self._slots = {name: slot_of(name, plan.spec.stages[name]) for name in (*pass_.runs, *pass_.folds)}
         self._folds: dict[str, Fold] = {}
         self._sinks: dict[str, Sink] = {}
@@ -112,6 +115,7 @@ class PassFolds:
             combine_program(self._plan, name),
             name=name,
             settings=PassSettings(1, ordered=False, fail_fast=False, pulled=False, priority=0),
+            record=self._recorder.begin_pass(name, (), 1, self._pass.phase),
         )
         stack.callback(handle.close)
 

@@ -46,10 +46,10 @@ from pipedist.runs.subscription import Part, Step, Stream, Subscription
 from pipedist.runs.timings import (
     INTERVAL_S,
     SAVING_S_MAX,
-    SHARE_MAX,
     Measured,
     Measurements,
     next_number,
+    pause_after,
     write_timings,
 )
 from pipedist.spec import Spec, load, with_cluster
@@ -573,15 +573,17 @@ class Run(AsyncOnly):
 
         async def write(*, is_over: bool) -> float:
             async with writing:
+                began = time.monotonic()
                 measured = measurements.measured(self.id, self.name, is_over=is_over)
-                return await anyio.to_thread.run_sync(write_timings, folder, number, measured)
+                await anyio.to_thread.run_sync(write_timings, folder, number, measured)
+                return time.monotonic() - began
 
         async def write_regularly() -> None:
             pause_s = INTERVAL_S
             with scope, contextlib.suppress(OSError):  # a full disk ends only this
                 while True:
                     await anyio.sleep(pause_s)
-                    pause_s = max(INTERVAL_S, await write(is_over=False) / SHARE_MAX)
+                    pause_s = pause_after(await write(is_over=False))
 
         assert self._tasks is not None  # since the run was entered
         scope = anyio.CancelScope()

@@ -199,6 +199,7 @@ class Telemetry:
         from opentelemetry.trace import Status, StatusCode
 
         recorder = self._measured.recorder
+        recorder.settle()
         recorder.on_returned = None
         self.update()
         for mark in recorder.marks[:EVENTS_MAX]:

@@ -8,8 +8,6 @@ a run that was killed.
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,15 +22,17 @@ from numpy.typing import NDArray
 
 from pipedist.coordinator.measurements import SPAN, DriverSpan, Mark, PassRecord, Recorder, SpanEnd, Totals
 from pipedist.core.files import replace_file
+from pipedist.core.platform_id import peak_memory_bytes
 from pipedist.errors import UsageError
 
 FORMAT = 1
-FILES_MAX = 8  # files of earlier processes that are kept
+FILES_MAX = 5  # files of processes that are kept; with at most 12 MiB each
 SHARE_MAX = 0.01  # of the run's time that writing the file may take
 INTERVAL_S = 1.0  # between two writings, at least
 SAVING_S_MAX = 5.0  # for the last writing
 
 _BUSY = 0.75  # a share above which workers or the driver count as busy
+_NAMED_MAX = 4  # workers that a sentence names
 _TAIL = 0.25  # a share of the time with one busy worker that is worth a sentence
 
 
@@ -40,19 +40,24 @@ class StageTimings(Struct, frozen=True):
     """Where the time of one pass went, over all workers.
 
     Args:
-        name: the stages that its calls execute.
+        name: the stages that its calls execute: runs, an update, or the combine function of a reduction.
         phase: the phase in which it ran, from 0.
-        calls, failed, repeated: calls that returned, that raised or exceeded their time limit, and attempts
-            after the first.
+        calls: calls whose results count, as in the progress of the run.
+        failed, repeated: calls that raised or exceeded their time limit, and attempts after the first.
+        trials: executions with a part of a call's elements, which search for those to quarantine.
+        waits: whether its calls overlap, because they wait for the outside world.
         elements: elements of completed steps.
         seconds: from the beginning of its first call to the end of its last one.
-        busy_s: time that workers spent on its calls, summed.
+        busy_s: time that workers spent on its calls, also on those that failed, summed. While calls overlap, it counts
+            once for each worker.
         reading_s: the part of it that was spent reading shards from their source.
-        input_wait_s, driver_wait_s: time that workers were idle before a lease: because its steps could not be
-            executed yet, or although they could.
+        input_wait_s, stage_wait_s, driver_wait_s: time that workers were idle before a lease: because the driver
+            process was reading its data; because it needed an update, or values of another pass; or although it could
+            be sent.
         p50_s, p95_s, max_s: duration of a call. Calls of a few milliseconds are reported together, and count
             with their mean.
-        slowest: the longest call, as `STAGE/STEP/REPLICA`, for `pipedist replay`; "" if there is none.
+        slowest: the longest call, as `STAGE/STEP/REPLICA`, for `pipedist replay`; "" for an update or a combine
+            function.
         slowest_worker: the worker that executed it.
         bytes_in, bytes_out: bytes of messages to the workers and of their results, with the arrays in shared memory.
         stages_s: busy time by stage, if the calls execute several.
@@ -63,11 +68,14 @@ class StageTimings(Struct, frozen=True):
     calls: int
     failed: int
     repeated: int
+    trials: int
+    waits: bool
     elements: int
     seconds: float
     busy_s: float
     reading_s: float
     input_wait_s: float
+    stage_wait_s: float
     driver_wait_s: float
     p50_s: float
     p95_s: float
@@ -88,6 +96,7 @@ class WorkerTimings(Struct, frozen=True):
     """Where the time of one worker went; the names are those of `StageTimings`.
 
     Args:
+        calls: calls that returned.
         memory_bytes: the largest resident memory of its process, 0 if unknown.
     """
 
@@ -96,6 +105,7 @@ class WorkerTimings(Struct, frozen=True):
     busy_s: float
     reading_s: float
     input_wait_s: float
+    stage_wait_s: float
     driver_wait_s: float
     bytes_in: int
     bytes_out: int
@@ -203,7 +213,10 @@ class Measurements:
 
     def stages(self) -> list[StageTimings]:
         recorder = self.recorder
-        return [_stage(record, recorder.workers) for record in recorder.passes if record.totals]
+        in_order = sorted(
+            recorder.passes, key=lambda each: (each.phase, not each.stages)
+        )  # updates after their pass
+        return [_stage(record, recorder.workers) for record in in_order if record.totals]
 
     def workers(self) -> list[WorkerTimings]:
         recorder = self.recorder
@@ -217,6 +230,7 @@ class Measurements:
                     busy_s=_seconds_of(totals, "busy"),
                     reading_s=_seconds_of(totals, "reading"),
                     input_wait_s=_seconds_of(totals, "input_wait"),
+                    stage_wait_s=_seconds_of(totals, "stage_wait"),
                     driver_wait_s=_seconds_of(totals, "driver_wait"),
                     bytes_in=sum(each.bytes_in for each in totals),
                     bytes_out=sum(each.bytes_out for each in totals),
@@ -227,6 +241,7 @@ class Measurements:
 
     def timings(self, parts: Mapping[str, float]) -> Timings:
         """Return the timings for the result; call it on the event loop."""
+        self.recorder.settle()
         stages, workers, recorder = self.stages(), self.workers(), self.recorder
         limit = limit_of(recorder.spans, stages, workers, self.driver_busy_s(), recorder.now() * 1e-9)
         return Timings(parts, stages, workers, limit)
@@ -234,8 +249,9 @@ class Measurements:
     def measured(self, run: str, name: str, *, is_over: bool) -> Measured:
         """Return everything, for the file; call it on the event loop, and `compressed` of the result elsewhere."""
         recorder = self.recorder
+        recorder.settle()
         now = recorder.now() * 1e-9
-        memory = driver_memory_bytes()
+        memory = peak_memory_bytes()
         stages, workers = self.stages(), self.workers()
         return Measured(
             format=FORMAT,
@@ -268,19 +284,20 @@ def _stage(record: PassRecord, workers: Sequence[str]) -> StageTimings:
     duration, call, worker = record.slowest
     step, replica = divmod(call, record.replicas)
     begun = [each.first_ns for each in totals if each.first_ns >= 0]
-    stage = record.stages[0] if record.stages else record.name
     return StageTimings(
         name=record.name,
         phase=record.phase,
-        calls=sum(each.calls for each in totals),
+        calls=record.calls,
         failed=sum(each.failed for each in totals),
         repeated=sum(each.repeated for each in totals),
+        trials=sum(each.trials for each in totals),
+        waits=record.overlaps,
         elements=record.elements,
         seconds=(max(each.last_ns for each in totals) - min(begun)) * 1e-9 if begun else 0.0,
         p50_s=min(record.durations.quantile_s(0.5), duration * 1e-9),
         p95_s=min(record.durations.quantile_s(0.95), duration * 1e-9),
         max_s=duration * 1e-9,
-        slowest=f"{stage}/{step}/{replica}" if call >= 0 else "",
+        slowest=f"{record.stages[0]}/{step}/{replica}" if call >= 0 and record.stages else "",
         slowest_worker=workers[worker] if call >= 0 else "",
         stages_s={
             stage: spent * 1e-9 for stage, spent in zip(record.stages, record.stages_ns, strict=True) if spent
@@ -288,6 +305,7 @@ def _stage(record: PassRecord, workers: Sequence[str]) -> StageTimings:
         busy_s=_seconds_of(totals, "busy"),
         reading_s=_seconds_of(totals, "reading"),
         input_wait_s=_seconds_of(totals, "input_wait"),
+        stage_wait_s=_seconds_of(totals, "stage_wait"),
         driver_wait_s=_seconds_of(totals, "driver_wait"),
         bytes_in=sum(each.bytes_in for each in totals),
         bytes_out=sum(each.bytes_out for each in totals),
@@ -307,37 +325,62 @@ def limit_of(
     first, last = int(spans["started"].min()), int(spans["finished"].max())
     window = (last - first) * 1e-9
     if window < seconds / 2:
+        before = first * 1e-9
         return (
-            f"Calls ran for {brief(window)} of {brief(seconds)}: starting the workers and writing results took "
-            "the rest."
+            f"Calls ran for {brief(window)} of {brief(seconds)}: {brief(before)} passed before the first one began, "
+            f"and {brief(max(0.0, seconds - before - window))} after the last one, for writing results."
         )
     tail, slowest = _tail(spans, last)
     if len(workers) > 1 and tail > _TAIL * window:
         worker = workers[slowest].name if slowest < len(workers) else "one worker"
         longest = max(stages, key=lambda each: each.max_s)
+        if longest.slowest_worker == worker and longest.max_s > tail / 2:
+            return (
+                f"For the last {brief(tail)} only {worker} was busy; the longest call was {longest.slowest} "
+                f"({brief(longest.max_s)}, the median {brief(longest.p50_s)})."
+            )
         return (
-            f"For the last {brief(tail)} only {worker} was busy; the longest call was {longest.slowest} "
-            f"({brief(longest.max_s)}). Smaller batches divide the work more evenly."
+            f"For the last {brief(tail)} only {worker} was busy: smaller batches divide the work more evenly."
         )
     capacity = window * len(workers)
-    busy = sum(each.busy_s for each in workers)
-    reading = sum(each.reading_s for each in workers)
-    for_input = sum(each.input_wait_s for each in workers)
-    share = busy / capacity
+    busy = min(capacity, sum(each.busy_s for each in workers))
+    share, reading = busy / capacity, sum(each.reading_s for each in workers)
+    driver = min(1.0, driver_busy_s / window)
     if share >= _BUSY:
+        most = max(stages, key=lambda each: each.busy_s)
+        if most.waits:
+            return (
+                f"Workers had calls of {most.name} that waited {share:.0%} of the time: a higher `concurrency` or "
+                "`rate`, or a faster server, makes it faster."
+            )
         if reading > busy / 2:
             return f"Workers were busy {share:.0%} of the time, {reading / busy:.0%} of that with reading their input."
         return (
             f"Workers were busy {share:.0%} of the time: more workers, or faster functions, make it faster."
         )
-    if driver_busy_s > _BUSY * window:
-        return (
-            f"The driver was busy {min(1.0, driver_busy_s / window):.0%} of the time, workers {share:.0%}: larger "
-            "batches give it fewer messages."
+    if driver > _BUSY:
+        return f"The driver was busy {driver:.0%} of the time, workers {share:.0%}: larger batches need fewer messages."
+    loaded = [each for each in workers if each.busy_s > _BUSY * window]
+    if loaded and min(each.busy_s for each in workers) < _BUSY / 2 * window:
+        names = ", ".join(each.name for each in loaded[:_NAMED_MAX]) + (
+            ", ..." if len(loaded) > _NAMED_MAX else ""
         )
-    if for_input > capacity * _TAIL:
-        return f"Workers waited for input {for_input / capacity:.0%} of the time, and were busy {share:.0%} of it."
-    return f"Workers were busy {share:.0%} of the time, and the driver {min(1.0, driver_busy_s / window):.0%} of it."
+        return (
+            f"Only {names} of {len(workers)} workers had calls for more than {_BUSY:.0%} of the time: the others could "
+            "not execute more of them."
+        )
+    for_input, for_stages = (
+        sum(getattr(each, f"{kind}_wait_s") for each in workers) / capacity for kind in ("input", "stage")
+    )
+    if for_stages > max(for_input, _TAIL):
+        name = max(stages, key=lambda each: each.stage_wait_s).name
+        return (
+            f"Workers waited {for_stages:.0%} of the time until calls of {name} had an update or values of another "
+            f"pass, and were busy {share:.0%} of it."
+        )
+    if for_input > _TAIL:
+        return f"Workers waited {for_input:.0%} of the time for input that the driver read, and were busy {share:.0%}."
+    return f"Workers were busy {share:.0%} of the time, and the driver {driver:.0%} of it."
 
 
 def _tail(spans: NDArray[np.void], last: int) -> tuple[float, int]:
@@ -354,22 +397,21 @@ def brief(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
-def driver_memory_bytes() -> int:
-    """Return the largest resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def pause_after(writing_s: float) -> float:
+    """Return the seconds between a writing of the file that took so long and the next one."""
+    return max(INTERVAL_S, writing_s / SHARE_MAX)
 
 
-def write_timings(folder: Path, number: int, measured: Measured) -> float:
-    """Replace the file of a process's measurements, and return the seconds that took."""
-    began = time.monotonic()
+def write_timings(folder: Path, number: int, measured: Measured) -> None:
+    """Replace the file of a process's measurements."""
     folder.mkdir(exist_ok=True)
     replace_file(folder / f"{number}.msgpack", msgspec.msgpack.encode(measured.compressed()))
-    return time.monotonic() - began
 
 
 def next_number(folder: Path) -> int:
-    """Return the number of the file of this process, and remove the oldest of earlier ones."""
+    """Return the number of the file of this process; remove the oldest ones, and what killed processes left."""
+    for partial in folder.glob(".*.partial"):
+        partial.unlink(missing_ok=True)
     numbers = sorted(int(path.stem) for path in folder.glob("*.msgpack") if path.stem.isdecimal())
     for number in numbers[: -FILES_MAX + 1]:
         (folder / f"{number}.msgpack").unlink(missing_ok=True)

@@ -24,6 +24,7 @@ import anyio.to_thread
 import numpy as np
 
 from pipedist.coordinator import Coordinator, PassHandle
+from pipedist.coordinator.measurements import PassRecord, Recorder
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
 from pipedist.errors import FoldError, OutputError, RunDrained
@@ -49,7 +50,12 @@ class Trainer:
     """
 
     def __init__(
-        self, plan: Plan, pass_: PassPlan, coordinator: Coordinator, sinks: Mapping[str, Sink]
+        self,
+        plan: Plan,
+        pass_: PassPlan,
+        coordinator: Coordinator,
+        sinks: Mapping[str, Sink],
+        recorder: Recorder,
     ) -> None:
         self._plan = plan
         self._pass = pass_
@@ -57,7 +63,7 @@ class Trainer:
         self._unchecked = set(sinks)
         """States whose values have not yet been checked against their file format."""
         self._held_out: list[HeldOutParticipant] = []
-        self.states = TrainingStates(plan, coordinator, pass_.updates)
+        self.states = TrainingStates(plan, pass_, coordinator, recorder)
 
     def participant(self, pass_: PassPlan, feed: Feed) -> TrainingParticipant:
         """Return the participant of a pass, before any of them runs."""
@@ -247,13 +253,14 @@ class TrainingStates:
     """The states of one training, and the calls that change them.
 
     Args:
-        names: the updates, in the order in which they are applied.
+        pass_: the pass whose steps feed the updates; it has them in the order in which they are applied.
     """
 
-    def __init__(self, plan: Plan, coordinator: Coordinator, names: Sequence[str]) -> None:
+    def __init__(self, plan: Plan, pass_: PassPlan, coordinator: Coordinator, recorder: Recorder) -> None:
         self._plan = plan
         self._coordinator = coordinator
-        self._names = tuple(names)
+        self._names = tuple(pass_.updates)
+        self._records = {name: recorder.begin_pass(name, (), 1, pass_.phase) for name in self._names}
         self.latest: dict[str, Version] = {}
         self._spaces: dict[str, int] = {}
         self._handles: dict[str, PassHandle] = {}
@@ -272,14 +279,16 @@ class TrainingStates:
             others = [ref.name for ref in references(with_) if isinstance(ref, StateRef)]
             self._reads[name] = tuple(dict.fromkeys([name, *others]))
             self._spaces[name] = self._coordinator.states.open_space()
-            self._handles[name] = self._open(update_program(self._plan, name, values), name)
+            self._handles[name] = self._open(
+                update_program(self._plan, name, values), name, self._records[name]
+            )
         for name in self._names:
             version, value = durable[name] if name in durable else (0, await self._first(name))
             self._put(name, value, version)
 
-    def _open(self, program: Program, name: str) -> PassHandle:
+    def _open(self, program: Program, name: str, record: PassRecord | None = None) -> PassHandle:
         settings = PassSettings(1, ordered=False, fail_fast=False, pulled=False, priority=0, gang=True)
-        return self._coordinator.open_pass(program, name=name, settings=settings)
+        return self._coordinator.open_pass(program, name=name, settings=settings, record=record)
 
     async def _first(self, name: str) -> Tree:
         planned = self._plan.states[name]

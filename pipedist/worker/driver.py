@@ -341,6 +341,8 @@ class Driver:
             case commands.SendResults(message, cache_pass):
                 if cache_pass and isinstance(message, msg.Results):
                     self._reports.store(cache_pass, message)
+                if isinstance(message, msg.Results):
+                    message = self._reports.measured(message)
                 self._log_forwarder.send_lines()  # first: these results may end the run, and with it all listeners
                 # No timeout: a slow reader is back-pressure. No copy: `take_ownership` has made the payload exclusive.
                 self._socket.send(message, self._reports.payload, copy=False, timeout_s=math.inf)

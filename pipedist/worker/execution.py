@@ -108,6 +108,8 @@ class PassExecutor:
         self._reduced = [(e, Reduction.of(e.op, e.axis)) for e in emits if e.op]
         self._whole = [e for e in emits if not e.op and not e.stored]
         self._stored = [e for e in emits if e.stored]
+        self._times_stages = bool(self._stored) or len(self._stages) > 1
+        self._stages_s = [0.0] * len(self._stages)  # since `take_costs`
         self._slots = [emit.slot for emit in emits if not emit.stored]
         self._assigned = [emit.slot for emit in program.emits if emit.of < -1]  # slots of variables
         whole = self._whole
@@ -271,15 +273,15 @@ class PassExecutor:
                 continue
             ctx = self._enter(stage, len(values) + 1, call, shard)
             token = current.set(ctx)
-            began = monotonic() if self._stored else 0.0
+            began = monotonic() if self._times_stages else 0.0
             try:
                 result = self._begin(stage, call, shard, values, ctx)
                 if hasattr(type(result), "__await__"):
                     result = wait(result)
                 call.in_user_code = False
                 values.append(result if call.gang is None else self._end(call, result))
-                if self._stored:
-                    call.seconds.append(monotonic() - began)
+                if self._times_stages:
+                    self._count_time(call, len(values) - 1, began)
                 del result  # `take_ownership` would count it as another reference
             finally:
                 if process_setup.is_copy:
@@ -346,7 +348,7 @@ class PassExecutor:
         for place, stage in enumerate(self._stages):
             call.place = place + 1
             self._enter(stage, call.place if call.lease else 0, call, shard)
-            began = monotonic() if self._stored else 0.0
+            began = monotonic() if self._times_stages else 0.0
             value = self._input(stage, shard, values)
             context = partial(self._context, stage, call, shard)
             if stage.program.per_element:
@@ -355,10 +357,24 @@ class PassExecutor:
             else:
                 result = await self._waiting(stage).attempts(call, value, partial(context, shard.elements))
             values.append(self._end(call, result))
-            if self._stored:
-                call.seconds.append(monotonic() - began)
+            if self._times_stages:
+                self._count_time(call, place, began)
             del result
         return values
+
+    def _count_time(self, call: Call, place: int, began: float) -> None:
+        seconds = monotonic() - began
+        self._stages_s[place] += seconds
+        call.seconds.append(seconds)
+
+    def take_costs(self) -> tuple[int, tuple[int, ...]]:
+        """Return the time for reading and, in a program of several stages, in each since the last time; nanoseconds."""
+        reading_ns, self.finder.reading_ns = self.finder.reading_ns, 0
+        if len(self._stages) < 2:
+            return reading_ns, ()
+        stages_ns = tuple(int(seconds * 1e9) for seconds in self._stages_s)
+        self._stages_s = [0.0] * len(self._stages)
+        return reading_ns, stages_ns
 
     @staticmethod
     def _digests(values: list[Tree]) -> list[Digests]:

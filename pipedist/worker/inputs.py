@@ -11,6 +11,7 @@ the arguments of a stage.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ class ShardFinder:
         self._replicas = replicas
         self._division: Any = None
         self._reader: Any = None
+        self.reading_ns = 0
         self._row_bytes: float | None = None  # of the shard that was read last; None if a block would differ
         if config is not None and config.length > 0:
             from pipedist.datasets.division import Division  # passes without a dataset need none
@@ -61,12 +63,12 @@ class ShardFinder:
         if shards.values is not None:
             return Shard(shards.values[index], elements, epoch)
         if shards.locations is not None:
-            return Shard(self._open().read(shards.locations[index]), elements, epoch)
+            return Shard(self._read(shards.locations[index]), elements, epoch)
         if elements is None or self._config is None:
             raise RemoteProtocolError(
                 f"call {call} came without a shard, and its number does not determine one"
             )
-        value = self._open().read(self._rows(elements))
+        value = self._read(self._rows(elements))
         self._row_bytes = _row_bytes(value, len(elements))
         return Shard(value, elements, epoch)
 
@@ -91,7 +93,7 @@ class ShardFinder:
             return []
         last_row = bounds[-1][1]
         try:
-            rows = self._open().read(range(first, last_row))
+            rows = self._read(range(first, last_row))
         except (PipedistError, OSError, MemoryError):
             return []
         if type(rows) is dict:
@@ -113,6 +115,13 @@ class ShardFinder:
             first = elements.start % length if len(elements) else 0
             return range(first, first + len(elements))
         return elements % length
+
+    def _read(self, place: Any) -> Any:
+        began = time.perf_counter_ns()
+        try:
+            return self._open().read(place)
+        finally:
+            self.reading_ns += time.perf_counter_ns() - began
 
     def _open(self) -> Any:
         if self._reader is None:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 import msgpack
 from msgspec import Struct
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
+from pipedist.core.platform_id import peak_memory_bytes
 from pipedist.core.record_format import frames_of, pack, whole_records
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
@@ -31,6 +32,7 @@ from pipedist.worker.failures import CallFailure
 from pipedist.worker.lease_run import LeaseRun, RejectedLeaseRun
 
 if TYPE_CHECKING:
+    from pipedist.worker.execution import PassExecutor
     from pipedist.worker.leases import Run
 
 CACHED_BYTES_MAX = 256 * 2**20  # maximum size of the results that a worker caches
@@ -148,6 +150,7 @@ class ResultReporter:
         self._cache = cache
         self._keys: dict[int, str] = {}  # keys of the bound passes whose results are cached
         self.payload: Sequence[Frame] = ()  # the results that are being reported
+        self._executor: PassExecutor | None = None  # that made them
         self.recalls: set[int] = set()  # leases whose results are cached already
 
     # -- executed calls ------------------------------------------------------------------
@@ -157,6 +160,7 @@ class ResultReporter:
         if not outcomes or isinstance(run, RejectedLeaseRun):
             return
         hi = lo + len(outcomes)
+        self._executor = run.executor
         try:
             self.payload = encode(outcomes)
         except UnsendableError:
@@ -168,7 +172,12 @@ class ResultReporter:
                 self._handle(CallsFinished(lease, call, call + 1, busy_ns if call == lo else 0))
         else:
             self._handle(CallsFinished(lease, lo, hi, busy_ns))
-        self.payload = ()
+        self.payload, self._executor = (), None
+
+    def measured(self, results: Results) -> Results:
+        """Return results that are being reported with the costs of executing them."""
+        reading_ns, stages_ns = (0, ()) if self._executor is None else self._executor.take_costs()
+        return replace(results, reading_ns=reading_ns, stages_ns=stages_ns, memory_bytes=peak_memory_bytes())
 
     def elements(self, lease: int, run: LeaseRun | RejectedLeaseRun) -> None:
         """Report results of elements of calls that still run; one that can't be sent fails with its call."""

@@ -37,6 +37,28 @@ def test_replay_prints_the_output_in_its_page(tmp_path: Path) -> None:
         assert shown(done.stdout.replace(str(tmp_path), HOME)) == shown(TYPED.sub("(Pdb) ", expected))
 
 
+def test_seeing_prints_the_output_in_its_page(tmp_path: Path) -> None:
+    text = (DOCS / "seeing.md").read_text().split("\n## Logs")[0].split("\n## Compare")[0]
+    blocks = re.findall(r"```(yaml|python|console)\n(.*?)```\n", text, re.DOTALL)
+    for kind, block in blocks:
+        if kind != "console":
+            (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
+    for command in [block for kind, block in blocks if kind == "console"]:
+        words, _, expected = command.removeprefix("$ ").partition("\n")
+        program = [sys.executable] if words.startswith("python ") else [sys.executable, "-m", "pipedist"]
+        done = preloaded.run(
+            [*program, *shlex.split(words)[1:]], cwd=tmp_path, env={**os.environ, "COLUMNS": "120"}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=100, check=False,
+        )  # fmt: skip
+        assert without_times(done.stdout) == without_times(expected), done.stderr
+
+
+def without_times(text: str) -> str:
+    """Return output without its numbers, the width of its columns, and the sentence that they lead to."""
+    text = re.sub(r"\n\n[^\n]+\nphase", "\n\nSENTENCE\nphase", re.sub(r"─+", "-", shown(text)))
+    return re.sub(r" +", " ", re.sub(r"\d[\d,.]*( ms| s)?", "N", text))
+
+
 def test_diff_prints_the_output_in_its_page(tmp_path: Path) -> None:
     text = (DOCS / "seeing.md").read_text().partition("## Compare two runs\n")[2].partition("\n## ")[0]
     blocks = re.findall(r"```(?:yaml|python|console)\n(.*?)```\n", text, re.DOTALL)

@@ -12,6 +12,7 @@ import pytest
 from pipedist.cli.rendering import Row, render
 from pipedist.outputs import open_sink
 from pipedist.outputs.summary import Records, records, summarize, summarize_file
+from pipedist.runs.timings import StageTimings, Timings
 
 LEDGER = {"elements": 4096, "committed": 4000, "quarantined": 96, "lost": 0}
 
@@ -169,3 +170,22 @@ def test_rows_are_counted_in_any_locale(tmp_path: Path) -> None:
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     counted = subprocess.run([sys.executable, "-c", code], env=ascii_only, capture_output=True, check=True)
     assert counted.stdout == b"2 rows\n"
+
+
+@pytest.mark.parametrize("columns", [60, 120])
+def test_the_table_of_stages_keeps_replay_keys_and_many_stages_readable(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    zeros: dict[str, Any] = dict.fromkeys(StageTimings.__struct_fields__, 0)
+    name = " -> ".join(f"normalize_and_decode_{number}" for number in range(12))
+    key = "normalize_and_decode_0/123456/3"
+    given = {"name": name, "calls": 1_234_567, "elements": 9, "seconds": 2.0, "slowest": key, "max_s": 0.2}
+    text = render([], LEDGER, Timings({"total": 1.0}, [StageTimings(**zeros | given)], [], "A limit."))
+    table = text[text.index("stages") :]
+    assert all(len(line) <= columns for line in table.splitlines())
+    assert "…" not in table, "what is cut can't be replayed"
+    assert len(table.splitlines()) < 14
+    if columns == 120:
+        assert key in table
+        assert "normalize_and_decode_11, 12 stages" in table

@@ -156,6 +156,77 @@ def test_state_is_bounded_by_numbers_not_by_history(monkeypatch: pytest.MonkeyPa
     assert recorder.open == {}
 
 
+def test_idle_time_before_an_update_is_not_input() -> None:
+    clock, _, record = begun()
+    record.offered(1, since=0)
+    record.sent("w0", 1, 0, 1, attempt=0, bytes_in=0)
+    clock.at(100)
+    record.returned("w0", Results(1, 0, 1, 100), 0)
+    clock.at(400)  # read from 50 to 150, then held back until 400
+    record.offered(2, since=50, held_ns=250)
+    clock.at(430)
+    record.sent("w0", 2, 1, 2, attempt=0, bytes_in=0, asked=410)  # the driver read its data for 20
+    totals = record.totals[0]
+    assert (totals.input_wait_ns, totals.stage_wait_ns, totals.driver_wait_ns) == (50 + 20, 250, 10)
+
+
+def test_what_the_worker_measured_is_added() -> None:
+    clock = Clock()
+    recorder = Recorder(clock)
+    record = recorder.begin_pass("a -> b", ["a", "b"], 1, 0)
+    record.sent("w0", 1, 0, 2, attempt=0, bytes_in=0)
+    clock.at(100)
+    record.returned("w0", Results(1, 0, 1, 100, 30, (40, 20), 5_000), 0)
+    clock.at(200)
+    record.returned("w0", Results(1, 1, 2, 100, 2**62, (40, 120), 4_000), 0)
+    assert record.totals[0].reading_ns == 30 + 200, "not more than the time since it was sent"
+    assert record.stages_ns == [40 + 25, 20 + 75], "their sum is the time of the worker at most"
+    assert recorder.memory == [(100, 0, 5_000)]
+
+
+def test_calls_that_fail_keep_their_worker_busy() -> None:
+    clock, _, record = begun()
+    record.sent("w0", 1, 0, 2, attempt=0, bytes_in=0)
+    record.sent("w0", 2, 2, 3, attempt=0, bytes_in=0)
+    clock.at(100)
+    record.raised("w0", failed(1, 0))
+    clock.at(150)
+    record.ended("w0", 1, SpanEnd.CANCELLED)
+    clock.at(400)
+    record.recorder.left("w0")
+    assert record.totals[0].busy_ns == 400
+
+
+def test_trials_count_apart_from_calls() -> None:
+    clock, _, record = begun()
+    record.sent("w0", 1, 0, 1, attempt=1, bytes_in=0, is_trial=True)
+    record.sent("w0", 2, 0, 1, attempt=2, bytes_in=0, is_trial=True)
+    clock.at(100)
+    record.returned("w0", Results(1, 0, 1, 100), 7)
+    clock.at(150)
+    record.raised("w0", failed(2, 0))
+    totals = record.totals[0]
+    assert (totals.calls, totals.failed, totals.repeated, totals.trials) == (0, 0, 0, 2)
+    assert (totals.busy_ns, totals.bytes_out, record.durations.quantile_s(0.5)) == (150, 7, 0.0)
+
+
+def test_aggregates_of_many_calls_are_exact_and_spans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten million calls in messages of 1,000."""
+    monkeypatch.setattr(measurements, "SPANS_MAX", 2**11)
+    clock, recorder, record = begun()
+    for number in range(10_000):
+        record.sent("w0", number, 1000 * number, 1000 * number + 1000, attempt=0, bytes_in=3)
+        clock.at(10 * number + 7)
+        record.returned("w0", Results(number, 1000 * number, 1000 * number + 1000, 5), 2)
+    totals = record.totals[0]
+    assert (totals.calls, totals.bytes_in, totals.bytes_out) == (10_000_000, 30_000, 20_000)
+    assert recorder.spans["calls"].sum() == 10_000_000
+    assert len(recorder.spans) <= 2**11
+    assert measurements.SPAN.itemsize * 2**17 < 16 * 2**20, (
+        "the file is below 64 MiB, before it is compressed"
+    )
+
+
 def test_the_longest_work_of_the_driver_is_kept() -> None:
     clock, recorder, _ = begun()
     for n in range(3 * measurements.DRIVER_SPANS_MAX):
@@ -165,3 +236,17 @@ def test_the_longest_work_of_the_driver_is_kept() -> None:
     assert len(kept) <= measurements.DRIVER_SPANS_MAX
     assert [each.ended for each in kept] == sorted(each.ended for each in kept)
     assert sum(each.duration > 10 for each in kept) == len(range(0, 3 * measurements.DRIVER_SPANS_MAX, 1000))
+
+
+def test_what_is_recorded_later_has_the_time_at_which_it_happened() -> None:
+    clock, recorder, record = begun()
+    clock.at(100)
+    recorder.later(lambda: record.sent("w0", 1, 0, 1, attempt=0, bytes_in=0))
+    clock.at(300)
+    recorder.later(lambda: record.returned("w0", Results(1, 0, 1, 150), 0))
+    clock.at(900)
+    assert not recorder.open
+    recorder.settle()
+    (span,) = recorder.spans
+    assert [int(span[name]) for name in ("sent", "started", "finished")] == [100, 150, 300]
+    assert recorder.now() == 900

@@ -46,6 +46,11 @@ def merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def slow_sum(state: float, total: np.ndarray) -> float:
+    time.sleep(0.05)
+    return state + float(np.sum(total))
+
+
 def many_numbers(x: np.ndarray) -> list[int]:
     return [0] * 1_000_000
 

@@ -148,10 +148,10 @@ def measured(durations: list[float], *, at_once: int = 1, latency_s: float = 0.0
     spans["busy"] = [round(each * 1e9) for each in durations]
     count, seconds = len(durations), sum(durations)
     stage = StageTimings(
-        "y", 0, count, 0, 0, 2 * count, seconds, seconds, 0.0, 0.0, 0.0, durations[0], durations[0],
+        "y", 0, count, 0, 0, 0, False, 2 * count, seconds, seconds, 0.0, 0.0, 0.0, 0.0, durations[0], durations[0],
         max(durations), "", "w0", 0, 0, {},
     )  # fmt: skip
-    worker = WorkerTimings("w0", count, seconds, 0.0, 0.0, 0.0, 0, 0, 2**20)
+    worker = WorkerTimings("w0", count, seconds, 0.0, 0.0, 0.0, 0.0, 0, 0, 2**20)
     found = Measured(
         FORMAT, "run", "name", 0.0, seconds, True, 0.1, 0, 2, [("y", ("y",), 0)], ["w0"], [stage], [worker], "",
         [], [], zlib.compress(spans.tobytes()),

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 
 import pipedist
 from pipedist.coordinator.measurements import SPAN, DriverWork, SpanEnd
-from pipedist.errors import UsageError
+from pipedist.errors import CallError, UsageError
+from pipedist.report import collect
 from pipedist.runs.timings import (
     FILES_MAX,
+    Measurements,
     StageTimings,
     Timings,
     WorkerTimings,
     limit_of,
     next_number,
+    pause_after,
     read_timings,
+    write_timings,
 )
 from tests.runs.test_feeds import until
 
@@ -58,6 +64,47 @@ def test_a_result_has_the_timings_of_stages_and_workers(tmp_path: Path) -> None:
     assert measured.stages == list(result.timings.stages)
     assert {each.work for each in measured.driver} == {DriverWork.FOLD, DriverWork.COMMIT}
     assert {each.text for each in measured.driver if each.work == DriverWork.FOLD} == {"out"}
+
+
+def test_the_workers_measure_stages_reading_and_memory(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(40.0))
+    spec = document("double") | {"dataset": {"npy": {"path": str(tmp_path / "x.npy")}, "batch": 4}}
+    spec["stages"]["z"] = {"run": f"{F}:double", "of": "y"}
+    spec["stages"]["out"]["of"] = "z"
+    result = pipedist.run(spec, workers=2, output=tmp_path / "out")
+    (stage,) = result.timings.stages
+    assert set(stage.stages_s) == {"y", "z"}
+    assert all(seconds > 0 for seconds in stage.stages_s.values())
+    assert sum(stage.stages_s.values()) + stage.reading_s <= stage.busy_s
+    assert stage.reading_s > 0
+    assert all(worker.memory_bytes > 2**23 for worker in result.timings.workers)
+
+
+def test_trials_of_a_search_are_counted_apart() -> None:
+    spec = document("fails_on_13", outputs=False)
+    spec["stages"]["y"] = {"run": f"{F}:fails_on_13", "on_error": "quarantine"}
+    result = pipedist.run(spec, workers=2)
+    (stage,) = result.timings.stages
+    assert result.ledger.quarantined == 1
+    assert (stage.calls, stage.failed, stage.repeated) == (20, 1, 0), "as many calls as the dataset has"
+    assert stage.trials > 0
+
+
+def test_a_training_waits_for_its_updates_and_not_for_input() -> None:
+    """An update takes far longer than a call."""
+    spec = document("double", outputs=False)
+    spec["stages"] = {
+        "y": {"run": f"{F}:plus", "with": {"amount": "${state.w}"}},
+        "sums": {"reduce": "sum", "of": "y", "axis": None, "per": "step"},
+        "w": {"update": f"{F}:slow_sum", "of": "sums", "init": 0.0},
+    }
+    result = pipedist.run(spec, workers=2)
+    stage, update = result.timings.stages
+    assert (stage.name, stage.calls, stage.elements) == ("y", 20, 40)
+    assert (update.name, update.calls, update.elements, update.slowest) == ("w", 10, 0, "")
+    assert update.busy_s > 3 * stage.busy_s
+    assert stage.stage_wait_s > 3 * max(stage.input_wait_s, stage.driver_wait_s)
+    assert "input" not in result.timings.limit
 
 
 def test_failed_attempts_and_deaths_are_measured(tmp_path: Path) -> None:
@@ -104,8 +151,61 @@ def test_a_run_that_begins_again_has_no_measurements_of_the_one_before(tmp_path:
 def test_a_resumed_run_adds_a_file_and_old_ones_go(tmp_path: Path) -> None:
     for number in range(1, 20):
         (tmp_path / f"{number}.msgpack").touch()
+    (tmp_path / ".19.msgpack.0a1b2c3d.partial").touch()  # a process was killed while it wrote
     assert next_number(tmp_path) == 20
-    assert len(list(tmp_path.iterdir())) == FILES_MAX - 1
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"{n}.msgpack" for n in range(20 - FILES_MAX + 1, 20)
+    }
+
+
+def test_the_report_of_a_resumed_run_has_both_processes(tmp_path: Path) -> None:
+    spec = document("fails_on_eleven_once", folder=str(tmp_path))
+    spec["stages"]["y"]["retries"] = 0
+    with pytest.raises(CallError):
+        pipedist.run(spec, workers=1, output=tmp_path / "out")
+    pipedist.run(spec, workers=1, output=tmp_path / "out", resume=True)
+    first, second = collect(tmp_path / "out")["processes"]
+    assert first["is_over"]
+    assert second["is_over"]
+    assert first["stages"][0]["failed"] > 0
+    assert second["stages"][0]["calls"] > 0
+
+
+def test_writing_takes_at_most_one_percent_of_the_time(tmp_path: Path) -> None:
+    now = writing = 0.0
+    for takes in (0.001, 0.01, 0.5, 3.0, 0.2):  # a slow disk
+        writing += takes
+        now += takes + pause_after(takes)
+        assert writing <= 0.011 * now
+
+
+@pytest.mark.parametrize("many", [1, 2**17])
+def test_the_file_is_small_and_replaced_as_a_whole(many: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    found = np.zeros(many, SPAN)
+    for name in SPAN.names or ():
+        found[name] = rng.integers(0, 2 ** min(40, 8 * SPAN[name].itemsize - 1), many)
+    measurements = Measurements()
+    measured = msgspec.structs.replace(
+        measurements.measured("id", "n", is_over=False), packed=found.tobytes()
+    )
+    write_timings(tmp_path, 1, measured)
+    assert FILES_MAX * (tmp_path / "1.msgpack").stat().st_size < 64 * 2**20
+    assert (read_timings(tmp_path)[0].spans == found).all()
+
+
+def test_a_full_disk_ends_only_the_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+
+    def full(_folder: Path, number: int, _measured: Any) -> None:
+        written.append(number)
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr("pipedist.runs.run.write_timings", full)
+    result = pipedist.run(document("double"), workers=1, output=tmp_path)
+    assert written[-1] == 1
+    assert result.timings.stages[0].calls == 20
+    assert not read_timings(tmp_path / ".pipedist/timings")
 
 
 def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -116,7 +216,7 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path: Path) -> None:
 
 def stage(**fields: Any) -> StageTimings:
     zeros = dict.fromkeys(StageTimings.__struct_fields__, 0)
-    texts = {"name": "y", "slowest": "y/3/1", "slowest_worker": "w0", "stages_s": {}}
+    texts = {"name": "y", "slowest": "y/3/1", "slowest_worker": "w1", "stages_s": {}, "waits": False}
     return StageTimings(**(zeros | texts | fields))
 
 
@@ -150,7 +250,7 @@ def spans(*ends: tuple[int, float, float]) -> Any:
             {},
             1,
             10,
-            "For the last 8.0 s only w1 was busy; the longest call was y/3/1",
+            "For the last 8.0 s only w1 was busy; the longest call was y/3/1 (8.0 s, the median 0 ms)",
         ),
         (
             [(0, 0, 9), (1, 0, 10)],
@@ -158,7 +258,7 @@ def spans(*ends: tuple[int, float, float]) -> Any:
             {},
             9,
             10,
-            "The driver was busy 90% of the time, workers 20%: larger",
+            "The driver was busy 90% of the time, workers 20%: larger batches",
         ),
         (
             [(0, 0, 9), (1, 0, 10)],
@@ -166,7 +266,7 @@ def spans(*ends: tuple[int, float, float]) -> Any:
             {"input_wait_s": 5},
             1,
             10,
-            "Workers waited for input 50% of the time",
+            "Workers waited 50% of the time for input that the driver read",
         ),
         (
             [(0, 0, 9), (1, 0, 10)],
@@ -176,7 +276,23 @@ def spans(*ends: tuple[int, float, float]) -> Any:
             10,
             "Workers were busy 50% of the time, and the driver 10% of it.",
         ),
-        ([(0, 0, 1), (1, 0, 1)], (1, 1), {}, 1, 10, "Calls ran for 1.0 s of 10.0 s: starting the workers"),
+        ([(0, 0, 1), (1, 0, 1)], (1, 1), {}, 1, 10, "Calls ran for 1.0 s of 10.0 s: 0 ms passed before"),
+        (
+            [(0, 0, 9), (1, 0, 10)],
+            (1, 2),
+            {"stage_wait_s": 7},
+            1,
+            10,
+            "70% of the time until calls of y had an update",
+        ),
+        (
+            [(0, 0, 9), (1, 0, 10)],
+            (9, 2),
+            {},
+            1,
+            10,
+            "Only w0 of 2 workers had calls for more than 75% of the time",
+        ),
         ([], (1, 1), {}, 1, 10, ""),
     ],
 )
@@ -191,6 +307,17 @@ def test_the_limit_is_named(
     workers = [worker(f"w{n}", busy_s=each, **more) for n, each in enumerate(busy)]
     found = limit_of(spans(*ends), [stage(max_s=8.0)], workers, driver_s, seconds)
     assert text in found if text else not found
+
+
+def test_calls_that_wait_are_limited_by_what_they_wait_for() -> None:
+    found = limit_of(
+        spans((0, 0, 10), (1, 0, 10)),
+        [stage(waits=True)],
+        [worker("w0", busy_s=10), worker("w1", busy_s=10)],
+        1,
+        10,
+    )
+    assert "calls of y that waited 100% of the time: a higher `concurrency`" in found
 
 
 def test_timings_survive_their_plain_form() -> None:
