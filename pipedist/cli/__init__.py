@@ -8,6 +8,7 @@ another host. Modules are imported when their command runs, so that a command st
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ def main() -> None:
     """Run the command line of this process, and exit with its code."""
     before, sys.unraisablehook = sys.unraisablehook, _end_if_interrupted
     try:
+        gc.disable()  # imports make no garbage; a command enables it
         _open_missing_streams()
         _limit_threads()
         with _start_fork_server(sys.argv[1:]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -52,6 +53,8 @@ def _end(command: Callable[[], int]) -> None:
     """Run a command, and exit with its code."""
     from pipedist.cli.terminal import guarded
 
+    gc.freeze()  # imported modules live until the process ends
+    gc.enable()
     click.get_current_context().exit(guarded(command))
 
 

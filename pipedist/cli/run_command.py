@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -161,8 +160,6 @@ async def _run(options: RunOptions, interruption: Interruption, stalls: StallRep
         force=options.force,
         force_code=options.force_code,
     )
-    # Imported modules live until the process ends: exclude them from garbage collection.
-    gc.freeze()
     opened.compile()  # imports the user's modules, which may take long: a signal ends the process
     with interruption.lifetime():
         async with LivePage(options) as live, opened as run:

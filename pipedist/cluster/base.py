@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Self
 from pipedist.cluster.launchers.server import prepare
 from pipedist.core import gpus as accelerators
 from pipedist.core.gpus import Supply
-from pipedist.core.import_guard import reject_during_import
+from pipedist.core.import_guard import reject_during_import, without_collections
 from pipedist.core.misuse_hints import AsyncOnly, require_loop, running_loop
 from pipedist.errors import UsageError
 from pipedist.transport.config import SharedMemory
@@ -61,7 +61,9 @@ class Cluster(AsyncOnly, ABC):
         reject_during_import(type(self).__name__)
         async with AsyncExitStack() as stack:
             await self._prepare(stack)
-            self._coordinator = await stack.enter_async_context(self._make(stack))
+            with without_collections():
+                made = self._make(stack)
+            self._coordinator = await stack.enter_async_context(made)
             self._loop = running_loop()
             self._stack = stack.pop_all()
         return self

@@ -1,11 +1,15 @@
-"""Guard against runs that start while a module is imported for a run.
+"""Imports of a run: a guard against runs inside of them, and no garbage collections during them.
 
-Without it, a script that lacks a `__main__` guard and whose own function a spec names would start its run
+Without the guard, a script that lacks a `__main__` guard and whose own function a spec names would start its run
 again at each import: in the process of the run, which would wait for itself, and in every worker.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator
 from contextvars import ContextVar
 
 # True while this thread or task imports the module of a function for a run.
@@ -24,3 +28,23 @@ def reject_during_import(what: str) -> None:
         raise UsageError(
             f"{what} is called at the top level of a module that a run imports for its functions: {ADVICE}"
         )
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Suspend garbage collection while this process imports what runs need.
+
+    Imports make no garbage, and a fifth of their time would be spent on looking for it.
+    """
+    if not gc.isenabled() or "pipedist.coordinator" in sys.modules:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        is_frozen = gc.get_freeze_count() > 0
+        gc.freeze()  # the next collection does not visit what was imported
+        if not is_frozen:  # else objects that the user has frozen would be thawed
+            gc.unfreeze()  # into the oldest generation
+        gc.enable()

@@ -17,7 +17,9 @@ from pipedist.spec import QUARANTINE_DEFAULT, CollectivesSpec, GatherSpec, RunSp
 
 Granularity = Literal["step", "epoch", "run"]  # how often a state changes, or what may start at a time
 
-DEFAULT_COLLECTIVES: Final = CollectivesSpec(implementation="auto", timeout_s=None, bytes_per_pack=0)
+DEFAULT_COLLECTIVES: Final = CollectivesSpec.model_construct(  # a validator takes milliseconds to build
+    implementation="auto", timeout_s=None, bytes_per_pack=0
+)
 """The communication options of `collectives: true`."""
 
 

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, TypeVar
 
 from pipedist.cluster.launchers.server import Spare, prepare
-from pipedist.core.import_guard import caller_is_waiting, reject_during_import
+from pipedist.core.import_guard import caller_is_waiting, reject_during_import, without_collections
 from pipedist.core.misuse_hints import running_loop
 
 if TYPE_CHECKING:
@@ -77,24 +77,25 @@ def open(
     reject_during_import("pipedist.open")
     spare = _head_start(spec) if cluster in (None, "local") else Spare()
     try:
-        from pipedist.runs.run import Run
+        with without_collections():
+            from pipedist.runs.run import Run
 
-        return Run(
-            spec,
-            cluster=cluster,
-            workers=workers,
-            params=params,
-            sets=sets,
-            output=output,
-            resume=resume,
-            restart=restart,
-            verify=verify,
-            on_log=on_log,
-            progress=progress,
-            force=force,
-            force_code=force_code,
-            spare=spare,
-        )
+            return Run(
+                spec,
+                cluster=cluster,
+                workers=workers,
+                params=params,
+                sets=sets,
+                output=output,
+                resume=resume,
+                restart=restart,
+                verify=verify,
+                on_log=on_log,
+                progress=progress,
+                force=force,
+                force_code=force_code,
+                spare=spare,
+            )
     except BaseException:
         spare.end()
         raise
@@ -145,7 +146,8 @@ def run(
             return await opened.results()
 
     with _head_start(spec) if cluster in (None, "local") else Spare():
-        import anyio
+        with without_collections():
+            import anyio
 
         return _in_thread(main, loop) if loop is not None or running_loop() else anyio.run(main)
 

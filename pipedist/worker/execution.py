@@ -237,6 +237,61 @@ class PassExecutor:
             current.reset(token)
         return self._emit(call, None, values, False)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether `run_plain` may execute the calls: one function of the shard, whose whole value is sent."""
+        if self._sole is None or len(self._stages) > 1 or self._stored or self._shard_is_shared or self.waits:
+            return False
+        stage, program = self._stages[0], self.program
+        return stage.takes_shard_only and not (
+            program.verify or program.threads != self._threads or stage.collectives or stage.limit_ns
+        )
+
+    def run_plain(
+        self,
+        call: Call,
+        shards: LeaseShards,
+        numbers: range,
+        begin: Callable[[int], None],
+        wait: Callable[[Awaitable[Any]], Any],
+        finished: Callable[[Outcome, int], bool],
+    ) -> None:
+        """Execute calls one after the other, as `run` does, until `finished` returns true for the result of one.
+
+        `call` is the running call, whose fields change.
+        """
+        stage, sole, replicas, seed = self._stages[0], self._sole, self.program.replicas, self.program.seed
+        assert sole is not None  # see `is_plain`
+        name, device, fn, slot, objects_max = stage.name, stage.device, stage.fn, sole.slot, sole.objects_max
+        find, enter, leave = shards.find, current.set, current.reset
+        for number in numbers:
+            begin(number)
+            call.number = number
+            call.step, call.replica = divmod(number, replicas)
+            call.reading = True
+            value, elements, epoch = find(number)
+            call.reading = False
+            ctx = ReplicaContext(call.replica, replicas, call.step, epoch, name, elements, seed, None, device)
+            token = enter(ctx)
+            call.in_user_code = True
+            try:
+                box = [fn(value)]
+                if hasattr(type(box[0]), "__await__"):
+                    box[0] = wait(box[0])
+            finally:
+                if process_setup.is_copy:
+                    process_setup.end_copy(name)
+                leave(token)
+            call.in_user_code = False
+            call.permanent = True
+            try:
+                value, size = take_ownership(box, objects_max)
+            except UnsendableError as error:
+                raise self._labelled(error, sole) from error
+            call.permanent = False
+            if finished({slot: value}, size):
+                return
+
     def _values(
         self, call: Call, shard: Shard, empty: bool, wait: Callable[[Awaitable[Any]], Any]
     ) -> list[Tree]:
@@ -446,8 +501,11 @@ class PassExecutor:
             emit = next((e for e in self.program.emits if call.stage in (e.slot, self._stage_name(e))), None)
             if emit is None or emit.of < 0:
                 raise
-            label = self.program.stages[emit.of].function.label
-            raise UnsendableError(f"the result of {label} cannot be sent: {error}") from error
+            raise self._labelled(error, emit) from error
+
+    def _labelled(self, error: UnsendableError, emit: Emit) -> UnsendableError:
+        label = self.program.stages[emit.of].function.label
+        return UnsendableError(f"the result of {label} cannot be sent: {error}")
 
     def _collected(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
         gang = call.gang

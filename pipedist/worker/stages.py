@@ -77,12 +77,18 @@ class Stage:
         self._fn: Callable[..., Any] | None = None
         self._instances: dict[int, Callable[..., Any]] = {}  # by replica in a gang; else under 0
         self._wants_ctx = False
-        self._takes_shard_only = False  # whether calls need no other argument
+        self.takes_shard_only = False  # whether calls need no other argument
         self.is_loaded = False  # whether the function was found, and can be called
         self.is_class = False  # whether calls go to an instance, which serves one call at a time
         self.is_async = False  # whether calls return an awaitable
         self.program = program
         self.waits = program.per_element or program.attempts > 1 or program.calls_per_s > 0
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The function, or the class, after `load`."""
+        assert self._fn is not None
+        return self._fn
 
     def load(self) -> None:
         """Find the function, or raise the error for which it cannot be called, as the first time."""
@@ -107,7 +113,7 @@ class Stage:
         self.is_async = functions.is_async(called)
         self._wants_ctx = functions.wants_ctx(called)
         others = self.is_class or self._wants_ctx or self._program.kwargs
-        self._takes_shard_only = self._program.form == "shard" and not others
+        self.takes_shard_only = self._program.form == "shard" and not others
         if self._program.form == "combine" and self.is_async:
             raise TypeError(f"{label} combines values, so it must be a plain function, not an async one")
         self._fn = fn
@@ -136,7 +142,7 @@ class Stage:
         """Call the function after `load` and `make_instance`; its result is an awaitable if it is async."""
         fn = self._instances[owner] if self.is_class else self._fn
         assert fn is not None  # load() came first
-        if self._takes_shard_only:  # the common case, cheaper
+        if self.takes_shard_only:  # the common case, cheaper
             return fn(value)
         form = self._program.form
         if form == "apply" and not (self._values or self.is_class or self._program.kwargs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,13 @@ HEAVY = frozenset(
 """What takes more than a few milliseconds to import."""
 
 
+SPEC = {
+    "pipedist": 1,
+    "dataset": {"range": 4, "batch": 2},
+    "stages": {"total": {"reduce": "sum", "of": "dataset", "axis": 0}},
+}
+
+
 def loaded_by(code: str) -> set[str]:
     """The modules of a fresh process that has executed `code`; of other packages their first names."""
     code += "\nimport sys; print('modules', *(m for m in sys.modules if m != 'sys'))"
@@ -54,12 +62,7 @@ def test_entry_points_import_nothing_heavy_before_they_start_the_fork_server() -
 
 
 def test_a_run_imports_only_what_it_uses() -> None:
-    spec = {
-        "pipedist": 1,
-        "dataset": {"range": 4, "batch": 2},
-        "stages": {"total": {"reduce": "sum", "of": "dataset", "axis": 0}},
-    }
-    loaded = loaded_by(f"import pipedist; assert pipedist.run({spec}, workers=1)['total'] == 6")
+    loaded = loaded_by(f"import pipedist; assert pipedist.run({SPEC}, workers=1)['total'] == 6")
     # pydantic, which reads the spec, imports secrets and tempfile
     used = {"anyio", "asyncio", "numpy", "optree", "pydantic", "secrets", "tempfile", "zmq"}
     assert not loaded & (HEAVY - used)
@@ -72,6 +75,51 @@ def test_a_run_imports_only_what_it_uses() -> None:
         "pipedist.worker.driver",
         "pipedist.worker.process",
     }
+
+
+def count_of(code: str) -> int:
+    """Return how many modules a fresh process imports that executes `code`."""
+    count = "import atexit, sys; atexit.register(lambda: print('modules', len(sys.modules), flush=True))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{count}\n{code}"], capture_output=True, text=True, check=True, timeout=60
+    )
+    return int(done.stdout.rpartition("modules")[2])
+
+
+def test_a_start_imports_a_limited_number_of_modules(tmp_path: Path) -> None:
+    """Imports are nearly all of the time until the first result: raise a limit only with a reason."""
+    path = tmp_path / "spec.yaml"
+    path.write_text(json.dumps({**SPEC, "name": "counted"}))
+    command = f"import sys; sys.argv[1:] = ['run', {str(path)!r}, '--workers', '1']"
+    assert count_of(f"import pipedist; pipedist.run({SPEC}, workers=1)") <= 610
+    assert count_of(f"{command}; from pipedist.cli import main; main()") <= 750
+    assert count_of("import pipedist.cluster.launchers.forkserver") <= 360
+
+
+def test_a_start_looks_for_no_garbage() -> None:
+    """What is imported stays: collections would visit it again and again."""
+    code = f"""
+import gc, pipedist
+visited = []
+def note(phase, info):
+    generations = range(info["generation"] + 1) if phase == "start" else ()
+    visited.extend(len(gc.get_objects(number)) for number in generations)
+gc.collect()
+gc.callbacks.append(note)
+pipedist.run({SPEC}, workers=1)
+assert gc.isenabled()
+assert not gc.get_freeze_count()
+assert len(gc.get_objects()) > 50_000
+print("visited", sum(visited))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.rpartition("visited")[2]) < 50_000
+
+
+def test_frozen_objects_of_the_user_stay_frozen() -> None:
+    code = f"import gc, pipedist; gc.freeze(); pipedist.run({SPEC}, workers=1); assert gc.get_freeze_count()"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_a_worker_imports_nothing_that_it_does_not_use() -> None:

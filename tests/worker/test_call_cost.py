@@ -11,21 +11,24 @@ from pipedist.protocol.program import Shards, from_frames, to_frames
 from pipedist.runs.pass_feeds import feed_of
 from pipedist.runs.programs import pass_program
 from pipedist.spec import load
+from pipedist.worker.context import get_replica_context
 from pipedist.worker.execution import PassExecutor
 from pipedist.worker.lease_run import LeaseRun, PersistentLoop
-from pipedist.worker.progress import CallProgress
+from pipedist.worker.progress import CallProgress, StageClock
 
 
-def test_a_call_of_a_lease_costs_few_python_calls() -> None:
-    run = {"run": "tests.runs.functions:double"}
-    plan = compile_plan(
-        load({"pipedist": 1, "dataset": {"range": 1000, "batch": 1}, "stages": {"y": run}}), workers=1
-    )
+def executor_of(function: str, clock: StageClock | None = None) -> PassExecutor:
+    spec = {"pipedist": 1, "dataset": {"range": 1000, "batch": 1}, "stages": {"y": {"run": function}}}
+    plan = compile_plan(load(spec), workers=1)
     (pass_,) = plan.passes
     program = pass_program(plan, pass_, feed_of(plan, pass_, {}, {}).reader, {}, ("y",))
     frames = [memoryview(frame) for frame in to_frames(program)]
+    return PassExecutor(from_frames(frames, lambda folder: folder), program.threads, clock)
+
+
+def test_a_call_of_a_lease_costs_few_python_calls() -> None:
     progress, made = CallProgress(), 0
-    executor = PassExecutor(from_frames(frames, lambda folder: folder), program.threads, progress.clock)
+    executor = executor_of("tests.runs.functions:double", progress.clock)
 
     def execute(lo: int, hi: int) -> list[dict[str, np.ndarray]]:
         lease = LeaseRun(executor, PersistentLoop(), Shards(), lo, hi, progress.of_lease(1))
@@ -43,6 +46,37 @@ def test_a_call_of_a_lease_costs_few_python_calls() -> None:
     finally:
         sys.setprofile(None)
     assert [int(value[0]) for (value,) in map(dict.values, outcomes)] == list(range(20, 2000, 2))
-    assert made < 22 * len(outcomes)
+    assert made < 9 * len(outcomes)
     executor.close()
     progress.close()
+
+
+def stops_at_5(x: np.ndarray) -> np.ndarray:
+    if x[0] == 5:
+        raise StopIteration("the end")
+    context = get_replica_context()
+    assert context is not None
+    return np.array([context.step, np.asarray(context.elements)[0], x[0]])
+
+
+def test_calls_of_a_lease_have_their_own_contexts_and_failures() -> None:
+    executor = executor_of(f"{__name__}:stops_at_5")
+    begun: list[int] = []
+    lease = LeaseRun(executor, PersistentLoop(), Shards(), 2, 8, begun.append)
+    failure = lease.advance(60.0, 2**30)
+    assert executor.is_plain
+    assert failure is not None
+    assert (failure.call, failure.stage, failure.retryable) == (5, "y", True)
+    assert (failure.name, failure.text) == ("StopIteration", "the end")
+    assert "in stops_at_5" in failure.traceback
+    before = lease.take()
+    lease.skip()
+    assert lease.advance(0.0, 2**30) is None, "the slice ends after one call"
+    assert lease.advance(60.0, 2**30) is None
+    after = lease.take()
+    assert (before.lo, after.lo, lease.is_over) == (2, 6, True)
+    outcomes = [*before.outcomes, *after.outcomes]
+    assert [value.tolist() for (value,) in map(dict.values, outcomes)] == [[n, n, n] for n in (2, 3, 4, 6, 7)]
+    assert begun == [2, 2, 3, 4, 5, 6, 7]
+    assert get_replica_context() is None
+    executor.close()
