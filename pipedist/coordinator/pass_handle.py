@@ -511,7 +511,7 @@ class PassHandle:
         if step in self._executed:
             self._executed[step] = peers
         if self._feed is None and self._on_arrival is None:
-            self.counts.calls_done += self.settings.replicas
+            self._count(self.settings.replicas)
             in_order = sorted(chunks, key=attrgetter("lo"))
             self._step_results[step] = [slots for chunk in in_order for slots in chunk.calls]
             return
@@ -519,11 +519,14 @@ class PassHandle:
             self.arrived(chunk)
 
     def arrived(self, chunk: Chunk) -> None:
-        self.counts.calls_done += chunk.hi - chunk.lo
-        if self.record is not None:
-            self.record.calls += chunk.hi - chunk.lo
+        self._count(chunk.hi - chunk.lo)
         self.elements.drop(chunk.lo, chunk.hi)
         self._put(chunk)
+
+    def _count(self, calls: int) -> None:
+        self.counts.calls_done += calls
+        if self.record is not None:
+            self.record.calls += calls
 
     def arrived_late(self, chunk: Chunk) -> None:
         """Keep results of cancelled calls."""
