@@ -31,8 +31,8 @@ demo: $(INSTALLED)  ## Run a pipeline over 336,776 real flights on 2 worker proc
 	$(BIN)/pipedist run examples/flights/flights.yaml --workers 2
 
 .PHONY: test
-test: $(INSTALLED)  ## Run the test suite, on two cores.
-	$(BIN)/python -m pytest -q -n 4 --dist worksteal
+test: $(INSTALLED)  ## Run the test suite, on two cores; tests of the sources themselves: make check.
+	$(BIN)/python -m pytest -q -n 4 --dist worksteal --ignore tests/architecture
 
 .PHONY: test-slow
 test-slow: $(INSTALLED)  ## Run the slow tests that make test skips.

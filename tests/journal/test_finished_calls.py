@@ -114,7 +114,7 @@ def test_calls_of_steps_behind_an_incomplete_one_are_not_executed_again(tmp_path
     assert sum(calls_in(tmp_path).values()) == began + 12 - durable
 
 
-@pytest.mark.parametrize("replicas", [4, 8])
+@pytest.mark.parametrize("replicas", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_call_with_quarantined_elements_is_not_executed_again(tmp_path: Path, replicas: int) -> None:
     """Interrupted twice: of a shard of two elements one remains, of a shard of one none."""
     spec = spec_of(tmp_path, n=0, batch=8, replicas=replicas, waiting=[replicas - 1])

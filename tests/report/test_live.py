@@ -129,6 +129,7 @@ def test_the_server_ends_with_its_run_after_the_last_state(tmp_path: Path) -> No
             httpx.get(run.url)
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     with executing(tmp_path) as run:
         states = []
