@@ -97,6 +97,15 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def names_of(host: str) -> list[str]:
+    """Return the names by which a browser may address a server that listens at `host`.
+
+    A page of another site can make its name resolve to this host's loopback address; there, only names of this host are
+    accepted. A server for other hosts has any name, and is protected by its token and TLS.
+    """
+    return ["localhost", "127.0.0.1", "[::1]", host, f"[{host}]"] if _is_loopback(host) else ["*"]
+
+
 def application(read: Callable[[], Data], token: str, hosts: list[str]) -> Starlette:
     """Return the application that serves the page of a run.
 
@@ -186,7 +195,7 @@ async def serve(path: Path, options: LiveOptions, show: Callable[[str], None]) -
         raise UsageError(f"can't listen at {options.address}: {error.strerror or error}") from None
     port = listening.getsockname()[1]
     cache = _Cache(path)
-    app = application(cache.read, token, [host, "localhost", "127.0.0.1", "[::1]", f"[{host}]"])
+    app = application(cache.read, token, names_of(host))
     try:
         config = uvicorn.Config(
             app,

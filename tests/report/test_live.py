@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import httpx
 import pytest
 
 from pipedist.errors import UsageError
-from pipedist.report.live import LiveOptions
+from pipedist.report.live import LiveOptions, names_of
 from tests.preloaded import run_module
 from tests.report.jobs import waiting
 
@@ -156,6 +158,32 @@ def test_the_server_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
 def test_a_page_is_never_served_unprotected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message.replace("[", r"\[")):
         LiveOptions(**options).checked()
+
+
+def test_other_hosts_may_use_any_name_of_the_server_and_local_pages_only_its_own() -> None:
+    assert names_of("0.0.0.0") == ["*"]
+    assert "*" not in names_of("127.0.0.1")
+    assert "localhost" in names_of("::1")
+
+
+def test_a_page_for_other_hosts_is_served_with_tls_and_the_given_token(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl to make a certificate: apt-get install openssl")
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost"
+    )
+    command += " -addext subjectAltName=DNS:localhost,IP:127.0.0.1"
+    subprocess.run(command.split(), cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "token").write_text("abcdefghijklmnopqrstuvwx\n")
+    options = ("--live-cert", "cert.pem", "--live-key", "key.pem", "--live-token-file", "token")
+    with executing(tmp_path, "--live-address", "0.0.0.0:0", *options) as run:
+        port = run.url.removesuffix("/abcdefghijklmnopqrstuvwx/").removeprefix("https://0.0.0.0:")
+        trusted = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        url = f"https://localhost:{port}/abcdefghijklmnopqrstuvwx/"
+        answer = httpx.get(url, verify=trusted, headers={"Host": "node7.example"})
+        assert (answer.status_code, answer.headers["cache-control"]) == (200, "no-store")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://localhost:{port}/abcdefghijklmnopqrstuvwx/")
 
 
 def test_a_weak_token_is_refused(tmp_path: Path) -> None:
