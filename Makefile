@@ -111,11 +111,10 @@ architecture: $(INSTALLED)  ## Check layers, import cycles, prose and public doc
 .PHONY: check
 check: lint types architecture  ## Check style, types and architecture.
 
-.PHONY: docs
-docs: $(INSTALLED)  ## Write docs/language.md, and the HTML reference of the Python API to build/docs.
-	$(BIN)/python docs/build_language.py > docs/language.md
-	$(BIN)/python -m tests.architecture.package_table > docs/dev/packages.md
-	$(BIN)/python docs/build_api.py build/docs
+.PHONY: site
+site: $(INSTALLED)  ## Build the documentation site to build/site; broken links and anchors are errors.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "Open build/site/index.html, or serve it: $(BIN)/python -m http.server -d build/site"
 
 .PHONY: pictures
 pictures: $(INSTALLED)  ## Make the pictures in docs/pictures from a real run (after make browser).

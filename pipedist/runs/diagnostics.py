@@ -31,7 +31,7 @@ STATUS_BYTES_MAX = 16 * 2**20
 _SOCKET_NAME = "why"
 _BACKLOG_MAX = 16
 
-Document = dict[str, Any]  # plain JSON values; docs/stalls.md describes them
+Document = dict[str, Any]  # plain JSON values; docs/how-to/stalls.md describes them
 
 
 def document(run: str, name: str, state: str, execution: Execution | None) -> Document:

@@ -329,12 +329,12 @@ class Run(AsyncOnly):
     def progress(self) -> Progress | None:
         """Return the run's progress, None before it begins.
 
-        It can be called at any time, and does not change the run. docs/seeing.md has an example.
+        It can be called at any time, and does not change the run. docs/how-to/seeing.md has an example.
         """
         return None if self._execution is None else self._execution.progress()
 
     def why(self) -> Document:
-        """Return what the run waits for, by call; see docs/stalls.md.
+        """Return what the run waits for, by call; see docs/how-to/stalls.md.
 
         Returns:
             Plain JSON values. It can be called at any time, and does not change the run.

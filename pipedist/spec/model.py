@@ -84,7 +84,7 @@ class ClusterSection(Section):
         default="local",
         description="How workers are started: as processes on this host (`local`), by hosts that connect "
         "(`connect`), or by a system that places them (`ray`, `dask`). Jobs of Slurm and "
-        "Kubernetes use `connect` (docs/hosts.md).",
+        "Kubernetes use `connect` (docs/how-to/hosts.md).",
         examples=["local"],
     )
     workers: Annotated[

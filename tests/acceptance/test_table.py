@@ -1,4 +1,4 @@
-"""Each command of docs/reliability.md exists, and selects tests."""
+"""Each command of docs/contributing/reliability.md exists, and selects tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROWS = [
     line
-    for line in (ROOT / "docs" / "reliability.md").read_text().splitlines()
+    for line in (ROOT / "docs" / "contributing" / "reliability.md").read_text().splitlines()
     if line.startswith("| ") and not line.startswith(("| fault |", "| what |"))
 ]
 COMMANDS = sorted({found for row in ROWS for found in re.findall(r"`((?:pytest|make) [^`]*)`", row)})

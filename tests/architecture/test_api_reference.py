@@ -1,4 +1,4 @@
-"""The API reference, which pdoc generates from docstrings, explains every public name."""
+"""The API reference, which the site generates from docstrings, explains every public name."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ PROGRESS = re.compile(r"^\w+: .* elements/s, .*\n", re.MULTILINE)
 
 
 def test_replay_prints_the_output_in_its_page(tmp_path: Path) -> None:
-    text = (DOCS / "replay.md").read_text()
+    text = (DOCS / "how-to" / "replay.md").read_text()
     blocks = re.findall(r"```(yaml|python|console)\n(.*?)```\n", text, re.DOTALL)
     assert [kind for kind, _ in blocks] == ["yaml", "python", "console"]
     for _, block in blocks[:2]:
@@ -38,7 +38,7 @@ def test_replay_prints_the_output_in_its_page(tmp_path: Path) -> None:
 
 
 def test_seeing_prints_the_output_in_its_page(tmp_path: Path) -> None:
-    text = (DOCS / "seeing.md").read_text().split("\n## Logs")[0].split("\n## Compare")[0]
+    text = (DOCS / "how-to" / "seeing.md").read_text().split("\n## Logs")[0].split("\n## Compare")[0]
     blocks = re.findall(r"```(yaml|python|console)\n(.*?)```\n", text, re.DOTALL)
     for kind, block in blocks:
         if kind != "console":
@@ -60,7 +60,12 @@ def without_times(text: str) -> str:
 
 
 def test_diff_prints_the_output_in_its_page(tmp_path: Path) -> None:
-    text = (DOCS / "seeing.md").read_text().partition("## Compare two runs\n")[2].partition("\n## ")[0]
+    text = (
+        (DOCS / "how-to" / "seeing.md")
+        .read_text()
+        .partition("## Compare two runs\n")[2]
+        .partition("\n## ")[0]
+    )
     blocks = re.findall(r"```(?:yaml|python|console)\n(.*?)```\n", text, re.DOTALL)
     for block in blocks[:2]:
         (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)

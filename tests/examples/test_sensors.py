@@ -12,7 +12,7 @@ from tests.preloaded import run_module
 
 ROOT = Path(__file__).parents[2]
 SENSORS = ROOT / "examples" / "sensors"
-DOCS = ROOT / "docs" / "testing.md"
+DOCS = ROOT / "docs" / "how-to" / "testing.md"
 
 
 def test_the_wrong_one_is_caught_and_the_docs_show_it(tmp_path: Path) -> None:

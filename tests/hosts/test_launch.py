@@ -193,7 +193,7 @@ def test_contradictory_options_are_reported(spec: Path) -> None:
     assert "can't be divided evenly" in uneven.stderr
 
 
-MANIFEST = Path(__file__).parents[2] / "docs" / "jobset.yaml"
+MANIFEST = Path(__file__).parents[2] / "docs" / "how-to" / "jobset.yaml"
 
 
 def test_the_jobset_of_the_docs_is_one() -> None:

@@ -1,4 +1,4 @@
-"""The program in docs/jax.md, and the example, run."""
+"""The program in docs/how-to/jax.md, and the example, run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(*arguments: str) -> str:
 
 
 def test_the_program_of_the_page_runs() -> None:
-    [program] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "jax.md").read_text(), re.S)
+    [program] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how-to" / "jax.md").read_text(), re.S)
     lines = run("-c", program).splitlines()
     assert [line.partition("]")[0] for line in lines] == ["[7.  7.5", "[15.  15.5"]
 

@@ -1,4 +1,4 @@
-"""The section about Python and notebooks in docs/seeing.md runs, and the pictures of the page exist."""
+"""The section about Python and notebooks in docs/how-to/seeing.md runs, and the pictures of the page exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import pipedist
 
 DOCS = Path(__file__).parents[2] / "docs"
-TEXT = (DOCS / "seeing.md").read_text()
+TEXT = (DOCS / "how-to" / "seeing.md").read_text()
 SPEC = {
     "pipedist": 1,
     "name": "job",

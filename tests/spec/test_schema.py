@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,19 +193,3 @@ def test_every_key_has_a_description_and_a_valid_example(model: type[Section]) -
 
 def test_every_source_is_a_key_of_datasets() -> None:
     assert list(SOURCES) == [key for key in keys_of(DatasetSpec) if key in SOURCES]
-
-
-LANGUAGE = ROOT / "docs" / "language.md"
-
-
-def test_the_reference_is_up_to_date() -> None:
-    command = [sys.executable, "docs/build_language.py"]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    assert LANGUAGE.read_text() == printed, "run: make docs"
-
-
-def test_the_reference_s_examples_are_yaml() -> None:
-    for block in LANGUAGE.read_text().split("```yaml\n")[1:]:
-        document, problems = read_yaml(block.split("```")[0].encode(), "")
-        problems.raise_all()
-        assert isinstance(document.value, dict)

@@ -1,4 +1,4 @@
-"""The program in docs/training.md runs as it is printed."""
+"""The program in docs/how-to/training-loop.md runs as it is printed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "training-loop.md").read_text()
 TRANSCRIPT = re.compile(r"```console\n(.*?)```", re.S)
 
 

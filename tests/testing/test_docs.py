@@ -1,4 +1,4 @@
-"""The tests in docs/testing.md run as they are printed."""
+"""The tests in docs/how-to/testing.md run as they are printed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 pytest_plugins = ["pytester"]
 
-PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "testing.md"
 
 
 def test_the_page(pytester: pytest.Pytester) -> None:

@@ -1,0 +1,85 @@
+"""Pages that the site build generates, and links from pages to files of the repository.
+
+- The spec, the command line and the Python API are generated from the code, so they are not committed.
+- A link to a file outside `docs/` leads to a page with its text; a link to a missing file is an error.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority, get_plugin_logger
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).parent))
+
+import api  # noqa: E402  # beside this file
+import command_line  # noqa: E402
+import language  # noqa: E402
+import scheduler  # noqa: E402
+
+LINK = re.compile(r"(?<!\!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
+SOURCES = "sources"
+LEXERS = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sh": "bash", "": "make"}
+GENERATED = {
+    "reference/spec.md": language.reference,
+    "reference/command-line.md": command_line.reference,
+    **{f"reference/api/{name}.md": page for name, page in api.pages().items()},
+}
+TABLES = {"<!-- generated: scheduler -->": scheduler.tables}
+
+log = get_plugin_logger("pipedist")
+
+
+@event_priority(100)  # before the plugin that reads the navigation from the folders
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for path, page in GENERATED.items():
+        files.append(File.generated(config, path, content=page()))
+    linked = {}
+    for file in files.documentation_pages():
+        for match in LINK.finditer(file.content_string):
+            if path := _outside(file.src_uri, match[2]):
+                linked[path] = file.src_uri
+    for path, page in sorted(linked.items()):
+        try:
+            text = (ROOT / path).read_text(encoding="utf-8")
+        except OSError:
+            log.warning(f"{page} links to {path}, which is not a file of the repository")
+            continue
+        files.append(File.generated(config, f"{SOURCES}/{path}.md", content=_source_page(path, text)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    for marker, table in TABLES.items():
+        if marker in markdown:
+            markdown = markdown.replace(marker, table())
+
+    def link(match: re.Match[str]) -> str:
+        path = _outside(page.file.src_uri, match[2])
+        if path is None:
+            return match[0]
+        target = posixpath.relpath(f"{SOURCES}/{path}.md", posixpath.dirname(page.file.src_uri) or ".")
+        return f"[{match[1]}]({target}{match[3] or ''})"
+
+    return LINK.sub(link, markdown)
+
+
+def _outside(page: str, target: str) -> str | None:
+    """Return the path in the repository that a page links to, if it is outside `docs/`."""
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
+    return None if path.startswith(("docs/", "../", "/")) or page.startswith(SOURCES) else path
+
+
+def _source_page(path: str, text: str) -> str:
+    head = f"---\ntitle: {path}\nsearch: {{exclude: true}}\nhide: [toc]\n---\n\n"
+    if path.endswith(".md"):
+        return head + re.sub(r"\]\((?!https?:)[^)]*\)", "]", text)  # its links are relative to another place
+    fence = "`" * 6
+    return f"{head}# `{path}`\n\n{fence}{LEXERS.get(Path(path).suffix, 'text')}\n{text}\n{fence}\n"
