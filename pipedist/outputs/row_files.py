@@ -17,6 +17,7 @@ import numpy as np
 
 from pipedist.core import ragged
 from pipedist.core.types import Tree
+from pipedist.datasets.sources.arrow_columns import arrow_column
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
 from pipedist.outputs.sink import Mode, Sink
@@ -250,18 +251,7 @@ class ParquetSink(RowSink):
 
     def _column(self, name: str, array: Array) -> Any:
         try:
-            if 0 in array.shape[1:]:
-                raise ValueError(f"lists of shape {array.shape[1:]} have no values")
-            values: Any = array.reshape(-1)
-            if array.dtype.kind in "US":
-                values = values.tolist()
-            elif array.dtype.kind == "O":
-                values = list(map(_plain_cell, values))
-            kinds = {"U": self._arrow.string(), "S": self._arrow.binary()}
-            column = self._arrow.array(values, type=kinds.get(array.dtype.kind))
-            for size in reversed(array.shape[1:]):
-                column = self._arrow.FixedSizeListArray.from_arrays(column, size)
-            return column
+            return arrow_column(self._arrow, array)
         except (self._arrow.ArrowException, ValueError, TypeError, OverflowError) as error:
             raise OutputError(
                 f"{self.label}: leaf {name!r} of dtype {array.dtype} does not fit a parquet column: {error}. "
@@ -342,14 +332,6 @@ def _cell(value: encoding.Json) -> str:
     if value is None or isinstance(value, bool):
         return {None: "", True: "true", False: "false"}[value]
     return repr(value)
-
-
-def _plain_cell(cell: Any) -> Any:
-    """Return a cell of an object array in the form in which pyarrow reads it."""
-    if not isinstance(cell, np.ndarray | np.datetime64):
-        return cell
-    # pyarrow can't read NumPy's dates in an array of objects
-    return cell.tolist() if cell.ndim > 1 or cell.dtype.kind == "O" or cell.dtype.str[1:] == "M8[D]" else cell
 
 
 def _quoted(text: str) -> str:
