@@ -3,7 +3,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+# One environment, which grows: a target installs what it needs and the environment lacks.
+DEMO := $(VENV)/.demo
+INSTALLED := $(VENV)/.test
+CHECKS := $(VENV)/.check
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+FLIGHTS := examples/flights/data/flights.csv.zip
 
 .DEFAULT_GOAL := help
 
@@ -14,28 +19,38 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-# One environment for all targets; pip runs again only when the dependencies change.
-$(INSTALLED): pyproject.toml
+# pip runs again only when the dependencies change.
+$(DEMO): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "pipedist needs Python 3.11 or newer. Choose one with: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[examples,parquet,fsspec,test,check,docs]'
+	$(PIP) --editable .
 	@touch $@
 
+$(INSTALLED): $(DEMO)
+	$(PIP) --editable '.[parquet,fsspec,test]'
+	@touch $@
+
+$(CHECKS): $(INSTALLED)
+	$(PIP) --editable '.[check,docs]'
+	@touch $@
+
+$(FLIGHTS): | $(DEMO)
+	$(BIN)/python examples/flights/fetch.py
+
 .PHONY: install
-install: $(INSTALLED)  ## Create the virtual environment .venv with all dependencies.
+install: $(CHECKS)  ## Create the virtual environment .venv with all dependencies.
 
 .PHONY: demo
-demo: $(INSTALLED)  ## Run a pipeline over 336,776 real flights on 2 worker processes.
-	@$(BIN)/python examples/flights/fetch.py
+demo: $(DEMO) $(FLIGHTS)  ## Run a pipeline over 336,776 real flights on 2 worker processes.
 	$(BIN)/pipedist run examples/flights/flights.yaml --workers 2
 
 .PHONY: test
-test: $(INSTALLED)  ## Run the test suite, on two cores; tests of the sources themselves: make check.
+test: $(INSTALLED) $(FLIGHTS)  ## Run the test suite, on two cores; tests of the sources themselves: make check.
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal --ignore tests/architecture
 
 .PHONY: test-slow
-test-slow: $(INSTALLED)  ## Run the slow tests that make test skips.
+test-slow: $(INSTALLED) $(FLIGHTS)  ## Run the slow tests that make test skips.
 	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 
 .PHONY: test-networks
@@ -96,23 +111,23 @@ conformance: $(INSTALLED)  ## Replay recorded tf.distribute cases: make conforma
 	$(BIN)/python -m tests.conformance $(CASES) $(ARGS)
 
 .PHONY: lint
-lint: $(INSTALLED)  ## Check the style (ruff).
+lint: $(CHECKS)  ## Check the style (ruff).
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 .PHONY: types
-types: $(INSTALLED)  ## Check the types (mypy, strict).
+types: $(CHECKS)  ## Check the types (mypy, strict).
 	$(BIN)/mypy
 
 .PHONY: architecture
-architecture: $(INSTALLED)  ## Check layers, import cycles, prose and public docstrings.
+architecture: $(CHECKS)  ## Check layers, import cycles, prose and public docstrings.
 	$(BIN)/python -m pytest -q tests/architecture
 
 .PHONY: check
 check: lint types architecture  ## Check style, types and architecture.
 
 .PHONY: site
-site: $(INSTALLED)  ## Build the documentation site to build/site; broken links and anchors are errors.
+site: $(CHECKS)  ## Build the documentation site to build/site; broken links and anchors are errors.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "Open build/site/index.html, or serve it: $(BIN)/python -m http.server -d build/site"
 
@@ -175,7 +190,7 @@ bench-collectives: $(INSTALLED)  ## Measure all_reduce beside mpi4py and torch g
 
 .PHONY: test-gpu
 test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device and torch.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch ml_dtypes
+	$(PIP) torch ml_dtypes
 	$(BIN)/python -m pytest -q -m gpu tests
 
 .PHONY: test-torch
@@ -184,7 +199,7 @@ test-torch:  ## Run the tests that need torch (after make bench-torch).
 
 .PHONY: test-jax
 test-jax: $(INSTALLED)  ## Install jax for the CPU, and run the tests that need it (120 MiB).
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[jax]'
+	$(PIP) --editable '.[jax]'
 	$(BIN)/python -m pytest -q -n 2 -m jax tests/values tests/jax
 
 .PHONY: browser

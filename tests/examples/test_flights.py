@@ -8,6 +8,7 @@ import io
 import json
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -53,25 +54,28 @@ def output(columns: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFact
 
 
 def test_the_data_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other processes may look for it while it is copied; and the copy may be interrupted."""
+    """Other processes may look for it while it is extracted; and that may be interrupted."""
     found = importlib.util.spec_from_file_location("fetch", FLIGHTS / "fetch.py")
     assert found
     assert found.loader
     fetch = importlib.util.module_from_spec(found)
     found.loader.exec_module(fetch)
     monkeypatch.setattr(fetch, "TARGET", tmp_path / "data" / "flights.csv.zip")
+    package = tmp_path / "package.tar.gz"
+    with tarfile.open(package, "w:gz") as archive:
+        archive.add(FLIGHTS / "flights.yaml", "package-1/package/data/flights.csv.zip")
 
-    def interrupted(_source: Path, target: Path) -> None:
-        target.write_bytes(b"half of it")
+    def interrupted(_source: object, target: io.BufferedWriter) -> None:
+        target.write(b"half of it")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetch.shutil, "copyfile", interrupted)
+        patch.setattr(fetch.shutil, "copyfileobj", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            fetch.main()
+            fetch.unpack(package)
     assert not fetch.TARGET.exists()
-    fetch.main()
-    assert zipfile.is_zipfile(fetch.TARGET)
+    fetch.unpack(package)
+    assert fetch.TARGET.read_bytes() == (FLIGHTS / "flights.yaml").read_bytes()
 
 
 def read_json(path: Path) -> Any:
