@@ -213,6 +213,10 @@ With `per: run`, the value of `pipedist.combiners.by_key` and similar functions 
 a column for each leaf path of a component. `by_key_moments` gives
 `key,count,m2,max,mean,min,missing`; `counter` gives `value,count`; `by_key_counter` gives `key,value,count`.
 
+A mapping in place of the path writes parts of one value: `features: {{hists: hists.npy, table: table.parquet}}`
+needs a value with the keys `hists` and `table`. A part is named by its path in the value, as the members of a
+`.npz` are (`tables/left`, `rows/0`). Parts that no path names are not written; those of a gather are not kept either.
+
 Columns are in the order of the result. A list of records, gathered or returned by a `combine` function, is a
 row per record, and a column per key of the first ones; also per step or epoch. Text, bytes and lists of any
 length are true columns of `.parquet`: string, binary, list (of fixed size for an array with further axes) and

@@ -343,11 +343,13 @@ def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: flo
     else:
         from pipedist.cli.rendering import Row, render
 
-        rows = [
-            Row(name, verb_of(outcome.spec.stages[name]), result[name], result.files.get(name))
-            for name in outcome.spec.stages  # results of an earlier run may have another order
-            if name in result
-        ]
+        rows = []
+        for name in outcome.spec.stages:  # results of an earlier run may have another order
+            parts = [key for key in result.files if key.startswith(f"{name}/")]
+            verb = verb_of(outcome.spec.stages[name])
+            rows += [Row(key, verb, result.files[key], result.files[key]) for key in parts]
+            if name in result and not parts:
+                rows.append(Row(name, verb, result[name], result.files.get(name)))
         times = result.timings.with_parts(total)
         write_out(render(rows, result.ledger.to_json(), times, result.retries, result.resumed))
     if result.quarantined:

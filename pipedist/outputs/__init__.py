@@ -10,6 +10,7 @@ results document. All of it runs in the driver process; commands such as `pipedi
 | `summary` | values as short text, and records as a table |
 | `formats` | the formats, and `open_sink` |
 | `sink` | the interface through which values are written to a file |
+| `parts` | the files of the parts of one value |
 | `spool` | arrays that grow piece by piece |
 | `array_files`, `row_files` | sinks of the formats |
 | `run_folder`, `run_record` | the output folder: its lock, its states, `run.json` |

@@ -48,7 +48,7 @@ def run_document(
 
     Args:
         results: the value of every reduce, gather and update; not used for stages in `files`.
-        files: the file of each stage that has an output.
+        files: the file of each stage that has an output, or of STAGE/PATH, a part of its value.
         timings: seconds by name.
         stored: references to large values, by stage, made by `store_large`.
         error: the error that ended the run.
@@ -61,9 +61,16 @@ def run_document(
         OutputError: a result has no JSON form; the text names the stage and the path in its value.
     """
     values: dict[str, Json] = {}
-    for stage in {**results, **files}:
+    parts: dict[str, dict[str, Json]] = {}
+    for key, file in files.items():
+        stage, _, part = key.partition("/")
+        if part:
+            parts.setdefault(stage, {})[part] = {"file": str(file.absolute())}
+    for stage in dict.fromkeys([*results, *(key.partition("/")[0] for key in files)]):
         if stage in files:
             values[stage] = {"file": str(files[stage].absolute())}
+        elif stage in parts:
+            values[stage] = parts[stage]
         else:
             values[stage] = stored[stage] if stage in stored else to_json(results[stage], (stage,))
     document: dict[str, Json] = {

@@ -169,14 +169,16 @@ def _check_outputs(spec: Spec, functions: Mapping[str, FunctionRef]) -> Iterator
     if spec.outputs:
         from pipedist.outputs import missing_package  # most embedded runs write no files
         from pipedist.outputs.tables import misfit
-    for name, path in spec.outputs.items():
+    for key, path in spec.outputs.items():
+        name, _, part = key.partition("/")
+        place = ("outputs", name, part) if part else ("outputs", name)
         if complaint := missing_package(path):
-            yield spec.document.problem(("outputs", name), complaint)
+            yield spec.document.problem(place, complaint)
         stage, ref = spec.stages[name], functions.get(name)
-        if isinstance(stage, ReduceSpec) and ref is not None:
+        if isinstance(stage, ReduceSpec) and ref is not None and not part:
             combine = load(ref, [str(spec.code)]) if ref.name else stage.combine
             if complaint := misfit(combine, Path(path).suffix, stage.per):
-                yield spec.document.problem(("outputs", name), complaint)
+                yield spec.document.problem(place, complaint)
 
 
 def _check_inputs(spec: Spec) -> Iterator[Problem]:

@@ -294,9 +294,9 @@ class Plan(Struct, frozen=True):
             ):
                 for other in others:
                     link(other, name, kind)
-        for name, path in spec.outputs.items():
+        for key, path in spec.outputs.items():
             add(f">{path}", "output", None)
-            link(name, f">{path}", "data")
+            link(key.partition("/")[0], f">{path}", "data")
         return {"nodes": nodes, "edges": edges}
 
     def __repr__(self) -> str:

@@ -127,7 +127,7 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
         lines.append(f"  run     {name}: {_call(plan, name)}{_waits(plan, name)}{_limits(plan, pass_, name)}")
     for name in pass_.folds:
         stage = plan.spec.stages[name]
-        target = f" -> {plan.spec.outputs[name]}" if name in plan.spec.outputs else ""
+        target = _files(plan, name)
         if isinstance(stage, GatherSpec):
             lines.append(f"  gather  {name}: axis {stage.gather} of {stage.of}, per {stage.per}{target}")
         elif isinstance(stage, ReduceSpec):
@@ -186,8 +186,12 @@ def _update(plan: Plan, name: str) -> str:
         text += f", from {state.init.label}"
     if state.until is not None:
         text += f", until {state.until.label}"
-    target = plan.spec.outputs.get(name)
-    return text if target is None else f"{text} -> {target}"
+    return text + _files(plan, name)
+
+
+def _files(plan: Plan, name: str) -> str:
+    files = plan.spec.files_of(name)
+    return f" -> {', '.join(files.values())}" if files else ""
 
 
 def _call(plan: Plan, name: str) -> str:

@@ -88,7 +88,7 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
         if not run.record.complete
     ]
     stages = list(dict.fromkeys((*there.document.get("results", {}), *here.document.get("results", {}))))
-    results = [_stage(there, here, name) for name in stages]
+    results = [_stage(there, here, key) for name in stages for key in _files_of(there, here, name)]
     if QUARANTINE in there.record.files or QUARANTINE in here.record.files:
         results.append(_entry("", QUARANTINE, *_files(there.path / QUARANTINE, here.path / QUARANTINE)))
     ledger = [*_lines(there.ledger, here.ledger, "")]
@@ -178,9 +178,15 @@ def _files(a: Path, b: Path) -> tuple[str, Differences]:
     return "", compare_files(a, b) if not missing else Differences()
 
 
+def _files_of(there: ComparedRun, here: ComparedRun, stage: str) -> list[str]:
+    """Return what to compare of a stage: its value, or the parts of it that have files."""
+    keys = dict.fromkeys((*there.record.outputs, *here.record.outputs))
+    return [key for key in keys if key.startswith(f"{stage}/")] or [stage]
+
+
 def _stage(there: ComparedRun, here: ComparedRun, stage: str) -> dict[str, Any]:
     for name, run in (("A", there), ("B", here)):
-        if stage not in run.document.get("results", {}):
+        if stage.partition("/")[0] not in run.document.get("results", {}):
             return _entry(stage, "", f"{name} has no value", Differences())
     a, b = there.file_of(stage), here.file_of(stage)
     if a is not None and b is not None:
@@ -221,6 +227,7 @@ def _place(there: ComparedRun, here: ComparedRun, stage: str, found: Differences
     if there.history is None or here.history is None:
         return {}
     a, b = there.history.header, here.history.header
+    stage = stage.partition("/")[0]
     spec = a.spec["stages"].get(stage, {})
     if spec.get("per") in ("step", "epoch"):
         return {spec["per"]: found.row}

@@ -21,7 +21,7 @@ from pipedist.journal.history import DurableProgress
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_execution import PassExecution
-from pipedist.runs.pass_folds import restore_pass, sink_of
+from pipedist.runs.pass_folds import paths_of, restore_pass, sink_of
 from pipedist.runs.pass_journal import PASS_STATE
 from pipedist.runs.quarantine import PassQuarantine, QuarantinedElement
 from pipedist.runs.result import Ledger, Progress, StageCount
@@ -288,9 +288,9 @@ class Execution:
         for name, stage in self._plan.spec.stages.items():
             if name not in self._values:
                 continue
-            output = None if name in self.unwritten else self._plan.spec.outputs.get(name)
-            if output is not None and self._folder is not None and isinstance(stage, GatherSpec):
-                results[name] = self._folder.final(output)
+            files = {} if name in self.unwritten else self._plan.spec.files_of(name)
+            if files and self._folder is not None and isinstance(stage, GatherSpec):
+                results[name] = paths_of(files, self._folder.final)
             else:
                 results[name] = self._values[name]
         return results

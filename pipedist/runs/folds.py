@@ -33,7 +33,7 @@ from pipedist.reduction.tree import FoldTree, Partial, Reduction
 
 if TYPE_CHECKING:
     from pipedist.journal.log_format import RecordLog
-    from pipedist.outputs.sink import Sink
+    from pipedist.outputs.parts import StageSink
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
@@ -64,7 +64,7 @@ class Fold(ABC):
     """
 
     def __init__(
-        self, name: str, per: Per, sink: Sink | None, *, keep: bool = True, log: RecordLog | None = None
+        self, name: str, per: Per, sink: StageSink | None, *, keep: bool = True, log: RecordLog | None = None
     ) -> None:
         self.name = name
         self._log = log
@@ -226,7 +226,7 @@ class Fold(ABC):
         """Return the value of the current scope, and begin a new scope."""
 
 
-async def append_to(target: Sink | RecordLog, value: Tree, *meta: Tree) -> None:
+async def append_to(target: StageSink | RecordLog, value: Tree, *meta: Tree) -> None:
     """Append to a sink or log; in a thread if the value is large."""
     await in_thread_if(is_large(value), target.append, value, *meta)
 
@@ -286,7 +286,12 @@ class ReduceFold(Fold):
     """
 
     def __init__(
-        self, name: str, per: Per, reduction: Reduction, sink: Sink | None, **options: Unpack[FoldOptions]
+        self,
+        name: str,
+        per: Per,
+        reduction: Reduction,
+        sink: StageSink | None,
+        **options: Unpack[FoldOptions],
     ) -> None:
         super().__init__(name, per, sink, **options)
         self._reduction = reduction
@@ -474,7 +479,7 @@ class CombineFold(Fold):
         name: str,
         per: Per,
         call: FoldCall,
-        sink: Sink | None,
+        sink: StageSink | None,
         *,
         calls_max: int,
         **options: Unpack[FoldOptions],

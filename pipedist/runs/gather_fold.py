@@ -25,7 +25,7 @@ from pipedist.runs.folds import (
 from pipedist.values import PerReplica, concatenate, gather, is_blank
 
 if TYPE_CHECKING:
-    from pipedist.outputs.sink import Sink
+    from pipedist.outputs.parts import StageSink
 
 TINY_PARTS = 1024
 TINY_BYTES = 1024
@@ -45,7 +45,7 @@ class GatherFold(Fold):
     _notes_values = False
 
     def __init__(
-        self, name: str, per: Per, axis: int, sink: Sink | None, **options: Unpack[FoldOptions]
+        self, name: str, per: Per, axis: int, sink: StageSink | None, **options: Unpack[FoldOptions]
     ) -> None:
         super().__init__(name, per, sink, **options)
         self._axis = axis

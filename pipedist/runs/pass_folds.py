@@ -39,7 +39,7 @@ from pipedist.values import PerReplica, gather
 if TYPE_CHECKING:
     from pipedist.journal.history import PassHistory
     from pipedist.outputs import RunFolder
-    from pipedist.outputs.sink import Sink
+    from pipedist.outputs.parts import StageSink
     from pipedist.outputs.tables import Table
     from pipedist.runs.pass_journal import PassJournal
 
@@ -80,7 +80,7 @@ class PassFolds:
         self._recorder = recorder
         self._slots = {name: slot_of(name, plan.spec.stages[name]) for name in (*pass_.runs, *pass_.folds)}
         self._folds: dict[str, Fold] = {}
-        self._sinks: dict[str, Sink] = {}
+        self._sinks: dict[str, StageSink] = {}
 
     def open(self, stack: ExitStack) -> None:
         """Open every fold and its file.
@@ -94,7 +94,7 @@ class PassFolds:
                 stack.callback(sink.abort)  # does nothing if the sink is finished
             self._folds[name] = self._fold(name, sink, stack)
 
-    def _fold(self, name: str, sink: Sink | None, stack: ExitStack) -> Fold:
+    def _fold(self, name: str, sink: StageSink | None, stack: ExitStack) -> Fold:
         stage = self._plan.spec.stages[name]
         keep = keeps(self._plan, name)
         log = self._durable.log(name) if self._durable is not None and self._is_logged(name) else None
@@ -243,24 +243,36 @@ class PassFolds:
             if fold.kept:
                 values[name] = fold.result
             elif self._folder is not None and name in self._sinks and name not in self._unwritten:
-                values[name] = self._folder.final(self._plan.spec.outputs[name])
+                values[name] = paths_of(self._plan.spec.files_of(name), self._folder.final)
 
 
-def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> Sink | None:
-    output = plan.spec.outputs.get(name)
-    if output is None or folder is None:
+def paths_of(files: Mapping[str, str], final: Callable[[str], Path]) -> Path | dict[str, Path]:
+    """Return the final path of the file of a value, or those of its parts."""
+    return final(files[""]) if "" in files else {part: final(file) for part, file in files.items()}
+
+
+def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> StageSink | None:
+    files = plan.spec.files_of(name)
+    if not files or folder is None:
         return None
     from pipedist.outputs import open_sink  # only runs with files need it
+    from pipedist.outputs.parts import PartSinks
 
     stage = plan.spec.stages[name]
-    return open_sink(
-        folder.staged(output),
-        shape="run" if per_of(plan, name) == "run" else "per",
-        gather=isinstance(stage, GatherSpec),
-        axis=stage.gather if isinstance(stage, GatherSpec) else 0,
-        label=f"outputs.{name} ({output})",
-        table=_table(plan, name),
-    )
+    with ExitStack() as stack:
+        sinks = {}
+        for part, file in files.items():
+            sinks[part] = open_sink(
+                folder.staged(file),
+                shape="run" if per_of(plan, name) == "run" else "per",
+                gather=isinstance(stage, GatherSpec),
+                axis=stage.gather if isinstance(stage, GatherSpec) else 0,
+                label=f"outputs.{name}{part and f'.{part}'} ({file})",
+                table=None if part else _table(plan, name),
+            )
+            stack.callback(sinks[part].abort)
+        stack.pop_all()
+    return sinks[""] if "" in sinks else PartSinks(sinks, f"outputs.{name}")
 
 
 def _table(plan: Plan, name: str) -> Table | None:
@@ -294,12 +306,12 @@ def is_transient(plan: Plan, name: str) -> bool:
     """Return whether the values of a stage are dropped when the updates that they feed are applied."""
     stages = plan.spec.stages.values()
     feeds = any(isinstance(stage, UpdateSpec) and stage.of == name for stage in stages)
-    return feeds and per_of(plan, name) != "run" and name not in plan.spec.outputs
+    return feeds and per_of(plan, name) != "run" and not plan.spec.files_of(name)
 
 
 def keeps(plan: Plan, name: str) -> bool:
     """Return whether a stage keeps its values until the end of the run."""
-    if name not in plan.spec.outputs:
+    if not plan.spec.files_of(name):
         return not is_transient(plan, name)
     is_gather = isinstance(plan.spec.stages[name], GatherSpec)
     return name in read_later(plan) if is_gather else per_of(plan, name) == "run"
@@ -316,6 +328,12 @@ def grows(plan: Plan, name: str) -> bool:
 def can_write(plan: Plan, name: str, found: PassHistory, key: str) -> bool:
     """Return whether the file of a stage can be written from the journal's part of its complete pass."""
     return not grows(plan, name) or f"{file_name(key, name)}.log" in found.logs
+
+
+def has_files(plan: Plan, folder: RunFolder, name: str) -> bool:
+    """Return whether all output files of a stage are complete in a folder."""
+    keys = [key for key in plan.spec.outputs if key.partition("/")[0] == name]
+    return all(folder.has(key, plan.spec.outputs[key]) for key in keys)
 
 
 async def restore_pass(
@@ -336,9 +354,9 @@ async def restore_pass(
     found = durable.part(PASS_STATE)
     restored = {name: list(versions.values())[-1] for name, versions in durable.states().items()}
     for name in (*pass_.folds, *pass_.updates):
-        output = plan.spec.outputs.get(name)
+        files = plan.spec.files_of(name)
         sink = None
-        if output is not None and folder is not None and not folder.has(name, output):
+        if folder is not None and not has_files(plan, folder, name):
             sink = sink_of(plan, folder, name)
         if name not in restored and (sink is not None or keeps(plan, name)):
             restored[name] = await _restored_fold(plan, name, durable, found["folds"][name], sink, unwritten)
@@ -353,8 +371,8 @@ async def restore_pass(
             sink.abort()
         if name in pass_.updates or keeps(plan, name):
             values[name] = restored[name]
-        elif name not in unwritten and output is not None:
-            values[name] = final(output)
+        elif name not in unwritten and files:
+            values[name] = paths_of(files, final)
     for name in pass_.kept:
         spools[name] = spool = Spool(name, durable.log(name))
         await spool.restore(durable.places(name))
@@ -365,7 +383,7 @@ async def _restored_fold(
     name: str,
     durable: PassJournal,
     state: dict[str, Tree],
-    sink: Sink | None,
+    sink: StageSink | None,
     unwritten: MutableMapping[str, OutputError],
 ) -> Tree:
     """Return the value of a complete fold, and append its parts to a sink."""

@@ -108,13 +108,14 @@ class Result(Mapping[str, Tree]):
     """The finished values of a run, by stage: a read-only mapping.
 
     A reduce or gather stage has one value, or a list of them (`per: step`, `per: epoch`). The value of a
-    gather that was streamed into a file is the file's path; so is a large value of a run that was finished before.
+    gather that was streamed into a file is the file's path, or a dict of paths if its parts have files; so is a large
+    value of a run that was finished before.
 
     Args:
         name: the spec's name.
         run_id: the run's id.
         by_stage: the values.
-        files: absolute paths of the written files, by stage.
+        files: absolute paths of the written files, by stage, or by STAGE/PATH for a part of its value.
         ledger: counts of elements.
         timings: seconds by part of the run, with details by stage and worker.
         retries: by stage, the number of attempts of calls that did not count, by reason: "error" (another attempt
@@ -262,7 +263,10 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
             "  To execute the affected passes again, use --resume=reuse; to execute everything again, --restart"
         )
     files = {n: finished.files[o] for n, o in spec.outputs.items() if o in finished.files}
-    places = {**finished.stored, **files}
+    places: dict[str, Tree] = {**finished.stored}
+    for key, file in files.items():
+        name, _, part = key.partition("/")
+        places[name] = {**places.get(name, {}), part: file} if part else file
     return Result(
         name=document["name"],
         run_id=document["run"],

@@ -26,7 +26,7 @@ from pipedist.runs.identity import (
     listed,
     meaning,
 )
-from pipedist.runs.pass_folds import can_write
+from pipedist.runs.pass_folds import can_write, has_files
 from pipedist.runs.pass_journal import RunJournal
 from pipedist.runs.reuse import reuse_run
 from pipedist.runs.run_header import (
@@ -202,8 +202,8 @@ def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
         if found is None or not found.steps:
             continue
         for name in pass_.folds:
-            output = plan.spec.outputs.get(name, "")
-            is_there = found.complete and folder.has(name, output)
-            if output and not is_there and not can_write(plan, name, found, pass_.key):
-                return folder.staged(output)
+            files = plan.spec.files_of(name)
+            is_there = found.complete and has_files(plan, folder, name)
+            if files and not is_there and not can_write(plan, name, found, pass_.key):
+                return folder.staged(next(iter(files.values())))
     return None

@@ -34,7 +34,7 @@ from pipedist.journal.history import Header, History, PassHistory, read_history
 from pipedist.journal.writer import Journal, file_name
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.identity import changed_files, changed_modules, differences, listed, modules_of
-from pipedist.runs.pass_folds import can_write, grows, keeps
+from pipedist.runs.pass_folds import can_write, grows, has_files, keeps
 from pipedist.runs.pass_journal import RunJournal
 from pipedist.runs.run_header import described, stamp_of
 
@@ -137,7 +137,8 @@ def reuse_run(
     # Up to here, files were only added to the folder. This replaces the journal, atomically.
     Journal.replace(folder.journal, header, taken)
     complete = [p for p in plan.passes if p.key in taken and taken[p.key].complete]
-    written = [name for p in complete for name in (*p.folds, *p.updates) if name in plan.spec.outputs]
+    done = {name for p in complete for name in (*p.folds, *p.updates)}
+    written = [key for key in plan.spec.outputs if key.partition("/")[0] in done]
     folder.take_over(header.run, header.digest, outputs, plan.spec.outputs, written)
     again = read_history(folder.journal)
     assert again is not None  # it was just written
@@ -339,8 +340,7 @@ class _Division:
             return [f"the earlier run did not keep the values of {name}, which had no output"]
         if keeps(self._plan, name):
             return [f"a later phase now reads {name}, which the earlier run stored only in its output file"]
-        output = self._spec.outputs.get(name, "")
-        if source.is_spare or not self._folder.has(name, output):
+        if source.is_spare or not has_files(self._plan, self._folder, name):
             return [
                 f"the output of {name} has another name or format, or is missing, and was too large to store"
             ]

@@ -631,7 +631,8 @@ class Run(AsyncOnly):
         failed = execution.unwritten
         files = {}
         if folder is not None:
-            files = {n: folder.final(o) for n, o in self._spec.outputs.items() if n not in failed}
+            outputs = self._spec.outputs.items()
+            files = {n: folder.final(o) for n, o in outputs if n.partition("/")[0] not in failed}
         quarantine = execution.quarantine()
         if folder is not None and quarantine:
             await anyio.to_thread.run_sync(write_file, folder.staged(QUARANTINE), quarantine)
@@ -664,5 +665,6 @@ class Run(AsyncOnly):
         """Write the large values without an output into the folder, and return references to them."""
         from pipedist.outputs import store_large
 
-        inline = {name: value for name, value in results.items() if name not in files}
+        written = {key.partition("/")[0] for key in files}
+        inline = {name: value for name, value in results.items() if name not in written}
         return store_large(inline, folder.values, {name: per_of(self.plan, name) for name in inline})

@@ -36,7 +36,7 @@ from pipedist.scheduler import PassSettings
 from pipedist.spec import StateRef, UpdateSpec, references
 
 if TYPE_CHECKING:
-    from pipedist.outputs.sink import Sink
+    from pipedist.outputs.parts import StageSink
 
 Fresh = Mapping[str, Sequence[Tree]]  # new values of stages, by name, in order
 
@@ -54,7 +54,7 @@ class Trainer:
         plan: Plan,
         pass_: PassPlan,
         coordinator: Coordinator,
-        sinks: Mapping[str, Sink],
+        sinks: Mapping[str, StageSink],
         recorder: Recorder,
     ) -> None:
         self._plan = plan

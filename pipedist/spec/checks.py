@@ -318,6 +318,12 @@ class Checks:
                 self._note_key(path, f"`{name}` is a run, which has no single value", expected)
             if isinstance(written, str):
                 self._file(path, str(name), written, files)
+            for part, file in as_dict(written).items():
+                if not isinstance(part, str) or not all(part.split("/")):
+                    message = f"{part!r} is not a path in the value of `{name}`"
+                    self._note_key((*path, str(part)), message, "keys joined with `/`, as in `tables/left`")
+                elif isinstance(file, str):
+                    self._file((*path, part), str(name), file, files)
 
     def _file(self, path: Path, name: str, written: str, files: dict[str, str]) -> None:
         normal = posixpath.normpath(written)

@@ -42,7 +42,8 @@ class Spec:
     """A spec without problems, interpolated, with all defaults filled in.
 
     `folder` (for a dict: the current directory), `code` and the cluster's `key_file` are absolute. `outputs` are
-    normalised paths relative to the output folder, by stage. `links` are the dependencies of each stage.
+    normalised paths relative to the output folder, by STAGE, or by STAGE/PATH for a part of its value. `links` are
+    the dependencies of each stage.
     """
 
     __hash__ = None  # type: ignore[assignment]  # it has mappings
@@ -62,6 +63,11 @@ class Spec:
     params: Mapping[str, Tree]
     document: Document = field(repr=False, compare=False)
     links: Mapping[str, Links] = field(repr=False, compare=False)
+
+    def files_of(self, stage: str) -> dict[str, str]:
+        """Return the output files of a stage, by path in its value; "" is the whole value."""
+        split = ((*key.partition("/")[::2], file) for key, file in self.outputs.items())
+        return {path: file for name, path, file in split if name == stage}
 
 
 def load(
@@ -165,7 +171,7 @@ class Loader:
             checkpoint=section.checkpoint,
             datasets=MappingProxyType(section.datasets),
             stages=MappingProxyType(section.stages),
-            outputs=MappingProxyType({n: posixpath.normpath(p) for n, p in section.outputs.items()}),
+            outputs=MappingProxyType(_flat(section.outputs)),
             params=MappingProxyType(values),
             document=self._document,
             links=checks.links,
@@ -236,6 +242,16 @@ class Loader:
 
     def _below(self, path: str) -> str:
         return os.path.normpath(os.path.join(self._folder, path))
+
+
+def _flat(outputs: Mapping[str, str | Mapping[str, str]]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, written in outputs.items():
+        parts = (
+            {name: written} if isinstance(written, str) else {f"{name}/{p}": f for p, f in written.items()}
+        )
+        found |= {key: posixpath.normpath(file) for key, file in parts.items()}
+    return found
 
 
 def with_cluster(spec: Spec, choice: str) -> Spec:

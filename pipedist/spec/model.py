@@ -70,6 +70,8 @@ def _is_run_name(value: str | None) -> bool:
 
 KEPT_MAX: Final = 1_000  # snapshots of states
 
+_OUTPUT = "a relative path, or a mapping of paths in the value to relative paths"
+
 QUARANTINE_MAX: Final = 10**12  # elements
 QUARANTINE_DEFAULT: Final = 1_000  # elements that `quarantine_max: auto` allows, or more in large datasets
 
@@ -298,11 +300,12 @@ class SpecSection(Section):
         examples=[{"total": {"reduce": "sum", "of": "dataset", "axis": 0}}],
     )
     outputs: Annotated[
-        dict[str, Annotated[str, Expected("a relative path")]],
+        dict[str, Annotated[str | Annotated[dict[str, str], Field(min_length=1)], Expected(_OUTPUT)]],
         ExpectedShape("a mapping of stage names to relative paths", mapping),
     ] = Field(
         default_factory=dict,
         description="The files to which finished values are written, in the output folder: the name of a "
-        "reduce, gather or update, and a path whose ending is the format.",
-        examples=[{"total": "total.json"}],
+        "reduce, gather or update, and a path whose ending is the format. Or a mapping: paths in the value, such as "
+        "`hists` or `tables/left`, each with a file; other parts of the value are not written.",
+        examples=[{"total": "total.json", "features": {"hists": "hists.npy", "table": "table.parquet"}}],
     )

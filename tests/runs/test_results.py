@@ -64,6 +64,59 @@ def test_one_value_is_a_value_and_what_streams_into_a_file_is_its_path(tmp_path:
     assert set(again) == set(result)
 
 
+def parts_of(x: np.ndarray[Any, Any]) -> dict[str, Any]:
+    return {"hists": np.outer(x, [1, 2]), "tables": {"left": {"x": x, "y": x * 2}, "right": x}}
+
+
+def test_parts_of_a_value_have_files_of_their_own(tmp_path: Path) -> None:
+    spec = document(
+        f={"run": parts_of},
+        rows={"gather": 0, "of": "f"},
+        steps={"reduce": "sum", "of": "f", "axis": 0, "per": "step"},
+        total={"reduce": "sum", "of": "f", "axis": 0},
+        later={"run": first_rows, "of": "dataset", "with": {"rows": "${stages.rows}"}},
+        last={"reduce": "max", "of": "later", "axis": 0},
+    )
+    out = tmp_path / "out"
+    spec["outputs"] = {
+        "rows": {"hists": "rows/hists.npy", "tables/left": "left.csv"},
+        "steps": {"tables/right": "steps.npy"},
+        "total": {"hists": "hists.json"},
+    }
+    result = pipedist.run(spec, workers=2, output=out)
+    assert result["rows"] == {"hists": out / "rows/hists.npy", "tables/left": out / "left.csv"}
+    assert np.load(out / "rows/hists.npy").tolist() == [[x, 2 * x] for x in [*range(12)] * 2]
+    assert (out / "left.csv").read_text().splitlines()[:3] == ["x,y", "0,0", "1,2"]
+    assert np.load(out / "steps.npy").tolist() == [6, 22, 38] * 2
+    assert json.loads((out / "hists.json").read_text()) == [132, 264]
+    assert result["total"]["tables"]["right"] == 132, "a value in memory is whole"
+    assert result["last"] == 11
+    assert set(result.files) == {"rows/hists", "rows/tables/left", "steps/tables/right", "total/hists"}
+    assert result.document["results"]["total"] == {"hists": {"file": str(out / "hists.json")}}
+    again = pipedist.run(spec, workers=1, output=out, resume=True)
+    assert again.run_id == result.run_id
+    assert again["rows"] == result["rows"]
+    assert again["total"] == {"hists": out / "hists.json"}
+    before = {path.name: path.read_bytes() for path in (out / "left.csv", out / "hists.json")}
+    spec["outputs"]["rows"] = {"hists": "other.npy", "tables/left": "left.csv"}  # written from the journal
+    reused = pipedist.run(spec, workers=1, output=out, resume="reuse")
+    assert reused.timings.stages == []
+    assert np.load(out / "other.npy").tolist() == [[x, 2 * x] for x in [*range(12)] * 2]
+    assert before == {path.name: path.read_bytes() for path in (out / "left.csv", out / "hists.json")}
+
+
+def first_rows(x: np.ndarray[Any, Any], rows: Any) -> np.ndarray[Any, Any]:
+    return rows["tables"]["right"][x]
+
+
+def test_a_part_that_a_value_lacks_is_reported_with_the_first_step(tmp_path: Path) -> None:
+    spec = document(f={"run": parts_of}, rows={"gather": 0, "of": "f"})
+    spec["outputs"] = {"rows": {"hists": "h.npy", "tables/lift": "l.npy"}}
+    there = r"outputs\.rows: the value has no part 'tables/lift' \('lift' is not among: left, right\)"
+    with pytest.raises(pipedist.OutputError, match=there):
+        pipedist.run(spec, workers=1, output=tmp_path / "out")
+
+
 @pytest.mark.parametrize("first", [0, 2])
 def test_retries_are_those_of_the_stage_that_raised(first: int, tmp_path: Path) -> None:
     """Both stages run in one call; the other one's retries do not count."""
