@@ -1,0 +1,76 @@
+"""Runs the blocks of every page; the package's docstring has the conventions."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import blocks, comments
+from tests.docs.running import ROOT, Page
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOT_RUN_MAX = 20
+
+NOT_YET = {
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/contributing/data-plane.md",
+    "docs/contributing/guarantees.md",
+    "docs/contributing/journal.md",
+    "docs/contributing/protocol.md",
+    "docs/how-to/clusters.md",
+    "docs/how-to/devices.md",
+    "docs/how-to/hosts.md",
+    "docs/how-to/jax.md",
+    "docs/how-to/replay.md",
+    "docs/how-to/seeing.md",
+    "docs/how-to/stalls.md",
+    "docs/how-to/testing.md",
+    "docs/how-to/training-loop.md",
+    "docs/how-to/workers.md",
+    "docs/migrate/tf-distribute.md",
+    "docs/security.md",
+}
+"""Pages that are older than these tests, and not rewritten."""
+
+
+def _parameter(page: Path) -> object:
+    marks = []
+    found = comments(page)
+    if "slow" in found:
+        marks.append(pytest.mark.slow)
+    if "needs" in found:
+        module, _, target = found["needs"].partition(", ")
+        missing = importlib.util.find_spec(module) is None
+        marks.append(pytest.mark.skipif(missing, reason=f"needs {module}: {target}"))
+    return pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks)
+
+
+RUN = [page for page in PAGES if str(page.relative_to(ROOT)) not in NOT_YET and any(blocks(page))]
+
+
+@pytest.mark.parametrize("page", [_parameter(page) for page in RUN])
+def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+    with Page(page, tmp_path, comments(page).get("files", "").split()) as used:
+        for block in blocks(page):
+            if "not run" not in block.comments:
+                used.use(block)
+
+
+def test_few_blocks_are_not_run_and_each_has_a_reason() -> None:
+    reasons = [
+        (page, block.line, block.comments["not run"])
+        for page in PAGES
+        for block in blocks(page)
+        if "not run" in block.comments
+    ]
+    assert all(len(reason.split()) > 1 for _, _, reason in reasons)
+    assert len(reasons) <= NOT_RUN_MAX, "\n".join(
+        f"{page}:{line}: {reason}" for page, line, reason in reasons
+    )
+
+
+def test_pages_that_are_not_run_yet_exist() -> None:
+    assert {str(page.relative_to(ROOT)) for page in PAGES} >= NOT_YET
