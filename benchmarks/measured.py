@@ -1,7 +1,8 @@
 """What the measurements of a run cost: short calls (W1) and a training's steps (W8), with and without a recorder.
 
-Both kinds of runs alternate on one cluster, and a pair is compared: the CPU time of the driver process and of its
-workers. The median ratio of the pairs is printed, with its quartiles.
+Both kinds of short runs alternate on one cluster, in the orders AB BA, so that a load that changes slowly meets both
+alike. Compared is the CPU time of the driver process and of its workers. Printed are the ratio of the sums, with the
+interval that holds 90 percent of such ratios of resampled pairs, and the median of the pairs.
 
     python -m benchmarks.measured [--pairs N]
 """
@@ -9,6 +10,8 @@ workers. The median ratio of the pairs is printed, with its quartiles.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import os
 import statistics
 import time
@@ -23,8 +26,9 @@ import numpy as np
 import pipedist
 from pipedist.coordinator import Coordinator, PassHandle
 
-CALLS = 200_000
-STEPS = 1_000
+CALLS = 100_000
+STEPS = 300
+RESAMPLED = 2_000
 
 
 def inc(x: np.ndarray) -> np.ndarray:
@@ -73,38 +77,42 @@ def without_recorder() -> Iterator[None]:
 
 
 def cpu_s(pids: list[int]) -> float:
-    """Return the CPU time of this process and of others."""
-    ticks = 0
+    """Return the CPU time of this process and of others, to the nanosecond: ticks are 10 ms."""
+    spent_ns = 0
     for pid in pids:
-        with open(f"/proc/{pid}/stat") as file:
-            ticks += sum(map(int, file.read().rpartition(")")[2].split()[11:13]))
-    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/schedstat") as file:
+                spent_ns += int(file.read().split()[0])
+    return time.process_time() + spent_ns * 1e-9
 
 
 async def measure(name: str, spec: dict[str, Any], pairs: int) -> None:
     async with pipedist.LocalCluster(workers=2) as cluster:
-        pids = sorted(int(pid) for pid in descendants(os.getpid()))
 
-        async def once() -> float:
+        async def once(pids: list[int]) -> float:
+            gc.collect()
             began = cpu_s(pids)
             async with pipedist.open(spec, cluster=cluster) as run:
                 await run.results()
             return cpu_s(pids) - began
 
-        await once()
-        ratios = []
+        await once([])
+        await cluster.ready()
+        pids = list(descendants(os.getpid()))
+        found = []
         for pair in range(pairs):
-            found = {}
+            spent = {}
             for measured in (pair % 2 == 0, pair % 2 == 1):
-                if measured:
-                    found[True] = await once()
-                else:
-                    with without_recorder():
-                        found[False] = await once()
-            ratios.append(found[True] / found[False])
-    low, middle, high = statistics.quantiles(ratios, n=4)
+                with contextlib.nullcontext() if measured else without_recorder():
+                    spent[measured] = await once(pids)
+            found.append((spent[True], spent[False]))
+    given, rest = np.array(found).T
+    picked = np.random.default_rng(0).integers(0, pairs, (RESAMPLED, pairs))
+    low, high = np.quantile(given[picked].sum(axis=1) / rest[picked].sum(axis=1), [0.05, 0.95])
+    ratio, middle = given.sum() / rest.sum(), statistics.median(given / rest)
     print(
-        f"{name}: {middle - 1:+.1%} CPU time with measurements (quartiles {low - 1:+.1%} and {high - 1:+.1%})"
+        f"{name}: {ratio - 1:+.1%} CPU time with measurements ({low - 1:+.1%} to {high - 1:+.1%}; median of "
+        f"{pairs} pairs {middle - 1:+.1%}); {1e3 * rest.mean():.0f} ms without"
     )
 
 
@@ -119,7 +127,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=30)
     pairs = parser.parse_args().pairs
     anyio.run(measure, f"W1, {CALLS:,} calls", calls(), pairs)
     anyio.run(measure, f"W8, {STEPS:,} steps", steps(), pairs)

@@ -12,7 +12,6 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -81,7 +80,7 @@ class Inbound:
                 for handle in self._passes.handles.values():
                     if handle.record is not None:
                         record = handle.record
-                        record.recorder.later(partial(record.ended, peer.worker, lease, SpanEnd.CANCELLED))
+                        record.recorder.later(record.ended, peer.worker, lease, SpanEnd.CANCELLED)
                 self._post(ev.CancelConfirmed(peer.worker, peer.incarnation, lease))
             case msg.QuotaMet(pass_id, calls):
                 self._post(ev.QuotaConfirmed(peer.worker, peer.incarnation, pass_id, calls))
@@ -122,8 +121,9 @@ class Inbound:
         if handle is not None:  # otherwise the scheduler drops them: they need no decoding
             chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
             size = chunk.size
-            if handle.record is not None:
-                handle.record.recorder.later(partial(handle.record.returned, peer.worker, results, size))
+            record = handle.record
+            if record is not None:
+                record.recorder.later(record.returned, peer.worker, results, size)
         elif (handle := self._passes.of_cancelled(peer.worker, lease)) is not None:
             handle.arrived_late(open_chunk(lo, hi, frames, handle.slots, handle.required_slots))
         self._post(ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, results.busy_ns, size), chunk)
@@ -153,7 +153,7 @@ class Inbound:
         )
         if handle is not None:
             if handle.record is not None:
-                handle.record.recorder.later(partial(handle.record.raised, peer.worker, failed))
+                handle.record.recorder.later(handle.record.raised, peer.worker, failed)
             handle.on_raised(failed)
             event = handle.policy.apply(event, failed)
             self._gangs.failed(failed)

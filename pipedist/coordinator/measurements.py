@@ -8,18 +8,22 @@ Rules
   compared with it: a span is finished when its results arrive, and started its busy time before that.
 * At most `SPANS_MAX` spans are kept: when there are more, the older half is thinned, by joining neighbours of the
   same pass and worker. The totals of each pass and worker are exact.
+* What happens to a call is only noted, with `Recorder.later`: one small tuple. The rest is derived when there are
+  `_LATER_MAX` notes, and before anything is read.
 * Nothing here decides anything: a run without a recorder is the same run.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from operator import attrgetter, itemgetter
+from operator import itemgetter
+from typing import Any, TypeVarTuple
 
 import numpy as np
 from msgspec import Struct
@@ -38,13 +42,13 @@ OTHERS = "others"
 
 _DURATIONS_PER_OCTAVE = 8
 _OCTAVES = 42  # of nanoseconds: up to an hour and more; the last one has everything above
+_BUCKETS = _OCTAVES * _DURATIONS_PER_OCTAVE
 _TEXT_MAX = 300
 _ATTEMPT_MAX = 255
 _OFFERS_KEPT = 64  # offers are forgotten when there are more, and their steps are complete
 _SPANS_FIRST = 1024
-_FRESH_MAX = 256
 _LATER_MAX = 256
-_LAST = itemgetter(0)
+_Arguments = TypeVarTuple("_Arguments")
 
 
 class SpanEnd(IntEnum):
@@ -75,6 +79,12 @@ SPAN = np.dtype(
         ("bytes_out", "i8"),
     ]
 )
+
+
+_DONE = int(SpanEnd.DONE)
+_FORMAT = struct.Struct("=HHBBI9q")  # that of `SPAN`: writing its bytes takes a tenth of assigning a tuple
+_SPAN_BYTES = SPAN.itemsize
+_pack_into = _FORMAT.pack_into
 
 
 class DriverWork(IntEnum):
@@ -109,11 +119,11 @@ class DurationHistogram:
     """A histogram of durations of calls, with eight buckets for each power of two."""
 
     def __init__(self) -> None:
-        self._counts = [0] * (_OCTAVES * _DURATIONS_PER_OCTAVE)
+        self._counts = [0] * _BUCKETS
 
     def add(self, duration_ns: float, calls: int) -> None:
         bucket = int(math.log2(duration_ns) * _DURATIONS_PER_OCTAVE) if duration_ns > 1 else 0
-        self._counts[min(bucket, len(self._counts) - 1)] += calls
+        self._counts[bucket if bucket < _BUCKETS else _BUCKETS - 1] += calls
 
     def quantile_s(self, q: float) -> float:
         """Return the duration below which a share `q` of the calls is, within 5 percent, in seconds."""
@@ -145,8 +155,16 @@ class Totals:
     last_ns: int = 0
 
 
-@dataclass(slots=True)
-class OpenLease:
+class _WorkerState(Struct):
+    """The state of a worker, for the time that it is idle."""
+
+    leases: int = 0
+    idle_since: int = -1  # -1: it has leases, or has had none yet
+    last_finished: int = 0
+    memory_bytes: int = 0
+
+
+class OpenLease(Struct):
     """A lease that is sent and not over."""
 
     record: PassRecord
@@ -163,18 +181,11 @@ class OpenLease:
     totals: Totals  # those of the worker in the pass
 
 
-@dataclass(slots=True)
-class _WorkerState:
-    """The state of a worker, for the time that it is idle."""
-
-    leases: int = 0
-    idle_since: int = -1  # -1: it has leases, or has had none yet
-    last_finished: int = 0
-    memory_bytes: int = 0
-
-
 class PassRecord:
-    """The measurements of one pass; its methods are called as things happen, or with `Recorder.later`."""
+    """The measurements of one pass.
+
+    Its methods are called by `Recorder.later`, which passes the time first: nanoseconds since the recorder was made.
+    """
 
     def __init__(
         self, recorder: Recorder, number: int, name: str, stages: Sequence[str], replicas: int, phase: int
@@ -192,73 +203,70 @@ class PassRecord:
         self.slowest = (0, -1, -1)  # duration, first call and worker of the span with the longest calls
         self.recorder = recorder
         self._number = number
-        # Each offer whose steps are not complete: last step, times when reading began and ended, and its own time
-        self._offers: list[tuple[int, int, int, int]] = []
+        # Of each offer whose steps are not complete: the last step; times when reading began and ended, and its own
+        self._lasts: list[int] = []
+        self._offers: list[tuple[int, int, int]] = []
+        # Of each worker with a number of its own, for one look-up
+        self._workers: dict[str, tuple[int, _WorkerState, Totals]] = {}
 
-    def offered(self, last: int, since: int, held_ns: int = 0) -> None:
+    def offered(self, now: int, last: int, since: int, held_ns: int = 0) -> None:
         """Record that steps before `last` can be executed.
 
         They were read `since` a time, and held back for the last `held_ns`, until calls of other stages were over.
         """
-        now = self.recorder.now()
-        self._offers.append((last, since, max(since, now - held_ns), now))
+        read = now - held_ns
+        self._lasts.append(last)
+        self._offers.append((since, read if read > since else since, now))
 
-    def completed(self, last: int, elements: int) -> None:
+    def completed(self, _now: int, last: int, elements: int) -> None:
         """Record that all steps before `last` are complete, `elements` more."""
         self.elements += elements
-        if len(self._offers) > _OFFERS_KEPT and self._offers[_OFFERS_KEPT // 2][0] <= last:
-            del self._offers[: bisect_right(self._offers, last, key=_LAST)]
+        if len(self._lasts) > _OFFERS_KEPT and self._lasts[_OFFERS_KEPT // 2] <= last:
+            over = bisect_right(self._lasts, last)
+            del self._lasts[:over], self._offers[:over]
 
     def sent(
         self,
+        now: int,
         worker: str,
         lease: int,
         lo: int,
         hi: int,
-        *,
         attempt: int,
         bytes_in: int,
-        asked: int | None = None,
+        asked: int,
         overlaps: bool = False,
         is_trial: bool = False,
     ) -> None:
         """Record a lease of calls [lo, hi), whose data was read since it was `asked` for."""
         recorder = self.recorder
-        now, number = recorder.now(), recorder.number_of(worker)
-        place = bisect_right(self._offers, lo // self.replicas, key=_LAST)
-        offer = self._offers[place] if place < len(self._offers) else (0, now, now, now)
-        _, since, read, queued = offer
-        state, totals = recorder.states[number], self._of(number)
+        number, state, totals = self._workers.get(worker) or self._enter(worker)
+        place = bisect_right(self._lasts, lo // self.replicas)
+        since, read, queued = self._offers[place] if place < len(self._offers) else (now, now, now)
         recorder.open[worker, lease] = OpenLease(
             self, number, lo, hi, attempt, overlaps, is_trial, queued, now, hi - lo, state, totals
         )
-        idle_since = state.idle_since
-        if idle_since >= 0:
-            asked = now if asked is None else max(asked, queued)
-            for_input = max(0, read - max(since, idle_since)) + max(0, now - max(asked, idle_since))
-            for_stages = max(0, queued - max(read, idle_since))
-            totals.input_wait_ns += for_input
-            totals.stage_wait_ns += for_stages
-            totals.driver_wait_ns += now - idle_since - for_input - for_stages
+        if state.idle_since >= 0:
+            _add_idle(totals, now, state.idle_since, since, read, queued, asked)
             state.idle_since = -1
         state.leases += 1
+        totals.bytes_in += bytes_in
         if overlaps:
             self.overlaps = True
-        totals.bytes_in += bytes_in
         if is_trial:
             totals.trials += hi - lo
         elif attempt:
             totals.repeated += hi - lo
 
-    def returned(self, worker: str, results: Results, bytes_out: int) -> None:
+    def returned(self, now: int, worker: str, results: Results, bytes_out: int) -> None:
         """Record results of calls of a lease."""
         recorder = self.recorder
         opened = recorder.open.get((worker, results.lease))
         if opened is None:
             return
-        now, state, totals, sent = recorder.now(), opened.state, opened.totals, opened.sent
-        lo, hi, reading_ns = results.lo, results.hi, results.reading_ns
-        calls = hi - lo
+        state, totals, sent = opened.state, opened.totals, opened.sent
+        lo, reading_ns = results.lo, results.reading_ns
+        calls = results.hi - lo
         if opened.overlaps:  # each call has waited since it was sent, and the worker for all of them at once
             duration = now - sent
             busy = min(duration, now - state.last_finished)
@@ -272,19 +280,18 @@ class PassRecord:
         if not opened.is_trial:
             totals.calls += calls
             self.durations.add(duration, calls)
-        totals.busy_ns += busy
+            if recorder.on_returned is not None:
+                recorder.on_returned(self.name, duration * 1e-9)
         totals.bytes_out += bytes_out
         if reading_ns:
             totals.reading_ns += min(reading_ns, now - sent)
         if results.memory_bytes > state.memory_bytes * MEMORY_GROWTH:
-            recorder.grown(worker, results.memory_bytes)
+            recorder.grown(now, worker, results.memory_bytes)
         if results.stages_ns:
             self._add_stages(results.stages_ns, busy)
-        if recorder.on_returned is not None and not opened.is_trial:
-            recorder.on_returned(self.name, duration * 1e-9)
         if duration > self.slowest[0]:
             self.slowest = (duration, lo, opened.worker)
-        self._add(opened, lo, hi, started, now, busy, bytes_out, SpanEnd.DONE)
+        self._add(opened, lo, results.hi, started, now, busy, bytes_out, _DONE)
         opened.left -= calls
         if opened.left <= 0:
             self._close(opened, worker, results.lease, now)
@@ -298,36 +305,31 @@ class PassRecord:
                 each + int(more * share) for each, more in zip(self.stages_ns, stages_ns, strict=True)
             ]
 
-    def raised(self, worker: str, failed: Failed) -> None:
+    def raised(self, now: int, worker: str, failed: Failed) -> None:
         """Record a call of a lease that failed."""
         opened = self.recorder.open.get((worker, failed.lease))
         if opened is not None:
             opened.totals.failed += not opened.is_trial
             timed_out = failed.name == "TimeoutError" and failed.module == "builtins"
             outcome = SpanEnd.TIMED_OUT if timed_out else SpanEnd.FAILED
-            self._end(opened, failed.call, failed.call + 1, outcome)
-            self._release(opened, worker, failed.lease, 1)
+            self._end(opened, failed.call, failed.call + 1, outcome, now)
+            opened.left -= 1
+            if opened.left <= 0:
+                self._close(opened, worker, failed.lease, now)
 
-    def ended(self, worker: str, lease: int, outcome: SpanEnd) -> None:
+    def ended(self, now: int, worker: str, lease: int, outcome: SpanEnd) -> None:
         """Record that the calls of a lease that have not returned will not."""
         opened = self.recorder.open.get((worker, lease))
         if opened is not None:
-            self._end(opened, opened.hi - opened.left, opened.hi, outcome)
-            self._release(opened, worker, lease, opened.left)
+            self._end(opened, opened.hi - opened.left, opened.hi, outcome, now)
+            self._close(opened, worker, lease, now)
 
-    def _end(self, opened: OpenLease, lo: int, hi: int, outcome: SpanEnd) -> None:
-        now = self.recorder.now()
+    def _end(self, opened: OpenLease, lo: int, hi: int, outcome: SpanEnd, now: int) -> None:
         began = max(
             opened.sent, opened.state.last_finished
         )  # the call before it, or of another lease, was over
-        opened.totals.busy_ns += now - began
         started = opened.sent if opened.overlaps else began
         self._add(opened, lo, hi, started, now, now - began, 0, outcome)
-
-    def _release(self, opened: OpenLease, worker: str, lease: int, calls: int) -> None:
-        opened.left -= calls
-        if opened.left <= 0:
-            self._close(opened, worker, lease, self.recorder.now())
 
     def _close(self, opened: OpenLease, worker: str, lease: int, now: int) -> None:
         del self.recorder.open[worker, lease]
@@ -336,11 +338,13 @@ class PassRecord:
         if not state.leases:
             state.idle_since = now
 
-    def _of(self, worker: int) -> Totals:
-        totals = self.totals.get(worker)
-        if totals is None:
-            totals = self.totals[worker] = Totals()
-        return totals
+    def _enter(self, worker: str) -> tuple[int, _WorkerState, Totals]:
+        """Return the number, state and totals of a worker, and keep them."""
+        number = self.recorder.number_of(worker)
+        entered = (number, self.recorder.states[number], self.totals.setdefault(number, Totals()))
+        if number < WORKERS_MAX - 1:
+            self._workers[worker] = entered
+        return entered
 
     def _add(
         self,
@@ -351,20 +355,45 @@ class PassRecord:
         finished: int,
         busy: int,
         bytes_out: int,
-        outcome: SpanEnd,
+        outcome: int,
     ) -> None:
         totals, attempt = opened.totals, opened.attempt
         if started < totals.first_ns or totals.first_ns < 0:
             totals.first_ns = started
+        totals.busy_ns += busy
         totals.last_ns = opened.state.last_finished = finished
         if attempt > _ATTEMPT_MAX:
             attempt = _ATTEMPT_MAX
-        self.recorder.add(
-            (
-                self._number, opened.worker, outcome, attempt, 1, lo, hi, hi - lo,
-                opened.queued, opened.sent, started, finished, busy, bytes_out,
-            )
+        recorder = self.recorder
+        if recorder.count == recorder.room:
+            recorder.make_room()
+        _pack_into(
+            recorder.buffer, recorder.count * _SPAN_BYTES,
+            self._number, opened.worker, outcome, attempt, 1, lo, hi, hi - lo,
+            opened.queued, opened.sent, started, finished, busy, bytes_out,
         )  # fmt: skip
+        recorder.count += 1
+
+
+def _add_idle(
+    totals: Totals, now: int, idle_since: int, since: int, read: int, queued: int, asked: int
+) -> None:
+    """Divide the idle time of a worker by what it waited for; `max` would take as long as all the rest."""
+    if idle_since > since:
+        since = idle_since
+    for_input = read - since if read > since else 0
+    if idle_since > read:
+        read = idle_since
+    for_stages = queued - read if queued > read else 0
+    if queued > asked:
+        asked = queued
+    if idle_since > asked:
+        asked = idle_since
+    if now > asked:
+        for_input += now - asked
+    totals.input_wait_ns += for_input
+    totals.stage_wait_ns += for_stages
+    totals.driver_wait_ns += now - idle_since - for_input - for_stages
 
 
 class Recorder:
@@ -380,43 +409,44 @@ class Recorder:
         self.open: dict[tuple[str, int], OpenLease] = {}  # by worker and lease
         self.marks: list[Mark] = []
         self.marks_skipped = 0
-        self.driver: list[DriverSpan] = []  # in order of their ends
         self.on_returned: Callable[[str, float], None] | None = None
         """Called with the name of a pass and the duration of a call, in seconds, for each message of results."""
         self.memory: list[tuple[int, int, int]] = []  # time, worker, bytes
+        self.count = 0  # spans
+        self.room = _SPANS_FIRST
+        self.buffer = bytearray(self.room * _SPAN_BYTES)  # of `room` spans
         self._numbers: dict[str, int] = {}
-        self._spans = np.zeros(_SPANS_FIRST, SPAN)
-        self._count = 0
-        self._later: list[tuple[int, Callable[[], None]]] = []  # with their times
-        self._at_ns: int | None = None  # the time of what is being recorded, if it was deferred
-        self._fresh: list[
-            tuple[int, ...]
-        ] = []  # spans that are not in the array yet: writing many at once is cheaper
+        self._later: list[tuple[int, Callable[..., None], tuple[Any, ...]]] = []  # with their times
+        self._driver: list[
+            tuple[DriverWork, int, int, str]
+        ] = []  # the fields of `DriverSpan`, in order of ends
 
     def now(self) -> int:
-        """Return the nanoseconds since the run began, until the present or until what is being recorded."""
-        return (self._clock_ns() if self._at_ns is None else self._at_ns) - self._began_ns
+        """Return the nanoseconds since the run began."""
+        return self._clock_ns() - self._began_ns
 
-    def later(self, record: Callable[[], None]) -> None:
-        """Call a function that records something when there are many: together they cost less."""
-        self._later.append((self._clock_ns(), record))
+    def later(self, record: Callable[[int, *tuple[*_Arguments]], None], *arguments: *_Arguments) -> None:
+        """Note that something happened now: a method of a `PassRecord`, and its arguments after the time."""
+        self._later.append((self._clock_ns(), record, arguments))
         if len(self._later) == _LATER_MAX:
             self.settle()
 
     def settle(self) -> None:
-        """Record what was deferred; before anything is read."""
+        """Record what was noted; before anything is read."""
         later, self._later = self._later, []
-        try:
-            for self._at_ns, record in later:
-                record()
-        finally:
-            self._at_ns = None
+        began_ns = self._began_ns
+        for at_ns, record, arguments in later:
+            record(at_ns - began_ns, *arguments)
 
     @property
     def spans(self) -> NDArray[np.void]:
         """The spans, in order of their ends."""
-        self._store()
-        return self._spans[: self._count]
+        return np.frombuffer(bytes(memoryview(self.buffer)[: self.count * _SPAN_BYTES]), SPAN)
+
+    @property
+    def driver(self) -> list[DriverSpan]:
+        """Work in the driver, in order of its ends."""
+        return [DriverSpan(*each) for each in self._driver]
 
     def begin_pass(self, name: str, stages: Sequence[str], replicas: int, phase: int) -> PassRecord:
         record = PassRecord(self, len(self.passes), name, stages, replicas, phase)
@@ -445,48 +475,39 @@ class Recorder:
 
     def driver_span(self, work: DriverWork, began: int, text: str) -> None:
         """Record work in the driver from `began` until now."""
-        self.driver.append(DriverSpan(work, began, self.now(), text[:_TEXT_MAX]))
-        if len(self.driver) > DRIVER_SPANS_MAX:
-            longest = sorted(self.driver, key=attrgetter("duration"))[DRIVER_SPANS_MAX // 2 :]
-            self.driver = sorted(longest, key=attrgetter("ended"))
+        self._driver.append((work, began, self._clock_ns() - self._began_ns, text[:_TEXT_MAX]))
+        if len(self._driver) > DRIVER_SPANS_MAX:
+            longest = sorted(self._driver, key=lambda each: each[2] - each[1])[DRIVER_SPANS_MAX // 2 :]
+            self._driver = sorted(longest, key=itemgetter(2))
 
     def left(self, worker: str) -> None:
         """Record that a worker is gone; its leases are lost."""
         self.settle()
+        now = self.now()
         for name, lease in [place for place in self.open if place[0] == worker]:
-            self.open[name, lease].record.ended(name, lease, SpanEnd.LOST)
+            self.open[name, lease].record.ended(now, name, lease, SpanEnd.LOST)
         if worker in self._numbers:
             self.states[self._numbers[worker]].idle_since = -1
 
-    def grown(self, worker: str, memory_bytes: int) -> None:
+    def grown(self, now: int, worker: str, memory_bytes: int) -> None:
         """Record the largest memory of a worker so far."""
         number = self.number_of(worker)
         state = self.states[number]
         if memory_bytes > state.memory_bytes * MEMORY_GROWTH:
             state.memory_bytes = memory_bytes
             if len(self.memory) < MEMORY_STEPS_MAX:
-                self.memory.append((self.now(), number, memory_bytes))
+                self.memory.append((now, number, memory_bytes))
 
-    def add(self, span: tuple[int, ...]) -> None:
-        """Add a span: the values of the fields of `SPAN`."""
-        self._fresh.append(span)
-        if len(self._fresh) == _FRESH_MAX:
-            self._store()
-
-    def _store(self) -> None:
-        fresh = np.array(self._fresh, SPAN)
-        self._fresh.clear()
-        while self._count + len(fresh) > len(self._spans):
-            if len(self._spans) == SPANS_MAX:
-                thinned = thin(self._spans[: SPANS_MAX // 2])
-                rest = self._spans[SPANS_MAX // 2 : self._count].copy()
-                self._count = len(thinned) + len(rest)
-                self._spans[: len(thinned)] = thinned
-                self._spans[len(thinned) : self._count] = rest
-            else:
-                self._spans = np.concatenate([self._spans, np.zeros(len(self._spans), SPAN)])
-        self._spans[self._count : self._count + len(fresh)] = fresh
-        self._count += len(fresh)
+    def make_room(self) -> None:
+        """Make room for another span: thin the older half if there are `SPANS_MAX`."""
+        if self.room < SPANS_MAX:
+            self.buffer += bytes(len(self.buffer))
+            self.room *= 2
+            return
+        older, newer = np.split(np.frombuffer(self.buffer, SPAN), 2)
+        kept = np.concatenate([thin(older), newer])
+        self.count = len(kept)
+        self.buffer[: kept.nbytes] = kept.tobytes()
 
 
 def frame_bytes(frames: Sequence[Frame]) -> int:

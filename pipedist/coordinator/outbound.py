@@ -11,7 +11,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from pipedist.coordinator.gang_relay import GangRelay
 from pipedist.coordinator.inbound import Rejections
@@ -132,20 +131,20 @@ class CommandExecutor:
 
         def send(payloads: list[list[Frame]]) -> None:
             sent = sum(end - start for start, end in command.elements)
-            if handle.record is not None:
-                handle.record.recorder.later(
-                    partial(
-                        handle.record.sent,
-                        worker,
-                        lease,
-                        lo,
-                        hi,
-                        attempt=command.attempt,
-                        bytes_in=frame_bytes(payloads[0]),
-                        asked=asked,
-                        overlaps=command.overlaps,
-                        is_trial=bool(command.elements),
-                    )
+            record = handle.record
+            if record is not None:
+                size, is_trial = frame_bytes(payloads[0]), bool(command.elements)
+                record.recorder.later(
+                    record.sent,
+                    worker,
+                    lease,
+                    lo,
+                    hi,
+                    command.attempt,
+                    size,
+                    asked,
+                    command.overlaps,
+                    is_trial,
                 )
             head = msg.Assign(lease, command.pass_id, lo, hi, command.attempt, sent, command.overlaps)
             self._pool.send(worker, head, payloads[0])
@@ -165,11 +164,13 @@ class CommandExecutor:
                 self._notices.add(line)
 
         def send(payloads: list[list[Frame]]) -> None:
+            record = handle.record
             for member, (worker, lease, lo, hi) in enumerate(parts):
-                if handle.record is not None:
+                if record is not None:
                     size = frame_bytes(payloads[member])
-                    sent = partial(handle.record.sent, worker, lease, lo, hi, asked=asked)
-                    handle.record.recorder.later(partial(sent, attempt=attempt, bytes_in=size))
+                    record.recorder.later(
+                        record.sent, worker, lease, lo, hi, attempt, size, asked, False, False
+                    )
                 head = msg.AssignGang(lease, pass_id, lo, hi, attempt, serial, member, len(parts), segment)
                 self._pool.send(worker, head, payloads[member])
 

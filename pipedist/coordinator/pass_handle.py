@@ -10,7 +10,6 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
 from typing import Literal
 
@@ -231,7 +230,7 @@ class PassHandle:
         self._waiting[step] = on_done
         if self.record is not None:  # until now, other calls made its values
             recorder = self.record.recorder
-            recorder.later(partial(self.record.offered, step + 1, 0, recorder.now()))
+            recorder.later(self.record.offered, step + 1, 0, recorder.now())
         self._post(ev.StepsAvailable(self.id, step, step + 1, len(values)))
         return step
 
@@ -352,8 +351,8 @@ class PassHandle:
                 self._post(ev.StepsEnded(self.id))
                 return False
             if self.record is not None:
-                offered = partial(self.record.offered, batches[-1].last, since, feed.held_ns - held)
-                self.record.recorder.later(offered)
+                held = feed.held_ns - held
+                self.record.recorder.later(self.record.offered, batches[-1].last, since, held)
             for batch in batches:
                 self._demand -= batch.last - batch.first
                 self.counts.elements_offered += batch.elements
@@ -541,7 +540,7 @@ class PassHandle:
         self.counts.steps_visible += last - first
         elements = 0 if self._feed is None else self._feed.elements(first, last)
         if self.record is not None:
-            self.record.recorder.later(partial(self.record.completed, last, elements))
+            self.record.recorder.later(self.record.completed, last, elements)
         if self._feed is None:
             for step in range(first, last):
                 self._finish(step, None)

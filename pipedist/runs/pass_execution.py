@@ -140,6 +140,7 @@ class PassExecution:
             self._storable = tuple(name for name in pass_.runs if name not in pass_.kept)
             names = [name for name in self._storable if not self.steps or durable.has_log(name)]
             self._stored = {name: Spool(name, durable.log(name)) for name in names}
+        self._fold_names = ", ".join(pass_.folds)
         self._folds = PassFolds(
             plan, pass_, coordinator, folder, unwritten=unwritten, durable=durable, recorder=recorder
         )
@@ -485,7 +486,7 @@ class PassExecution:
 
     def _folded(self, began: int) -> None:
         if self._pass.folds:
-            self._record.recorder.driver_span(DriverWork.FOLD, began, ", ".join(self._pass.folds))
+            self._record.recorder.driver_span(DriverWork.FOLD, began, self._fold_names)
 
     def _keep(
         self,
