@@ -203,10 +203,10 @@ class PassRecord:
         self.slowest = (0, -1, -1)  # duration, first call and worker of the span with the longest calls
         self.recorder = recorder
         self._number = number
-        # Of each offer whose steps are not complete: the last step; times when reading began and ended, and its own
+        # Offers whose steps are not complete: their last steps; times when reading began and ended, and their own
         self._lasts: list[int] = []
         self._offers: list[tuple[int, int, int]] = []
-        # Of each worker with a number of its own, for one look-up
+        # The workers that have numbers of their own, for one look-up
         self._workers: dict[str, tuple[int, _WorkerState, Totals]] = {}
 
     def offered(self, now: int, last: int, since: int, held_ns: int = 0) -> None:
