@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
 Tree = Any  # a nest of dict, list, tuple, namedtuple, dataclass, None; leaves are arrays, numbers, str, bytes
+
+Form = Literal["pandas", "polars", "arrow", "torch", "jax"]
+"""The library whose frame or tensors a function gets instead of NumPy arrays; see `pipedist.datasets.frames`."""
 
 
 class FunctionRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

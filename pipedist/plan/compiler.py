@@ -59,7 +59,12 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         asynchronous = frozenset(name for name, (_, is_async) in called.items() if is_async)
         plan = Plan(spec, workers, sources, functions, states, ordered, supply, verify, asynchronous, classes)
         problems += [*_check_gangs(plan), *_check_communication(plan), *_check_gpus(plan)]
-        problems += [*_check_compiled(plan), *_check_waiting(plan), *_check_retries(spec)]
+        problems += [
+            *_check_compiled(plan),
+            *_check_waiting(plan),
+            *_check_retries(spec),
+            *_check_forms(spec),
+        ]
         if problems:
             raise PlanError(problems)
         plan.opened.push(stack.pop_all())
@@ -165,14 +170,31 @@ def _check_retries(spec: Spec) -> Iterator[Problem]:
                 )
 
 
+def _check_forms(spec: Spec) -> Iterator[Problem]:
+    """Check that inputs in the form of another library are possible, and that the library is installed."""
+    for name, stage in spec.stages.items():
+        if not isinstance(stage, RunSpec) or stage.as_ is None:
+            continue
+        from pipedist.datasets.frames import missing_package  # rarely needed
+
+        place = ("stages", name, "as")
+        if stage.per or stage.compile:
+            other = "per: element" if stage.per else f"compile: {stage.compile}"
+            message = f"a function with `{other}` gets no {stage.as_} input"
+            yield spec.document.problem(place, message, expected=f"no `as`, or no `{other}`")
+        elif install := missing_package(stage.as_):
+            message = f"`as: {stage.as_}` needs a package that is not installed here"
+            yield spec.document.problem(place, message, expected=install)
+
+
 def _check_outputs(spec: Spec, functions: Mapping[str, FunctionRef]) -> Iterator[Problem]:
     if spec.outputs:
-        from pipedist.outputs import missing_package  # most embedded runs write no files
+        from pipedist import outputs  # most embedded runs write no files
         from pipedist.outputs.tables import misfit
     for key, path in spec.outputs.items():
         name, _, part = key.partition("/")
         place = ("outputs", name, part) if part else ("outputs", name)
-        if complaint := missing_package(path):
+        if complaint := outputs.missing_package(path):
             yield spec.document.problem(place, complaint)
         stage, ref = spec.stages[name], functions.get(name)
         if isinstance(stage, ReduceSpec) and ref is not None and not part:

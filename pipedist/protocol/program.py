@@ -20,7 +20,7 @@ from msgspec import Struct, convert
 from msgspec.structs import astuple, replace
 
 from pipedist.core import functions
-from pipedist.core.types import FunctionRef, Tree
+from pipedist.core.types import Form, FunctionRef, Tree
 from pipedist.errors import PipedistError, RemoteProtocolError
 from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
 from pipedist.protocol.layout import ClassNotFound
@@ -62,6 +62,7 @@ class StageProgram(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     attempts: int = 1  # how often it is called with a value that it raises for
     backoff_s: float = 0.0  # wait before the second attempt; doubles each time
     retry_on: tuple[str, ...] = ()  # names of the exceptions after which there is another attempt; (): all
+    given_as: Form | None = None  # the form of the value of a "shard" call; None: NumPy arrays
     quarantine: bool = False  # an element that fails does not end the call: the others are executed too
 
     @property

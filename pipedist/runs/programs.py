@@ -106,6 +106,7 @@ def pass_program(
                     attempts=stage.retry.attempts if stage.retry else 1,
                     backoff_s=stage.retry.backoff_s if stage.retry else 0.0,
                     retry_on=exception_names(stage.retry.on) if stage.retry else (),
+                    given_as=stage.as_,
                     quarantine=stage.on_error == "quarantine",
                 )
             )

@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from pipedist.core.gpus import GPUS_MAX
-from pipedist.core.types import Tree
+from pipedist.core.types import Form, Tree
 from pipedist.spec.fields import (
     BATCH_ELEMENTS_MAX,
     FUNCTION_EXPECTED,
@@ -266,6 +266,21 @@ class RunSpec(Section):
         "Arrays of the input are cut and joined along axis 0, which has one row for each element. `null`: the "
         "steps and shards of the input.",
         examples=[256],
+    )
+    as_: (
+        Annotated[
+            Form,
+            Expected(listing(get_args(Form)), *get_args(Form)),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        alias="as",
+        description="The form in which the function gets its input, instead of NumPy arrays: a DataFrame (`pandas`, "
+        "`polars`) or Table (`arrow`), or tensors (`torch`, `jax`) in place of the arrays. Numbers and dates are not "
+        "copied, except for torch. A frame needs arrays of one length. A function may return frames in any case: "
+        "they become a dict of arrays by column.",
+        examples=["pandas"],
     )
     with_: Arguments = _with()
     timeout_s: _OptionalSeconds = Field(

@@ -3,7 +3,8 @@
 `as_readonly` protects a value that a function is about to receive: arrays are C-contiguous and read-only, containers
 belong to the function. `take_ownership` protects a result that waits to be sent: nothing that user code still holds
 can change it. Without it, a function that returns one reused buffer would give results that depend on how calls are
-bundled. It converts arrays of other libraries to NumPy (`pipedist.core.dlpack`).
+bundled. It converts arrays of other libraries to NumPy (`pipedist.core.dlpack`). Frames become trees of columns in
+both (`pipedist.datasets.frames`): a stage that reads the value of another one gets what the driver would get.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _COPIED_BYTES = 512  # copying an array of this size takes less time than to dec
 
 _NUMBERS = frozenset({int, float, bool})
 _IMMUTABLE = (int, float, str, bool, bytes, complex, type(None))
+_NATIVE = frozenset({np.ndarray, *_IMMUTABLE})
 
 
 def as_readonly(value: Tree) -> Tree:
@@ -28,6 +30,35 @@ def as_readonly(value: Tree) -> Tree:
     if type(value) in _IMMUTABLE:
         return value
     return trees.tree_map(_read_only, value)
+
+
+def without_frames(value: Tree) -> Tree:
+    """Return a tree with the columns of each frame in its place; raise UnsendableError if a frame has none."""
+    if type(value) in _NATIVE:
+        return value
+    leaves, treedef = trees.flatten(value)
+    if not any(map(_is_frame, leaves)):
+        return value
+    from pipedist.datasets.frames import FrameError, columns_of  # rarely needed
+
+    for index, leaf in enumerate(leaves):
+        if _is_frame(leaf):
+            try:
+                leaves[index] = columns_of(leaf)
+            except FrameError as error:
+                raise UnsendableError(f"can't send {error}, {dlpack.place_of(treedef, index)}") from error
+    return trees.unflatten(treedef, leaves)
+
+
+def _is_frame(leaf: trees.Leaf) -> bool:
+    return type(leaf) not in _NATIVE and is_frame(type(leaf))
+
+
+def is_frame(cls: type) -> bool:
+    """Return whether the instances of a class are frames, tables or columns of another library."""
+    if hasattr(cls, "__arrow_c_stream__") or hasattr(cls, "__arrow_c_array__"):
+        return True
+    return cls.__module__.partition(".")[0] == "pandas" and hasattr(cls, "iloc")  # pandas before 2.2
 
 
 def take_ownership(box: list[Tree], objects_max: int = ELEMENTS_MAX) -> tuple[Tree, int]:
@@ -48,7 +79,12 @@ def take_ownership(box: list[Tree], objects_max: int = ELEMENTS_MAX) -> tuple[Tr
     del value
     if treedef is not None:
         check_objects(treedef, objects_max)
-    if treedef is not None and _NUMBERS.issuperset(map(type, leaves)):
+    kinds = set(map(type, leaves))
+    if not _NATIVE.issuperset(kinds) and any(map(is_frame, kinds)):
+        box = [without_frames(leaves[0] if treedef is None else trees.unflatten(treedef, leaves))]
+        del leaves
+        return take_ownership(box, objects_max)
+    if treedef is not None and _NUMBERS.issuperset(kinds):
         return trees.unflatten(treedef, leaves), 16 * len(leaves)
     size = 0
     for index in range(len(leaves)):
@@ -82,7 +118,7 @@ def _to_numpy(leaf: trees.Leaf, treedef: trees.Treedef | None, index: int) -> tr
 
 def _read_only(leaf: trees.Leaf) -> trees.Leaf:
     if type(leaf) is not np.ndarray and not isinstance(leaf, np.memmap):
-        return leaf
+        return as_readonly(without_frames(leaf)) if _is_frame(leaf) else leaf
     if leaf.flags.c_contiguous and not leaf.flags.writeable and leaf.dtype.kind != "O":
         return leaf
     return ragged.frozen(np.asarray(leaf, order="C"))

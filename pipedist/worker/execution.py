@@ -32,7 +32,7 @@ from pipedist.protocol.limits import RESULT_OBJECTS_MAX
 from pipedist.protocol.program import Emit, Program
 from pipedist.reduction.tree import Reduction
 from pipedist.worker import failures, process_setup
-from pipedist.worker.array_isolation import as_readonly, check_objects, take_ownership
+from pipedist.worker.array_isolation import as_readonly, check_objects, take_ownership, without_frames
 from pipedist.worker.context import ReplicaContext, current
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import FinishedElements, LeaseShards, Shard, ShardFinder, States
@@ -527,7 +527,9 @@ class PassExecutor:
                 continue
             if emit.of >= 0 and isinstance(value, (dict, list, tuple)):
                 check_objects(trees.structure(value), RESULT_OBJECTS_MAX)
-            outcome[emit.slot], bytes_ = take_ownership([reduction.partial(dlpack.to_host(value))])
+            outcome[emit.slot], bytes_ = take_ownership(
+                [reduction.partial(dlpack.to_host(without_frames(value)))]
+            )
             del value
             size += bytes_
         owned: dict[int, Tree] = {}

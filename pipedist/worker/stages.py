@@ -113,7 +113,7 @@ class Stage:
         self.is_async = functions.is_async(called)
         self._wants_ctx = functions.wants_ctx(called)
         others = self.is_class or self._wants_ctx or self._program.kwargs
-        self.takes_shard_only = self._program.form == "shard" and not others
+        self.takes_shard_only = self._program.form == "shard" and not (others or self._program.given_as)
         if self._program.form == "combine" and self.is_async:
             raise TypeError(f"{label} combines values, so it must be a plain function, not an async one")
         self._fn = fn
@@ -150,6 +150,10 @@ class Stage:
             return self.call_with(args, dict(own), ctx, fn)
         kwargs = {} if self.is_class else self._kwargs.fresh()
         if form == "shard":
+            if self._program.given_as:
+                from pipedist.datasets.frames import form_of  # rarely needed
+
+                value = form_of(value, self._program.given_as)
             return self.call_with((value,), kwargs, ctx, fn)
         if form == "combine":
             return _fold(fn, value, kwargs)
