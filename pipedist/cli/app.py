@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import click
 
+from pipedist.cli.command_group import CommandGroup
+from pipedist.cli.options import (
+    FOLDER,
+    cluster_option,
+    count,
+    live_options,
+    parameters_option,
+    run_argument,
+    spec_argument,
+    trace_option,
+    workers_option,
+)
 from pipedist.errors import PipedistError
-
-_REUSE: Final = "--resume-reuse"  # stands for `--resume=reuse`: an optional value would consume SPEC
-
-_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-class RunCommand(click.Command):
-    """`pipedist run`, whose `--resume` may have the value `reuse`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        for place, arg in enumerate(args):
-            if arg == "--":
-                break
-            if arg.startswith("--resume="):
-                if arg != "--resume=reuse":
-                    raise click.BadParameter(
-                        f"{arg!r} is not a way to resume. Use --resume or --resume=reuse", ctx
-                    )
-                args = [*args[:place], _REUSE, *args[place + 1 :]]
-        return super().parse_args(ctx, args)
 
 
 def main() -> None:
@@ -67,68 +59,12 @@ def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None
         ctx.exit()
 
 
-def _count(name: str, text: str, *, least: int = 1, most: int | None = None, **more: Any) -> _Decorator:
-    return click.option(name, metavar="N", type=click.IntRange(least, most), help=text, **more)
-
-
-_spec = click.argument("spec", metavar="SPEC")
-_run = click.argument("run", metavar="RUN")
-_sets = click.option(
-    "--set",
-    "sets",
-    metavar="NAME=VALUE",
-    multiple=True,
-    help="Set a parameter; the value is YAML. May be repeated.",
+@click.group(
+    "pipedist",
+    cls=CommandGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="`pipedist COMMAND --help` prints options, exit codes and an example.",
 )
-_workers = _count(
-    "--workers",
-    "Number of worker processes; never changes a result. Default: from the spec, or the usable cores.",
-)
-_trace = click.option(
-    "--trace",
-    metavar="FILE",
-    help="Write a trace of the calls and the driver's work, which Perfetto (ui.perfetto.dev) opens.",
-)
-_cluster = click.option(
-    "--cluster",
-    metavar="NAME[:ADDRESS]",
-    help="Launcher of the workers: local, connect, ray or dask, such as ray:auto or dask:tcp://10.0.0.1:8786; "
-    "never changes a result. Default: from the spec.",
-)
-
-
-def _live_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in (
-        click.option(
-            "--live-key", "live_key", metavar="FILE", default="", help="Key of the certificate, PEM."
-        ),
-        click.option(
-            "--live-cert",
-            "live_cert",
-            metavar="FILE",
-            default="",
-            help="Certificate of the page's server, PEM.",
-        ),
-        click.option(
-            "--live-token-file",
-            "live_token_file",
-            metavar="FILE",
-            default="",
-            help="Token of the page's address.",
-        ),
-        click.option(
-            "--live-address",
-            metavar="HOST:PORT",
-            default="127.0.0.1:0",
-            show_default=True,
-            help="Where the page is served. Addresses that other hosts can reach need the three options below.",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version",
     is_flag=True,
@@ -141,19 +77,31 @@ def app() -> None:
     """Declarative pipelines over per-replica values: bit-identical on any number of workers."""
 
 
-@app.command(cls=RunCommand)
-@_spec
-@_workers
-@_cluster
-@click.option("--output", metavar="DIR", help="Folder of the outputs. Default: out/NAME.")
-@_sets
+_START, _INSPECT, _CLUSTERS, _EDITORS = "Write and run", "Inspect a run", "Clusters", "Editors and shells"
+
+
+@app.section_command(
+    _START,
+    "pipedist run flights.yaml -w 4",
+    "pipedist run flights.yaml -p late_after_min=30 -o out/late",
+    "pipedist run flights.yaml --resume",
+)
+@spec_argument
+@workers_option
+@cluster_option
+@click.option("-o", "--output", metavar="DIR", type=FOLDER, help="Folder of the outputs. Default: out/NAME.")
+@parameters_option
 @click.option(
     "--resume",
     is_flag=True,
-    help="Continue the unfinished or failed run in the output folder. If the run is finished, print its results. "
-    "--resume=reuse: if the spec, its inputs or its modules have changed, keep results that do not depend on that.",
+    help="Continue the unfinished or failed run in the output folder. If the run is finished, print its results.",
 )
-@click.option(_REUSE, "reuse", is_flag=True, hidden=True)
+@click.option(
+    "--reuse",
+    is_flag=True,
+    help="Like --resume; if the spec, its inputs or its modules have changed, keep the results that do not depend "
+    "on that, and execute the others again.",
+)
 @click.option("--restart", is_flag=True, help="Discard the run in the output folder, and start again.")
 @click.option("--verify", is_flag=True, help="Execute every call twice, and fail if the results differ.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
@@ -182,8 +130,8 @@ def app() -> None:
 @click.option(
     "-q", "--quiet", is_flag=True, help="Print only warnings and errors on stderr, and no progress."
 )
-@_trace
-@_live_options
+@trace_option
+@live_options
 def run(resume: bool, reuse: bool, **options: Any) -> None:
     """Execute the spec in the YAML file SPEC, and print its results.
 
@@ -195,8 +143,8 @@ def run(resume: bool, reuse: bool, **options: Any) -> None:
     _end(lambda: execute(RunOptions(resume="reuse" if reuse else resume, **options)))
 
 
-@app.command()
-@click.argument("specs", metavar="SPEC...", nargs=-1, required=True)
+@app.section_command(_START, "pipedist validate specs/*.yaml")
+@click.argument("specs", metavar="SPEC...", nargs=-1, required=True, type=click.Path())
 def validate(specs: tuple[str, ...]) -> None:
     """Check spec files, without reading data or importing code."""
     from pipedist.cli.commands import validate_specs
@@ -204,8 +152,10 @@ def validate(specs: tuple[str, ...]) -> None:
     _end(lambda: validate_specs(list(specs)))
 
 
-@app.command()
-@_spec
+@app.section_command(
+    _START, "pipedist plan flights.yaml", "pipedist plan flights.yaml --predict -p late_after_min=30"
+)
+@spec_argument
 @click.option(
     "--format",
     "form",
@@ -214,15 +164,15 @@ def validate(specs: tuple[str, ...]) -> None:
     show_default=True,
     help="Output format.",
 )
-@_workers
-@_cluster
-@_sets
+@workers_option
+@cluster_option
+@parameters_option
 @click.option(
     "--predict", is_flag=True, help="Print the expected time on 1, 2, 4, ... workers, and what limits it."
 )
-@_count(
+@count(
     "--sample",
-    "With --predict: execute this number of calls of each pass on one worker, and write nothing.",
+    text="With --predict: execute this number of calls of each pass on one worker, and write nothing.",
     default=20,
     show_default=True,
 )
@@ -249,13 +199,15 @@ def plan(
     _end(lambda: print_plan(spec, form, workers, sets, cluster))
 
 
-@app.command()
-@_spec
-@_count("--seeds", "Number of seeds, from 0 on.  [default: 100]")
+@app.section_command(
+    _START, "pipedist simulate flights.yaml --seeds 20", "pipedist simulate flights.yaml --costs delays=0.2"
+)
+@spec_argument
+@count("--seeds", text="Number of seeds, from 0 on.  [default: 100]")
 @click.option(
     "--seed", metavar="K", type=click.IntRange(0), help="Simulate this seed only; not with --seeds."
 )
-@_count("--workers", "Number of simulated workers.", default=3, show_default=True)
+@count("-w", "--workers", text="Number of simulated workers.", default=3, show_default=True)
 @click.option(
     "--faults",
     metavar="KIND=RATE,...",
@@ -267,7 +219,7 @@ def plan(
     metavar="STAGE=SECONDS,...",
     help="Do not execute these stages: a call takes this virtual time, and returns a placeholder.",
 )
-@_sets
+@parameters_option
 def simulate(**options: Any) -> None:
     """Execute a spec in virtual time with faults, and compare results.
 
@@ -281,8 +233,8 @@ def simulate(**options: Any) -> None:
     _end(lambda: execute(SimulateOptions(**options)))
 
 
-@app.command()
-@_run
+@app.section_command(_INSPECT, "pipedist audit out/flights")
+@run_argument
 def audit(run: str) -> None:
     """Verify that every element of a run is accounted for.
 
@@ -295,8 +247,12 @@ def audit(run: str) -> None:
     _end(lambda: audit_run(run))
 
 
-@app.command()
-@_run
+@app.section_command(
+    _INSPECT,
+    "pipedist replay out/flights --call delays/3/1",
+    "pipedist replay out/flights --call delays/3/1 --element 49200 --pdb",
+)
+@run_argument
 @click.option(
     "--call", metavar="STAGE/STEP/REPLICA", required=True, help="The call, as named in error messages."
 )
@@ -321,8 +277,8 @@ def replay(run: str, call: str, element: tuple[int, ...], pdb: bool, as_json: bo
     _end(lambda: execute(run, call, element, debug=pdb, as_json=as_json))
 
 
-@app.command()
-@_run
+@app.section_command(_INSPECT, "pipedist why out/flights")
+@run_argument
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of lines.")
 def why(run: str, as_json: bool) -> None:
     """Explain what a run waits for.
@@ -338,12 +294,18 @@ def why(run: str, as_json: bool) -> None:
     _end(lambda: explain_run(run, as_json=as_json))
 
 
-@app.command()
-@_run
+@app.section_command(_INSPECT, "pipedist report out/flights -o flights.html")
+@run_argument
 @click.option(
-    "--output", "-o", metavar="FILE", default="report.html", show_default=True, help="The page to write."
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(),
+    default="report.html",
+    show_default=True,
+    help="The page to write.",
 )
-@_trace
+@trace_option
 def report(run: str, output: str, trace: str | None) -> None:
     """Write a report of a run: one HTML page that needs no network.
 
@@ -358,9 +320,9 @@ def report(run: str, output: str, trace: str | None) -> None:
     _end(lambda: write_report(run, output, trace))
 
 
-@app.command()
-@click.argument("run_a", metavar="RUN_A")
-@click.argument("run_b", metavar="RUN_B")
+@app.section_command(_INSPECT, "pipedist diff out/a out/b")
+@click.argument("run_a", metavar="RUN_A", type=FOLDER)
+@click.argument("run_b", metavar="RUN_B", type=FOLDER)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
 def diff(run_a: str, run_b: str, as_json: bool) -> None:
     """Compare two runs: what they were made from, and their results.
@@ -375,12 +337,12 @@ def diff(run_a: str, run_b: str, as_json: bool) -> None:
     _end(lambda: diff_runs(run_a, run_b, as_json=as_json))
 
 
-@app.command()
-@_run
+@app.section_command(_INSPECT, "pipedist watch out/flights", "pipedist watch out/flights --web")
+@run_argument
 @click.option(
     "--web", is_flag=True, help="Serve the report as a page that is updated, instead of the terminal."
 )
-@_live_options
+@live_options
 def watch(run: str, web: bool, **options: str) -> None:
     """Show a run that another process executes, until it ends.
 
@@ -394,20 +356,12 @@ def watch(run: str, web: bool, **options: str) -> None:
     _end(lambda: watch_web(run, **options) if web else watch_terminal(run))
 
 
-@app.command()
-def schema() -> None:
-    """Print the JSON Schema of specs, for editors."""
-    from pipedist.cli.commands import print_schema
-
-    _end(print_schema)
-
-
-@app.command()
+@app.section_command(_CLUSTERS, "pipedist worker --connect tcp://10.0.0.1:7000 --key-file cluster.worker.key")
 @click.option("--connect", metavar="ENDPOINT", required=True, help="Endpoint of the run: tcp://HOST:PORT.")
-@click.option("--key-file", metavar="FILE", required=True, help="The cluster's key file.")
-@_count(
+@click.option("--key-file", metavar="FILE", type=click.Path(), required=True, help="The cluster's key file.")
+@count(
     "--threads",
-    "BLAS and OpenMP threads; must equal the spec's threads_per_replica.",
+    text="BLAS and OpenMP threads; must equal the spec's threads_per_replica.",
     default=1,
     show_default=True,
 )
@@ -430,15 +384,17 @@ def worker(connect: str, key_file: str, threads: int, grace_s: float) -> None:
     _end(lambda: run_worker(connect, key_file, threads=threads, leave_s=grace_s))
 
 
-@app.group()
+@app.section_group(_CLUSTERS)
 def keys() -> None:
     """Create the keys of a cluster whose workers connect over TCP."""
 
 
-@keys.command("new")
+@keys.section_command("Commands", "pipedist keys new -o cluster.key", name="new")
 @click.option(
+    "-o",
     "--output",
     metavar="FILE",
+    type=click.Path(),
     default="cluster.key",
     show_default=True,
     help="Key file of the run; that of the workers is written beside it as NAME.worker.SUFFIX.",
@@ -455,20 +411,19 @@ def keys_new(output: str) -> None:
     _end(lambda: new_key_files(output))
 
 
-@app.group()
+@app.section_group(_CLUSTERS)
 def launch() -> None:
     """Print a job script that starts a run and its workers."""
 
 
-@launch.command()
-@_spec
-@click.option("--print", "prints", is_flag=True, help="Print the script; nothing is submitted.")
-@_count("--nodes", "Number of hosts with workers.", default=1, show_default=True)
-@_count(
+@launch.section_command("Batch systems", "pipedist launch slurm spec.yaml --nodes 2 --gpus 4 > job.sh")
+@spec_argument
+@count("--nodes", text="Number of hosts with workers.", default=1, show_default=True)
+@count(
     "--workers-per-node",
-    "Number of workers of each host. Default: the spec's workers, divided among the hosts.",
+    text="Number of workers of each host. Default: the spec's workers, divided among the hosts.",
 )
-@_count("--gpus", "Number of GPUs of each host.", least=0, default=0, show_default=True)
+@count("--gpus", text="Number of GPUs of each host.", least=0, default=0, show_default=True)
 @click.option(
     "--time",
     metavar="TIME",
@@ -476,12 +431,39 @@ def launch() -> None:
     show_default=True,
     help="Time limit of the job, as for sbatch.",
 )
-@_count("--port", "Port of the run. Default: derived from the job id.", most=65_535)
+@count("--port", text="Port of the run. Default: derived from the job id.", most=65_535)
 def slurm(time: str, port: int | None, **options: Any) -> None:
     """Print a batch script for sbatch.
 
-    The job executes the run on its first host, and workers on all hosts.
+    The job executes the run on its first host, and workers on all hosts. Nothing is submitted: write the script
+    to a file, and pass that to sbatch.
     """
     from pipedist.cli.commands import launch_slurm
 
     _end(lambda: launch_slurm(time=time, port=port, **options))
+
+
+@app.section_command(_EDITORS, "pipedist schema > pipedist.schema.json")
+def schema() -> None:
+    """Print the JSON Schema of specs, for editors.
+
+    The package contains the same document, in pipedist/spec/schema.json. An editor that uses yaml-language-server
+    finds it by the first line of a spec: # yaml-language-server: $schema=pipedist.schema.json
+    """
+    from pipedist.cli.commands import print_schema
+
+    _end(print_schema)
+
+
+@app.section_command(
+    _EDITORS,
+    'eval "$(pipedist completion bash)"  # in ~/.bashrc',
+    'eval "$(pipedist completion zsh)"  # in ~/.zshrc',
+    "pipedist completion fish > ~/.config/fish/completions/pipedist.fish",
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the script that completes commands, options and files in a shell."""
+    from pipedist.cli.commands import print_completion
+
+    _end(lambda: print_completion(app, shell))

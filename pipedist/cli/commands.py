@@ -1,4 +1,4 @@
-"""The short commands: validate, plan, schema, audit, diff, why, keys and launch."""
+"""The short commands: validate, plan, audit, diff, why, keys, launch, schema and completion."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipedist.cli import terminal
 from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
 from pipedist.errors import SpecError, UsageError
+
+if TYPE_CHECKING:
+    import click
 
 REPLY_S = 10.0  # time for a run to reply to `pipedist why`
 
@@ -105,15 +108,22 @@ def print_schema() -> int:
     return terminal.OK
 
 
+def print_completion(app: click.Command, shell: str) -> int:
+    from click.shell_completion import get_completion_class
+
+    complete = get_completion_class(shell)
+    assert complete is not None, "the option allows shells that click knows"
+    write_out(complete(app, {}, "pipedist", "_PIPEDIST_COMPLETE").source() + "\n")
+    return terminal.OK
+
+
 def audit_run(run: str) -> int:
     """Verify the journal of the run in an output folder; return 1 if an element is not accounted for."""
     from pipedist.journal.history import audit
-    from pipedist.outputs.run_record import PRIVATE, read_record, read_results
+    from pipedist.outputs.run_record import PRIVATE, existing_record, read_results
 
     path = Path(run)
-    record = read_record(path, path)
-    if record is None:
-        raise UsageError(f"there is no run in {path}. RUN is the output folder of a run, such as out/NAME")
+    record = existing_record(path)
     finished = record.state == "finished"
     ledger = read_results(path, path).get("ledger") if finished else None
     found = audit(path / PRIVATE / "journal", finished=finished, ledger=ledger)
@@ -192,16 +202,13 @@ def explain_run(run: str, *, as_json: bool) -> int:
     import json
 
     from pipedist.journal.history import audit
-    from pipedist.outputs.run_record import LIVE, PRIVATE, is_there, read_record
+    from pipedist.outputs.run_record import LIVE, PRIVATE, existing_record, is_there
     from pipedist.runs.diagnostics import VERSION, lines, query_status
 
     path = Path(run)
-    record = read_record(path, path)
-    if record is None:
-        raise UsageError(
-            f"there is no run in {path}. RUN is the output folder of a run, such as out/NAME. A run without "
-            "outputs has none: use kill -USR1 PID, and read its standard error"
-        )
+    record = existing_record(
+        path, ". A run without outputs has none: use kill -USR1 PID, and read its standard error"
+    )
     reply = query_status(path / PRIVATE / LIVE, REPLY_S)
     if reply is not None:
         try:
@@ -243,17 +250,12 @@ def launch_slurm(
     nodes: int,
     workers_per_node: int | None,
     gpus: int,
-    prints: bool,
     time: str,
     port: int | None,
 ) -> int:
     from pipedist.cluster.slurm import JobRequest, slurm_script
     from pipedist.spec import load
 
-    if not prints:
-        raise UsageError(
-            "pipedist does not submit jobs. Print the script with --print, and pass it to `sbatch`"
-        )
     request = JobRequest.of(load(spec), nodes=nodes, workers_per_node=workers_per_node, gpus=gpus)
     write_out(slurm_script(request, os.path.abspath(spec), time=time, port=port))
     return terminal.OK

@@ -70,8 +70,9 @@ class RunOutcome:
 def execute(options: RunOptions) -> int:
     """Execute a spec, print its results, and return the exit code."""
     if options.resume and options.restart:
+        option = "--reuse" if options.resume == "reuse" else "--resume"
         raise UsageError(
-            "--resume and --restart exclude each other. --resume continues the run in the output folder, "
+            f"{option} and --restart exclude each other. {option} continues the run in the output folder, "
             "--restart discards it"
         )
     began = time.monotonic()

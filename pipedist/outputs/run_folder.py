@@ -289,7 +289,7 @@ def open_folder(
             if resume != "reuse" or not (missing or changed or moved):
                 if missing:
                     raise UsageError(
-                        f"{label}/{missing[0]} of the finished run {old.run} is missing. --resume=reuse writes "
+                        f"{label}/{missing[0]} of the finished run {old.run} is missing. --reuse writes "
                         "it again; --restart runs everything again."
                     )
                 if changed and not accept:
@@ -297,7 +297,7 @@ def open_folder(
                     raise UsageError(
                         f"the run {old.run} in {label} is finished, but its results are stale, because something "
                         f"has changed since then:{lines}\n  To execute again what that affects, use "
-                        "--resume=reuse; to print the results as they are, --resume --force-code; to execute "
+                        "--reuse; to print the results as they are, --resume --force-code; to execute "
                         "everything again, omit --resume"
                     )
                 files = {name: path / name for name in old.files}
@@ -349,13 +349,13 @@ def _decide(
         differs = explain(label / PRIVATE / "journal") if explain is not None else ""
         raise UsageError(
             f"{label} holds a run of another spec or other parameters (there {old.spec[:12]}, now "
-            f"{spec_hash[:12]}), which can't be resumed{differs}\n  --resume=reuse keeps its unchanged "
+            f"{spec_hash[:12]}), which can't be resumed{differs}\n  --reuse keeps its unchanged "
             "parts, --restart discards it, --output DIR writes to another folder"
         )
     if old is not None and not restart and (old.state == "running" or old.resumable):
         what = "unfinished run" if old.state == "running" else "failed run"
         same = old.spec == spec_hash
-        on = "--resume continues it" if same else "--resume=reuse keeps its unchanged parts"
+        on = "--resume continues it" if same else "--reuse keeps its unchanged parts"
         raise UsageError(
             f"{label} holds the {what} {old.run}: {on}; --restart discards it and begins again; "
             "--output DIR writes to another folder"

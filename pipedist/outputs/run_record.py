@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ PRIVATE = ".pipedist"  # the folder inside an output folder that belongs to pipe
 LIVE = "live"  # the folder in it that exists only while the run does
 
 _FORMAT = 1
+NEAR_MAX = 3  # runs that an error names
+LOOKED_AT_MAX = 100
 RunState = Literal["running", "committing", "finished", "failed"]
 
 
@@ -75,6 +78,32 @@ def read_record(path: Path, label: Path) -> RunRecord | None:
         raise UsageError(
             f"{label}/{PRIVATE}/run.json can't be read ({error!r}). Choose another folder with --output DIR."
         ) from error
+
+
+def existing_record(path: Path, note: str = "") -> RunRecord:
+    """Return the content of a folder's run.json.
+
+    Args:
+        path: the output folder of a run, as given by the user.
+        note: further sentences of the error if it holds no run.
+
+    Raises:
+        UsageError: there is no run in the folder; it names runs near by.
+    """
+    record = read_record(path, path)
+    if record is None:
+        runs = [str(found) for folder in (path, Path("out")) for found in _runs_below(folder)]
+        such = ", ".join(runs[:NEAR_MAX]) or "out/NAME"
+        raise UsageError(
+            f"there is no run in {path}. RUN is the output folder of a run, such as {such}{note}"
+        )
+    return record
+
+
+def _runs_below(folder: Path) -> Iterator[Path]:
+    """Return the output folders of runs in a folder, by name."""
+    found = islice(folder.glob(f"*/{PRIVATE}/run.json"), LOOKED_AT_MAX)
+    return (file.parent.parent for file in sorted(found))
 
 
 def read_results(path: Path, label: Path) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipedist.coordinator.measurements import thin
 from pipedist.errors import UsageError
-from pipedist.outputs.run_record import LIVE, PRIVATE, RunRecord, read_record
+from pipedist.outputs.run_record import LIVE, PRIVATE, RunRecord, existing_record
 from pipedist.plan import picture
 from pipedist.report.previews import curves, preview
 from pipedist.runs.about import FAILURE_FILE
@@ -48,9 +48,7 @@ def collect(path: Path, *, live: bool = False) -> Data:
     Raises:
         UsageError: there is no run in the folder, or its files can't be read.
     """
-    record = read_record(path, path)
-    if record is None:
-        raise UsageError(f"there is no run in {path}. RUN is the output folder of a run, such as out/NAME")
+    record = existing_record(path)
     private = path / PRIVATE
     about = read_json(private / ABOUT)
     status = _status(private / LIVE)

@@ -17,7 +17,7 @@ from msgspec import Struct
 from pipedist.datasets.division import Division, permutation
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.history import History, read_history
-from pipedist.outputs.run_record import PRIVATE, RunRecord, read_record, read_results
+from pipedist.outputs.run_record import PRIVATE, RunRecord, existing_record, read_results
 from pipedist.report.data import read_json
 from pipedist.report.file_differences import Differences, compare_files, compare_trees
 from pipedist.runs.about import FAILURE_FILE
@@ -44,11 +44,7 @@ class ComparedRun(Struct, frozen=True):
 
     @classmethod
     def of(cls, path: Path) -> ComparedRun:
-        record = read_record(path, path)
-        if record is None:
-            raise UsageError(
-                f"there is no run in {path}. RUN is the output folder of a run, such as out/NAME"
-            )
+        record = existing_record(path)
         private = path / PRIVATE
         try:
             history = read_history(private / "journal")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipedist.coordinator.measurements import SPANS_MAX, DriverSpan, DriverWork, Mark, SpanEnd, thin
 from pipedist.errors import UsageError
-from pipedist.outputs.run_record import PRIVATE, read_record
+from pipedist.outputs.run_record import PRIVATE, existing_record
 from pipedist.runs.timings import Measured, read_timings
 
 POINTS_MAX = 4096  # of the counter of calls in flight
@@ -42,8 +42,7 @@ def trace_of(path: Path) -> bytes:
     Raises:
         UsageError: there is no run in the folder, or it has no measurements.
     """
-    if read_record(path, path) is None:
-        raise UsageError(f"there is no run in {path}. RUN is the output folder of a run, such as out/NAME")
+    existing_record(path)
     processes = read_timings(path / PRIVATE / "timings")
     if not processes:
         raise UsageError(

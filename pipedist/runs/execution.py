@@ -71,7 +71,7 @@ class Execution:
         self._counts: dict[PassPlan, PassHandle | _Complete] = {}
         self._quarantines: dict[PassPlan, PassQuarantine] = {}
         self._executions: dict[PassPlan, PassExecution] = {}
-        self._files_kept: set[str] = set()  # journal files that are kept after the run, for `--resume=reuse`
+        self._files_kept: set[str] = set()  # journal files that are kept after the run, for `--reuse`
         self._phase = 0
         self._began = time.monotonic()
         self._draining = False

@@ -24,7 +24,7 @@ from pipedist.core.types import Tree
 from pipedist.datasets.sources import Source
 from pipedist.datasets.sources.base import Ids
 from pipedist.errors import PipedistError, UsageError
-from pipedist.outputs.run_record import PRIVATE, read_record, read_results
+from pipedist.outputs.run_record import PRIVATE, existing_record, read_results
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.run import Run
 from pipedist.runs.timings import Measured, StageTimings, brief, read_timings
@@ -304,9 +304,7 @@ def _slots(plan: Plan, pass_: PassPlan, counts: Sequence[int] = WORKERS) -> tupl
 
 def costs_of_run(plan: Plan, folder: Path) -> Costs:
     """Return the costs that were measured in the run in an output folder."""
-    record = read_record(folder, folder)
-    if record is None:
-        raise UsageError(f"there is no run in {folder}. RUN is the output folder of a run, such as out/NAME")
+    record = existing_record(folder)
     processes = [each for each in read_timings(folder / PRIVATE / "timings") if each.stages]
     if not processes:
         raise UsageError(f"the run in {folder} has no measurements. Use --sample N")

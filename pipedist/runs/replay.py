@@ -24,7 +24,7 @@ from pipedist.errors import JournalError, OutputError, UsageError
 from pipedist.journal.history import History, PassHistory, read_history
 from pipedist.journal.log_format import DISK, FIRST, RecordLog
 from pipedist.journal.writer import Journal, file_name
-from pipedist.outputs.run_record import PRIVATE, read_record
+from pipedist.outputs.run_record import PRIVATE, existing_record
 from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.protocol.program import Shards
 from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
@@ -102,10 +102,7 @@ def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Ite
 
 
 def _history(folder: Path) -> History:
-    if read_record(folder, folder) is None:
-        raise UsageError(
-            f"there is no run in {folder}: pass the output folder of a run, for example out/NAME"
-        )
+    existing_record(folder)
     history = read_history(folder / PRIVATE / "journal")
     if history is None:
         raise UsageError(

@@ -260,7 +260,7 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
     if finished.since or finished.moved:
         notice += (
             f". Something has changed since then:{listed([*finished.since, *finished.moved])}\n"
-            "  To execute the affected passes again, use --resume=reuse; to execute everything again, --restart"
+            "  To execute the affected passes again, use --reuse; to execute everything again, --restart"
         )
     files = {n: finished.files[o] for n, o in spec.outputs.items() if o in finished.files}
     places: dict[str, Tree] = {**finished.stored}

@@ -105,7 +105,7 @@ def open_journal(
         raise UsageError(
             f"the run {there.run} in {folder.path} can't be resumed, because something has changed "
             f"(there {there.digest[:12]}, now {now.digest[:12]}):{listed([*changed, *used])}\n"
-            "  To continue with what that does not affect, use --resume=reuse; to discard the run, --restart"
+            "  To continue with what that does not affect, use --reuse; to discard the run, --restart"
         )
     return reuse_run(plan, folder, replace(now, run=run_id), outputs, history, () if force else moved)
 
@@ -121,13 +121,13 @@ def _refusal(
     if gone:
         return UsageError(
             f"{gone}, an output of the unfinished run {run}, is missing, and the journal does not have its "
-            "values. Use --resume=reuse to make it again, or --restart to discard the run"
+            "values. Use --reuse to make it again, or --restart to discard the run"
         )
     if code:
         return UsageError(
             f"the run {run} in {folder.path} can't be resumed, because functions that made its committed "
             f"steps, or files that they read, have changed:{listed(code)}\n"
-            "  To execute again what they made, use --resume=reuse; to keep it beside new results, "
+            "  To execute again what they made, use --reuse; to keep it beside new results, "
             "--resume --force-code; to discard the run, --restart"
         )
     return UsageError(

@@ -1,4 +1,4 @@
-"""Continues with the steps of earlier runs that a change does not affect (`--resume=reuse`).
+"""Continues with the steps of earlier runs that a change does not affect (`--reuse`).
 
 The unit is the stage: a reduce or gather is reused if it, and everything that it depends on, is unchanged. If a
 pass has unchanged stages and others, it is divided:

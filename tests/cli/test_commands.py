@@ -21,13 +21,6 @@ def test_version(pipedist: Command) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"pipedist {__version__}\n", "")
 
 
-def test_help_names_the_commands(pipedist: Command) -> None:
-    done = pipedist("--help")
-    assert done.returncode == 0
-    for command in ("run", "validate", "plan", "schema", "worker", "keys"):
-        assert f"\n  {command} " in done.stdout
-
-
 @pytest.mark.parametrize(
     "args",
     [

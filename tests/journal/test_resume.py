@@ -160,10 +160,10 @@ def test_another_platform_is_refused_without_force(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Zen")
     assert job.run("--resume") == 0
     assert "without OPENBLAS_CORETYPE=Zen (now: " in job.stderr, "reported for a finished run"
-    assert job.run("--resume=reuse") == 0
+    assert job.run("--reuse") == 0
     assert job.calls()["numbers", 2, 1] == 2, "another platform's results are not reused"
     monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
-    assert job.run("--resume=reuse", "--force") == 0
+    assert job.run("--reuse", "--force") == 0
     assert "reusing all steps of numbers" in job.stderr
     assert job.calls()["numbers", 2, 1] == 2
 
@@ -236,8 +236,8 @@ def test_values_that_were_dropped_are_not_resumed_into_a_new_output(tmp_path: Pa
     (tmp_path / "spec.yaml").write_text(job.spec.replace("outputs: {", "outputs: {sums: sums.npz, "))
     assert job.run("--resume") == 2
     assert "sums.npz, an output of the unfinished run" in job.stderr
-    assert "--resume=reuse" in job.stderr
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert "--reuse" in job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert "did not keep the values of sums" in job.stderr
     assert (tmp_path / "out/sums.npz").is_file()
 

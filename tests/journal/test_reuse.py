@@ -59,7 +59,7 @@ def test_a_change_of_the_second_phase_keeps_the_first(fresh: Job, tmp_path: Path
     assert job.run("--resume") == 2
     assert "stages.again.per: 'run' there, 'epoch' now" in job.stderr
 
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     if end == "killed in phase 1":
         assert (
             "reusing the first 3 steps of numbers: its definition and its inputs are unchanged" in job.stderr
@@ -79,7 +79,7 @@ def test_what_decides_everything_keeps_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path / "job", everything(tmp_path / "job", STEPS))
     assert job.run() == 0, job.stderr
     changed(job, ("seed: 5", "seed: 6"))
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert job.stderr.count("seed: 5 there, 6 now") == 2
     assert "reusing" not in job.stderr
     assert set(job.calls().values()) == {2}
@@ -102,7 +102,7 @@ outputs: {t: t.json}
     # of another length: Python takes bytecode of the same second and length for that of the new file
     (tmp_path / "mine.py").write_text("def f(x):\n    return x * 3.0\n")
     changed(job, ("reduce: max", "reduce: min"))
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert "module mine has changed" in job.stderr
     assert (tmp_path / "out" / "t.json").read_text() == f"{3.0 * sum(range(40))}\n"
 
@@ -122,7 +122,7 @@ outputs: {g: g.npy}
     assert job.run() == 0, job.stderr
     by = '  z: {run: "mine:by", of: dataset, with: {g: "${stages.g}"}}\n  t: {reduce: sum, of: z, axis: 0}\n'
     changed(job, ("outputs:", f"{by}outputs:"))
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert "reusing all steps of y" in job.stderr
     assert job.document["results"]["t"] == sum(range(40)) ** 2
 
@@ -152,7 +152,7 @@ outputs: {q: q.json}
     assert job.run() == 0, job.stderr
     assert (tmp_path / "out" / "q.json").read_text() == f"{8 * 28}\n"
     changed(job, ("mine:once", "mine:thrice"))
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert (tmp_path / "out" / "q.json").read_text() == f"{24 * 84}\n"
     assert job.stderr.count("stages.w.until: 'mine:once' there, 'mine:thrice' now") == 2
 
@@ -163,12 +163,12 @@ def test_a_training_is_reused_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     loss = tmp_path / "out" / "loss.json"
     before = loss.read_bytes()
     loss.unlink()
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert loss.read_bytes() == before
     assert set(job.calls().values()) == {1}
     loss.unlink()
     (job.journal / "0-held_out.loss.log").unlink()
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert "it is part of the training of errors, which is executed again" in job.stderr
     assert {job.calls()[stage, 0, 0] for stage in ("gradients", "errors")} == {2}
     assert job.history().header.spares == {}  # a training is not taken up again in parts
@@ -198,11 +198,11 @@ outputs: {t: t.json}
         expected, total = "n.csv has changed", "92\n"
     assert job.run("--resume") == 2
     assert expected in job.stderr
-    assert "--resume=reuse" in job.stderr
+    assert "--reuse" in job.stderr
     assert job.run("--resume", "--force-code") == 0
     assert expected in job.stderr, "the values are those of before, with a notice"
     assert (tmp_path / "out" / "t.json").read_text() == "12\n"
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert expected in job.stderr
     assert (tmp_path / "out" / "t.json").read_text() == total
     assert job.run("--resume") == 0
@@ -222,7 +222,7 @@ outputs: {t: t.json}
     (tmp_path / "out" / "t.json").unlink()
     assert job.run("--resume") == 2
     assert "t.json of the finished run" in job.stderr
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert (tmp_path / "out" / "t.json").read_text() == "6\n"
 
 
@@ -241,7 +241,7 @@ outputs: {t: t.json}
     assert job.run() == 0, job.stderr
     (tmp_path / "mine" / "own.py").write_text("def f(x):\n    return x * 3.0\n")
     changed(job, ("reduce: max", "reduce: min"))
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert "module mine.own has changed" in job.stderr
     assert (tmp_path / "out" / "t.json").read_text() == "84.0\n"
 
@@ -279,7 +279,7 @@ outputs:""",
     (tmp_path / "mended").touch()
     job.spec = alone
     changed(job)
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert "again: x, because" in job.stderr
     assert json.loads((tmp_path / "out" / "rows.json").read_text()) == [10 * n for n in range(16)]
 
@@ -289,7 +289,7 @@ def test_a_missing_file_is_made_again(tmp_path: Path) -> None:
     assert job.run() == 0, job.stderr
     (job.folder / "out" / "rows.npz").unlink()
     changed(job, ("again: again.csv", "again: again.json"))
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert (job.folder / "out" / "rows.npz").exists()
     assert set(job.calls().values()) == {1}, "it is written again from the journal"
 
@@ -312,7 +312,7 @@ outputs: {t: t.json}
     job = Job(tmp_path, spec)
     assert job.run(kill_at=5 if end == "killed" else 0) == (-signal.SIGKILL if end == "killed" else 3)
     changed(job, ("replicas: 2", "replicas: 4"))
-    assert job.run("--resume=reuse") == 3, job.stderr
+    assert job.run("--reuse") == 3, job.stderr
     listed = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
     assert [json.loads(line)["element"] for line in listed] == [13]
     assert (tmp_path / "out" / "t.json").read_text() == f"{2 * (sum(range(40)) - 13)}\n"

@@ -119,8 +119,8 @@ def test_stages_that_are_added_read_stored_values_and_keep_committed_steps(tmp_p
     done, before = steps(job), called(job)
     change(job, added())
     assert job.run("--resume") == 2
-    assert "--resume=reuse" in job.stderr
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert "--reuse" in job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert f"reusing the first {done} steps" in job.stderr
     check_results(job)
     assert called(job)["slow"] - before["slow"] == STEPS - done
@@ -134,12 +134,12 @@ def test_stages_that_are_added_in_turn_read_the_values_stored_last(tmp_path: Pat
     job = job_of(tmp_path)
     assert job.run() == 0, job.stderr
     change(job, added())
-    assert job.run("--resume=reuse", kill_at=14) == -signal.SIGKILL, job.stderr
+    assert job.run("--reuse", kill_at=14) == -signal.SIGKILL, job.stderr
     done, before = job.history().passes["0+1/slow"].steps, called(job)
     assert 5 < done < STEPS
     cube = '  cube: {run: "mine:cube", of: square, with: {calls: calls}}\n'
     change(job, added().replace("outputs:", f"{cube}  cubes: {{reduce: sum, of: cube, axis: 0}}\noutputs:"))
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert "reusing all steps of slow" in job.stderr
     assert f"reusing the first {done} steps of square" in job.stderr
     assert "executing cube with the stored values of square" in job.stderr
@@ -155,7 +155,7 @@ def test_a_stage_that_is_removed_keeps_the_others(tmp_path: Path) -> None:
     interrupted(job, "killed")
     before = called(job)
     change(job, SPEC.replace("  rows: {gather: 0, of: quick}\n", "").replace(", rows: rows.npy", ""))
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert called(job)["slow"] - before["slow"] == STEPS - 17
 
 
@@ -164,12 +164,12 @@ def test_going_back_to_the_earlier_spec_finds_its_steps(tmp_path: Path) -> None:
     interrupted(job, "killed")
     before = called(job)
     change(job, SPEC.replace("pipedist: 1", "pipedist: 1\nseed: 1"))
-    assert job.run("--resume=reuse", kill_at=6) == -signal.SIGKILL, job.stderr
+    assert job.run("--reuse", kill_at=6) == -signal.SIGKILL, job.stderr
     assert "seed: 0 there, 1 now" in job.stderr
     begun = called(job)
     change(job, SPEC)
     assert job.run("--resume") == 2
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert "reusing the first 17 steps" in job.stderr
     assert called(job)["slow"] - begun["slow"] == STEPS - 17
     assert begun["slow"] > before["slow"]
@@ -215,11 +215,11 @@ def test_a_kill_while_the_run_is_replaced_loses_nothing(
     job = Job(folder, added())
     before = called(job)
     command = [sys.executable, "-m", "tests.journal.killed_in", function, where, "run", "spec.yaml"]
-    command += ["--workers", "1", "--output", "out", "--resume=reuse"]
+    command += ["--workers", "1", "--output", "out", "--reuse"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = preloaded.run(command, cwd=folder, env=env, capture_output=True, timeout=60, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     change(job, SPEC if where == "before" else added())
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert called(job)["slow"] - before["slow"] == STEPS - 17
     assert json.loads((folder / "out" / "total.json").read_text()) == sum(3 * n for n in ELEMENTS)

@@ -76,7 +76,7 @@ def test_a_finished_run_is_not_printed_when_it_is_stale(tmp_path: Path, what: st
     assert job.run("--resume", "--force-code") == 0, job.stderr
     assert message in job.stderr
     assert total(job) == sum(ELEMENTS)
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert total(job) == 1000 * sum(ELEMENTS)
     assert job.run("--resume") == 0, job.stderr
 
@@ -91,11 +91,11 @@ def test_an_unfinished_run_does_not_mix_old_and_new_rows(tmp_path: Path, what: s
     (tmp_path / name).write_text(text)
     assert job.run("--resume") == 2
     assert message in job.stderr
-    assert "--resume=reuse" in job.stderr
+    assert "--reuse" in job.stderr
     if what == "module":
         assert str(tmp_path / name) in job.stderr
         assert "--force-code" in job.stderr
-    assert job.run("--resume=reuse") == 0, job.stderr
+    assert job.run("--reuse") == 0, job.stderr
     assert np.load(tmp_path / "out" / "rows.npy").tolist() == [1000 * n for n in ELEMENTS]
 
 

@@ -378,7 +378,7 @@ def test_overwriting_a_resumable_failed_run_requires_restart(tmp_path: Path) -> 
         folder.fail(resumable=True)
     with pytest.raises(UsageError, match=r"failed run r2: --resume continues.*--restart discards"):
         start(out, run="r3")
-    with pytest.raises(UsageError, match=r"failed run r2: --resume=reuse keeps its unchanged parts"):
+    with pytest.raises(UsageError, match=r"failed run r2: --reuse keeps its unchanged parts"):
         start(out, run="r3", spec="s2")
     with start(out, run="r3", resume=True) as folder:
         assert (folder.run_id, folder.found) == ("r2", "unfinished")
