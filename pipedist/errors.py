@@ -186,6 +186,18 @@ class CallError(PipedistError):
             text += "\n" + remote_traceback.rstrip()
         super().__init__(text)
 
+    def of_step(self, step: int) -> CallError:
+        """Return the error of the same call with another number of its step."""
+        return CallError(
+            stage=self.stage,
+            step=step,
+            replica=self.replica,
+            worker=self.worker,
+            attempts=self.attempts,
+            cause=self.cause,
+            remote_traceback=self.remote_traceback,
+        )
+
     def __str__(self) -> str:
         text = super().__str__()
         return f"{text}\nTo execute only this call again: {self.replay}" if self.replay else text

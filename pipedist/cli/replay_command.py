@@ -110,7 +110,7 @@ def _use_threads(threads: int) -> None:
 def _introduction(replay: Replay) -> list[str]:
     key = replay.key
     ids = replay.elements
-    which = f"{len(ids)} element{'s' * (len(ids) != 1)}"
+    which = f"{len(ids)} element{'s' * (len(ids) != 1)}" if ids else "the whole value"
     if len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1:
         which = f"elements {ids[0]} to {ids[-1]}"
     states = "".join(f", {name} of version {version}" for name, version in replay.states.items())

@@ -131,10 +131,11 @@ def plan_states(
         update = find(spec, problems, stage.update, with_, (*place, "update"), (*place, "with"))
         if update is not None:
             functions[name] = update
-        until = None
+        until, until_with = None, stage.until.with_ if stage.until is not None else {}
         if stage.until is not None:
             at = (*place, "until")
-            until = find(spec, problems, stage.until, CallSignature(("old", "new")), at, at)
+            form = CallSignature(("old", "new"), tuple(until_with))
+            until = find(spec, problems, stage.until.function, form, at, (*at, "with"))
         init: FunctionRef | None = None
         arguments: dict[str, Tree] = {}
         value: Tree = None
@@ -156,7 +157,7 @@ def plan_states(
                     problems.append(spec.document.problem(key, message, expected=expected))
         source = spec.stages[stage.of]
         per: Granularity = source.per if isinstance(source, ReduceSpec | GatherSpec) else "run"
-        states[name] = StatePlan(per, init, arguments, value, until)
+        states[name] = StatePlan(per, init, arguments, value, until, until_with)
     return states
 
 

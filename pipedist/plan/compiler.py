@@ -43,6 +43,7 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         sources = _open_sources(spec, problems, stack)
         functions = _import_functions(spec, problems)
         states = plan_states(spec, functions, problems)
+        finishes = _import_finishes(spec, problems)
         problems += _check_outputs(spec, functions)
         problems += _check_inputs(spec)
         ordered: tuple[tuple[PassPlan, ...], ...] = ()
@@ -57,7 +58,19 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         called = {name: _called(spec, name, ref) for name, ref in functions.items()}
         classes = frozenset(name for name, (is_class, _) in called.items() if is_class)
         asynchronous = frozenset(name for name, (_, is_async) in called.items() if is_async)
-        plan = Plan(spec, workers, sources, functions, states, ordered, supply, verify, asynchronous, classes)
+        plan = Plan(
+            spec,
+            workers,
+            sources,
+            functions,
+            states,
+            ordered,
+            supply,
+            verify,
+            asynchronous,
+            classes,
+            finishes,
+        )
         problems += [*_check_gangs(plan), *_check_communication(plan), *_check_gpus(plan)]
         problems += [
             *_check_compiled(plan),
@@ -120,6 +133,19 @@ def _import_functions(spec: Spec, problems: list[Problem]) -> dict[str, Function
         if ref is not None:
             functions[name] = ref
     return functions
+
+
+def _import_finishes(spec: Spec, problems: list[Problem]) -> dict[str, FunctionRef]:
+    """Return references to the functions that finish the values of reduces and gathers."""
+    finishes: dict[str, FunctionRef] = {}
+    for name, stage in spec.stages.items():
+        if isinstance(stage, ReduceSpec | GatherSpec) and stage.finish is not None:
+            form = CallSignature(("value",), tuple(stage.with_))
+            place = ("stages", name)
+            ref = find(spec, problems, stage.finish, form, (*place, "finish"), (*place, "with"))
+            if ref is not None:
+                finishes[name] = ref
+    return finishes
 
 
 def _called(spec: Spec, name: str, ref: FunctionRef) -> tuple[bool, bool]:
@@ -197,7 +223,8 @@ def _check_outputs(spec: Spec, functions: Mapping[str, FunctionRef]) -> Iterator
         if complaint := outputs.missing_package(path):
             yield spec.document.problem(place, complaint)
         stage, ref = spec.stages[name], functions.get(name)
-        if isinstance(stage, ReduceSpec) and ref is not None and not part:
+        is_whole = not part and isinstance(stage, ReduceSpec) and stage.finish is None
+        if isinstance(stage, ReduceSpec) and ref is not None and is_whole:
             combine = load(ref, [str(spec.code)]) if ref.name else stage.combine
             if complaint := misfit(combine, Path(path).suffix, stage.per):
                 yield spec.document.problem(place, complaint)

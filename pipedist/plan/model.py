@@ -81,6 +81,7 @@ class StatePlan(Struct, frozen=True):
     arguments: Mapping[str, Tree]
     value: Tree
     until: FunctionRef | None
+    until_arguments: Mapping[str, Tree] = {}
 
 
 class Plan(Struct, frozen=True):
@@ -101,6 +102,8 @@ class Plan(Struct, frozen=True):
     asynchronous: frozenset[str] = frozenset()
     """The runs whose function, or whose class's `__call__`, is async."""
     classes: frozenset[str] = frozenset()  # the runs whose function is a class
+    finishes: Mapping[str, FunctionRef] = {}
+    """The functions that finish the values of reduces and gathers, by stage."""
     opened: ExitStack = field(default_factory=ExitStack)
     """Closed with the plan: its sources, and its modules' folder on `sys.path`."""
 
@@ -270,12 +273,9 @@ class Plan(Struct, frozen=True):
                     at_once = " at once" if pass_.gang else ""
                     add(name, "run", number, self.functions[name].label, f"x {spec.replicas}{at_once}")
                 for name in pass_.folds:
-                    add(
-                        name,
-                        "fold",
-                        number,
-                        "gather" if isinstance(spec.stages[name], GatherSpec) else "reduce",
-                    )
+                    verb = "gather" if isinstance(spec.stages[name], GatherSpec) else "reduce"
+                    finish = [f"finish {self.finishes[name].label}"] if name in self.finishes else []
+                    add(name, "fold", number, verb, *finish)
                 for name in pass_.updates:
                     add(name, "update", number, self.functions[name].label, WHEN[self.states[name].per])
         streamed = {name for p in self.passes if self.maker(p) is not None for name in p.runs}

@@ -116,14 +116,15 @@ class _Places:
         self.root[name] = self.root.get(stage.of, stage.of)
         self.depth[name] = self.depth.get(stage.of, 0)
         self.kind[name] = self.kind.get(stage.of, (0.0, 0))
-        if isinstance(stage, RunSpec):
+        if not isinstance(stage, UpdateSpec):
             waited = [1 + self.phase[other] for other in self._links[name].waits]
             self.phase[name] = max([least, before, *waited])
             if self.phase[name] > before and stage.of in self._spec.stages:
                 self.root[name], self.depth[name] = stage.of, 0
-                gpus = 0.0 if self._why_together(name) else stage.gpus
-                self.kind[name] = (gpus, stage.batch or self.kind[name][1])
-            elif not self._begins_a_pass(name, stage):
+                gpus = 0.0 if not isinstance(stage, RunSpec) or self._why_together(name) else stage.gpus
+                batch = stage.batch if isinstance(stage, RunSpec) else None
+                self.kind[name] = (gpus, batch or self.kind[name][1])
+            elif not isinstance(stage, RunSpec) or not self._begins_a_pass(name, stage):
                 return
             elif stage.of in self._spec.datasets:
                 self.kind[name] = (stage.gpus, 0)

@@ -129,18 +129,25 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
         stage = plan.spec.stages[name]
         target = _files(plan, name)
         if isinstance(stage, GatherSpec):
-            lines.append(f"  gather  {name}: axis {stage.gather} of {stage.of}, per {stage.per}{target}")
+            ending = f"{_finish(plan, name)}{target}"
+            lines.append(f"  gather  {name}: axis {stage.gather} of {stage.of}, per {stage.per}{ending}")
         elif isinstance(stage, ReduceSpec):
             how = plan.functions[name].label + " (on workers)" if stage.op is None else stage.op
             axes: Any = list(stage.axis) if isinstance(stage.axis, tuple) else stage.axis
             axis = "" if stage.op is None else f", axis {'null' if axes is None else axes}"
-            lines.append(f"  reduce  {name}: {how} of {stage.of}{axis}, per {stage.per}{target}")
+            ending = f"{_finish(plan, name)}{target}"
+            lines.append(f"  reduce  {name}: {how} of {stage.of}{axis}, per {stage.per}{ending}")
     for name in pass_.updates:
         lines.append(f"  update  {name}: {_update(plan, name)}")
     for name in (*pass_.runs, *pass_.folds, *pass_.updates):
         if declared := getattr(plan.spec.stages[name], "inputs", ()):
             lines.append(f"  inputs of {name}: {', '.join(declared)}")
     return lines
+
+
+def _finish(plan: Plan, name: str) -> str:
+    finish = plan.finishes.get(name)
+    return "" if finish is None else f", then {finish.label} (on a worker){_waits(plan, name)}"
 
 
 def _limits(plan: Plan, pass_: PassPlan, name: str) -> str:
@@ -296,6 +303,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             name: {"per": state.per, "init": _label(state.init), "until": _label(state.until)}
             for name, state in plan.states.items()
         },
+        "finishes": {name: finish.label for name, finish in plan.finishes.items()},
         "inputs": {
             name: list(stage.inputs)
             for name, stage in spec.stages.items()

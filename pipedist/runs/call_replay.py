@@ -17,7 +17,7 @@ from pipedist.errors import CollectiveTimeoutError, LocalProtocolError, Pipedist
 from pipedist.plan import Plan
 from pipedist.protocol.codec import Frame, encode
 from pipedist.protocol.program import Program, Shards, from_frames, load_tree, to_frames
-from pipedist.runs.programs import NEW, init_program, reduction_of
+from pipedist.runs.programs import FINISHED, NEW, init_program, reduction_of
 from pipedist.spec import ReduceSpec, StageSpec
 from pipedist.worker.devices import DevicesUnseen
 from pipedist.worker.execution import Outcome, PassExecutor, Result
@@ -116,8 +116,9 @@ def execute(replay: CallReplay) -> Replayed:
         if replay.slot not in outcome:
             return Replayed(False)
         value = outcome[replay.slot]
-        if isinstance(replay.stage, ReduceSpec) and replay.stage.op is not None:
-            value = reduction_of(replay.stage).finish(value)
+        stage = replay.stage
+        if isinstance(stage, ReduceSpec) and stage.op is not None and replay.slot != FINISHED:
+            value = reduction_of(stage).finish(value)
         return Replayed(True, value)
 
 

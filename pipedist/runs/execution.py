@@ -21,7 +21,7 @@ from pipedist.journal.history import DurableProgress
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_execution import PassExecution
-from pipedist.runs.pass_folds import paths_of, restore_pass, sink_of
+from pipedist.runs.pass_folds import is_streamed, paths_of, restore_pass, sink_of
 from pipedist.runs.pass_journal import PASS_STATE
 from pipedist.runs.quarantine import PassQuarantine, QuarantinedElement
 from pipedist.runs.result import Ledger, Progress, StageCount
@@ -29,7 +29,6 @@ from pipedist.runs.run_log import RunLog
 from pipedist.runs.subscription import Subscription
 from pipedist.runs.timings import Measurements
 from pipedist.runs.training import Trainer
-from pipedist.spec import GatherSpec
 
 if TYPE_CHECKING:
     from pipedist.coordinator.diagnostics import Stall, Waiting
@@ -285,11 +284,11 @@ class Execution:
         A gather with an output file is returned as the file's path, even if a later phase kept its value in memory.
         """
         results = {}
-        for name, stage in self._plan.spec.stages.items():
+        for name in self._plan.spec.stages:
             if name not in self._values:
                 continue
             files = {} if name in self.unwritten else self._plan.spec.files_of(name)
-            if files and self._folder is not None and isinstance(stage, GatherSpec):
+            if files and self._folder is not None and is_streamed(self._plan, name):
                 results[name] = paths_of(files, self._folder.final)
             else:
                 results[name] = self._values[name]
@@ -322,7 +321,8 @@ class Execution:
     def retries(self) -> dict[str, dict[str, int]]:
         """Return how many attempts of calls did not count, by stage and reason."""
         found: dict[str, dict[str, int]] = {}
-        for handle in self._counts.values():
+        finishing = [handle for execution in self._executions.values() for handle in execution.finishing]
+        for handle in (*self._counts.values(), *finishing):
             for (stage, reason), count in handle.counts.retries.items():
                 of_stage = found.setdefault(stage, {})
                 of_stage[reason] = of_stage.get(reason, 0) + count

@@ -44,11 +44,16 @@ THREAD_OBJECTS = 10_000
 """Values with more bytes or leaves are folded and written in a thread: the event loop stays responsive."""
 
 
+FinishCall = Callable[[Tree, int], Awaitable[Tree]]
+"""Calls the `finish` of a stage on a worker, with a whole value, and its number among the values of the stage."""
+
+
 class FoldOptions(TypedDict, total=False):
     """Options of all folds, see `Fold`."""
 
     keep: bool
     log: RecordLog | None
+    finish: FinishCall | None
 
 
 class Fold(ABC):
@@ -61,12 +66,23 @@ class Fold(ABC):
         sink: receives the values; None: the values are only kept.
         keep: keep the values even if there is a sink, because a later phase reads them.
         log: receives the values that `restore` can't derive from the state; None: there is no journal.
+        finish: makes the values of the stage from those of the fold; None: they are the same.
     """
 
     def __init__(
-        self, name: str, per: Per, sink: StageSink | None, *, keep: bool = True, log: RecordLog | None = None
+        self,
+        name: str,
+        per: Per,
+        sink: StageSink | None,
+        *,
+        keep: bool = True,
+        log: RecordLog | None = None,
+        finish: FinishCall | None = None,
     ) -> None:
         self.name = name
+        self._finish = finish
+        self._closed = 0  # number of values so far
+        self._unfinished: list[Tree] = []  # the value of the run, from `prepare` on
         self._log = log
         self._unlogged: list[Tree] = []
         self._is_finished = False
@@ -112,6 +128,11 @@ class Fold(ABC):
             await self._close_epochs(epoch + 1)
             await self._note()
 
+    async def prepare(self) -> None:
+        """Make the value of the run that `finish` gets, after the last step, so that a snapshot has it."""
+        if self._finish is not None and self._per == "run" and not self._unfinished:
+            self._unfinished = [await self._scope_value()]
+
     async def finish(self, epochs: int) -> None:
         """Complete the values after the last step; then raise OutputError if the file can't hold one."""
         self._is_finished = True
@@ -128,8 +149,10 @@ class Fold(ABC):
         """Return the state of the fold, without the values in its log."""
         state = {"epoch": self._epoch, "nothing": self._nothing, "finished": self._is_finished}
         if self._is_finished and self._per == "run" and self._notes_values:
-            return {**state, "value": self._values[0]}
-        return {**state, **self._scope_state()}
+            state["value"] = self._values[0]
+        if self._unfinished:
+            return {**state, **self._unfinished_state()}
+        return state if "value" in state else {**state, **self._scope_state()}
 
     async def restore(self, state: dict[str, Tree], entries: Iterable[tuple[Tree, Tree]]) -> None:
         """Restore the `state` of a fold, and write its values to the sink again.
@@ -137,10 +160,13 @@ class Fold(ABC):
         `entries` are metadata and values of the log's entries at that time.
         """
         log, self._log = self._log, None
-        for meta, values in entries:
+        is_over = self._per == "run" and "value" in state
+        for meta, values in () if is_over else entries:
             await self._replay(meta, values)
-        if self._per == "run" and "value" in state:
+        if is_over:
             self._values = [state["value"]]
+        elif "unfinished" in state:
+            self._unfinished = [state["unfinished"]]
         elif not self._notes_values:
             await self._close_epochs(state["epoch"] if self._per == "epoch" else 0)
             if state["finished"] and self._per == "run":
@@ -155,6 +181,7 @@ class Fold(ABC):
 
     async def _replay(self, meta: Tree, values: Tree) -> None:
         for value in values:
+            self._closed += 1
             if self.kept:
                 self._values.append(value)
             await self._deliver(value)
@@ -163,6 +190,10 @@ class Fold(ABC):
         if self._log is not None and self._unlogged:
             values, self._unlogged = self._unlogged, []
             await append_to(self._log, values)
+
+    def _unfinished_state(self) -> dict[str, Tree]:
+        """Return the state after `prepare`; `pipedist replay` reads the value from it too."""
+        return {"unfinished": self._unfinished[0]}
 
     def _scope_state(self) -> dict[str, Tree]:
         """Return the state of the current scope, without what the log has."""
@@ -191,7 +222,10 @@ class Fold(ABC):
             self._epoch += 1
 
     async def _close(self) -> None:
-        value = await self._scope_value()
+        value = self._unfinished[0] if self._unfinished else await self._scope_value()
+        if self._finish is not None and value is not None:
+            value = await self._finish(value, self._closed)
+        self._closed += 1
         if self._fresh is not None:
             self._fresh.append(value)
         await self._complete(value)
@@ -282,7 +316,7 @@ class ReduceFold(Fold):
 
     If a leaf had no rows but those of `np.array([])` in a step or epoch, it has the dtype and shape of the first one
     that had rows. The values before that one wait for it; at the end, or from WAITING_MAX on, they are float64. An
-    update can't wait, and gets float64.
+    update or a `finish` can't wait, and gets float64.
     """
 
     def __init__(
@@ -295,7 +329,7 @@ class ReduceFold(Fold):
     ) -> None:
         super().__init__(name, per, sink, **options)
         self._reduction = reduction
-        self._fits = sink is None
+        self._fits = sink is None or self._finish is not None
         """Whether a value like the first one with rows has been checked against the file format."""
         self._looks: dict[str, list[Any]] = {}  # dtype and shape of each leaf since it had rows, by path
         self._assumed: set[str] = set()  # leaves that count as float64, because they had no rows for too long
@@ -404,7 +438,7 @@ class ReduceFold(Fold):
 
     async def _complete(self, value: Tree) -> None:
         partial, self._last = self._last, None
-        is_read = self.kept or self._sink is not None
+        is_read = (self.kept or self._sink is not None) and self._finish is None
         if not is_read or not (self._waiting or self._without_look(partial)):
             await super()._complete(value)
             return

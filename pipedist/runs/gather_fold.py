@@ -39,17 +39,17 @@ so the blocks of file formats, which end after a number of rows or bytes, do not
 class GatherFold(Fold):
     """Concatenates components; with `per: run`, streams them into a sink.
 
-    Its log has the components, which are gathered again on a resume.
+    Its log has the components, which are gathered again on a resume. With a `finish` it has the values of ended steps
+    or epochs too, which are not finished again.
     """
-
-    _notes_values = False
 
     def __init__(
         self, name: str, per: Per, axis: int, sink: StageSink | None, **options: Unpack[FoldOptions]
     ) -> None:
         super().__init__(name, per, sink, **options)
         self._axis = axis
-        self._streams = sink is not None and per == "run"
+        self._notes_values = self._finish is not None
+        self._streams = sink is not None and per == "run" and self._finish is None
         self._parts: list[Tree] = []  # kept parts; blocks of tiny parts are already concatenated
         self._whole = 0  # number of parts at the front that need no concatenation
         self._head: list[Tree] = []
@@ -63,11 +63,19 @@ class GatherFold(Fold):
 
     async def add(self, epoch: int, steps: Sequence[Sequence[Tree]]) -> None:
         await super().add(epoch, steps)
-        if self._log is not None:
+        if self._log is not None and not (self._notes_values and self._per == "step"):
             made = [part for parts in steps for part in parts]
             await append_to(self._log, made, [epoch, [len(parts) for parts in steps]])
 
+    def _unfinished_state(self) -> dict[str, Tree]:
+        return {"is_whole": True}  # the log has the components
+
     async def _replay(self, meta: Tree, values: Tree) -> None:
+        if meta is None:  # values of ended steps or epochs, not components
+            await super()._replay(meta, values)
+            self._parts, self._whole, self._head, self._fitting, self._blank = [], 0, [], set(), None
+            self._epoch += len(values) * (self._per == "epoch")
+            return
         epoch, counts = meta
         ends = [0, *accumulate(counts)]
         await self.add(epoch, [values[a:b] for a, b in pairwise(ends)])

@@ -40,6 +40,7 @@ from pipedist.spec import (
     ResourcesSpec,
     RetrySpec,
     Spec,
+    Until,
     UpdateSpec,
     load,
 )
@@ -97,6 +98,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         frames = encode(value) if value.dtype.kind in "OT" else [np.ascontiguousarray(value).tobytes()]
         return [str(value.dtype), list(value.shape), hashlib.sha256(b"".join(frames)).hexdigest()]
+    if isinstance(value, Until):
+        return _plain({"function": value.function, "with": value.with_} if value.with_ else value.function)
     if isinstance(value, InitLiteral | InitFile | InitFunction):
         return [type(value).__name__, *(_plain(getattr(value, f.name)) for f in dataclasses.fields(value))]
     if isinstance(value, CollectivesSpec | ResourcesSpec | RetrySpec):
@@ -259,7 +262,8 @@ def modules_of(plan: Plan) -> dict[str, dict[str, str]]:
     modules: dict[str, dict[str, str]] = {}
     for name in plan.spec.stages:
         state = plan.states.get(name)
-        refs = [plan.functions.get(name)] + ([state.init, state.until] if state is not None else [])
+        refs = [plan.functions.get(name), plan.finishes.get(name)]
+        refs += [state.init, state.until] if state is not None else []
         modules[f"stages.{name}"] = _modules_below(folder, refs, imports)
     for name, dataset in plan.spec.datasets.items():
         call = dataset.config.get("call")

@@ -142,8 +142,16 @@ class PassExecution:
             self._stored = {name: Spool(name, durable.log(name)) for name in names}
         self._fold_names = ", ".join(pass_.folds)
         self._folds = PassFolds(
-            plan, pass_, coordinator, folder, unwritten=unwritten, durable=durable, recorder=recorder
+            plan,
+            pass_,
+            coordinator,
+            folder,
+            unwritten=unwritten,
+            durable=durable,
+            recorder=recorder,
+            values=values,
         )
+        self._prepared = False  # whether the values that functions finish are made
         self.quarantine = PassQuarantine(next(iter(pass_.runs), ""), self._feed, self._replicas)
         self._calls: FinishedCallLog | None = None  # the log of finished calls; None if they are not kept
         self._unread: dict[Finished, Tree] | None = None
@@ -152,6 +160,11 @@ class PassExecution:
         """Number of results of calls and elements when finished calls were logged for the last time."""
         self.handle = self._open()
         """The pass at the coordinator; the owner of this object closes it with `leave`."""
+
+    @property
+    def finishing(self) -> list[PassHandle]:
+        """The passes of the calls that finish values of the pass."""
+        return self._folds.finishing
 
     def refined(self, wait: Waiting) -> Waiting:
         """Return a more precise description of a wait, if the pass knows one."""
@@ -305,13 +318,15 @@ class PassExecution:
 
     async def _read(self, tasks: anyio.abc.TaskGroup) -> None:
         """Take all steps, and commit them periodically."""
-        committing, done = anyio.CancelScope(), anyio.Event()
+        committing, done, read = anyio.CancelScope(), anyio.Event(), anyio.Event()
 
         async def commit_periodically(journal: RunJournal, durable: PassJournal) -> None:
             with committing:
                 every_s = self._plan.spec.checkpoint.every_s if self._training is not None else None
                 await journal.commit_periodically(lambda: self._next_snapshot(durable), every_s)
-            if self._readers and self.steps > durable.steps_committed:  # their passes wait for these steps
+            # the passes of the readers wait for these steps; and what follows them may fail
+            await read.wait()
+            if (self._readers and self.steps > durable.steps_committed) or self._prepared:
                 if self._subscription is not None:
                     await self._subscription.passed(self._subscription.mark)
                 for maker in self.evaluated_by:
@@ -340,7 +355,12 @@ class PassExecution:
         for feed in self._feeds_fed():
             feed.end()
         committing.cancel()
-        if self._readers:
+        if self._folds.has_last_call:
+            self._between = False
+            await self._folds.prepare()
+            self._prepared = True
+        read.set()
+        if self._readers or self._prepared:
             await done.wait()
 
     def _feeds_fed(self) -> list[SpoolFeed]:
@@ -402,7 +422,7 @@ class PassExecution:
         return self._snapshot(self._durable)
 
     def _snapshot(self, durable: PassJournal, finished: Mapping[Finished, Tree] = {}) -> PendingSnapshot:
-        version = 2 * self.steps + self.is_complete
+        version = 3 * self.steps + self._prepared + self.is_complete
         state = {
             "folds": self._folds.state(),
             "training": None if self._participant is None else self._participant.state(),
@@ -476,7 +496,7 @@ class PassExecution:
                     if name in self._pass.runs:
                         values[name] = self._folds.components(name, slots)
                     else:
-                        values[name] = await self._folds.step_value(name, slots)
+                        values[name] = await self._folds.step_value(name, step, slots)
                 subscription.put(Step(step, epoch, values), step_bytes)
         if self._participant is not None:
             self.on_taken()  # the training may wait for a step that never comes

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import anyio.abc
 import anyio.to_thread
 
-from pipedist.coordinator import Coordinator, Slots
+from pipedist.coordinator import Coordinator, PassHandle, Slots
 from pipedist.coordinator.measurements import Recorder
 from pipedist.core.types import Tree
 from pipedist.errors import CallError, FoldError, OutputError
@@ -20,8 +20,10 @@ from pipedist.reduction.batched import step_partial
 from pipedist.runs.folds import (
     THREAD_OBJECTS,
     CombineFold,
+    FinishCall,
     Fold,
     FoldCall,
+    FoldOptions,
     Per,
     ReduceFold,
     ValueFold,
@@ -31,9 +33,18 @@ from pipedist.runs.folds import (
 from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_journal import PASS_STATE
-from pipedist.runs.programs import COMBINED, combine_program, parts_of, reduction_of, slot_of
+from pipedist.runs.programs import (
+    COMBINED,
+    FINISH,
+    FINISHED,
+    combine_program,
+    finish_program,
+    parts_of,
+    reduction_of,
+    slot_of,
+)
 from pipedist.scheduler import PassSettings
-from pipedist.spec import GatherSpec, ReduceSpec, RunSpec, StageRef, UpdateSpec, references
+from pipedist.spec import GatherSpec, ReduceSpec, StageRef, UpdateSpec, references
 from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
@@ -58,6 +69,7 @@ class PassFolds:
 
     Args:
         unwritten: why an output file could not be written, by stage; the folds add their own.
+        values: finished values of earlier phases, by stage.
     """
 
     def __init__(
@@ -70,8 +82,12 @@ class PassFolds:
         unwritten: MutableMapping[str, OutputError],
         durable: PassJournal | None,
         recorder: Recorder,
+        values: Mapping[str, Tree],
     ) -> None:
         self._plan = plan
+        self._values = values
+        self._finishes: dict[str, FinishCall] = {}
+        self.finishing: list[PassHandle] = []  # the passes of the calls of functions that finish values
         self._pass = pass_
         self._coordinator = coordinator
         self._folder = folder
@@ -98,13 +114,17 @@ class PassFolds:
         stage = self._plan.spec.stages[name]
         keep = keeps(self._plan, name)
         log = self._durable.log(name) if self._durable is not None and self._is_logged(name) else None
+        finish = self._finish_call(name, stack) if name in self._plan.finishes else None
+        if finish is not None:
+            self._finishes[name] = finish
+        options: FoldOptions = {"keep": keep, "log": log, "finish": finish}
         if isinstance(stage, GatherSpec):
-            return GatherFold(name, stage.per, stage.gather, sink, keep=keep, log=log)
+            return GatherFold(name, stage.per, stage.gather, sink, **options)
         assert isinstance(stage, ReduceSpec)
         if stage.op is not None:
-            return ReduceFold(name, stage.per, reduction_of(stage), sink, keep=keep, log=log)
+            return ReduceFold(name, stage.per, reduction_of(stage), sink, **options)
         call = self._fold_call(name, stack)
-        return CombineFold(name, stage.per, call, sink, keep=keep, calls_max=FOLD_CALLS_MAX, log=log)
+        return CombineFold(name, stage.per, call, sink, calls_max=FOLD_CALLS_MAX, **options)
 
     def _is_logged(self, name: str) -> bool:
         """Return whether a fold has a log; one of an earlier process is continued."""
@@ -127,6 +147,34 @@ class PassFolds:
                     raise FoldError(name, self._no_value(name)) from error
                 raise
             return slots[0][COMBINED]
+
+        return call
+
+    def _finish_call(self, name: str, stack: ExitStack) -> FinishCall:
+        stage = self._plan.spec.stages[name]
+        assert isinstance(stage, ReduceSpec | GatherSpec)
+        program = finish_program(self._plan, name, self._values)
+        settings = PassSettings(
+            1, ordered=False, fail_fast=False, pulled=False, priority=0, call_s_max=program.call_s_max
+        )
+        handle = self._coordinator.open_pass(
+            program,
+            name=name + FINISH,
+            settings=settings,
+            retries={name + FINISH: stage.retries},
+            record=self._recorder.begin_pass(name + FINISH, (name + FINISH,), 1, self._pass.phase),
+        )
+        stack.callback(handle.close)
+        self.finishing.append(handle)
+
+        async def call(value: Tree, number: int) -> Tree:
+            try:
+                slots = await handle.call_step([((value,), {})])
+            except CallError as error:
+                raise error.of_step(number) from error.__cause__
+            if slots[0][FINISHED] is None:
+                raise FoldError(name, "the function of `finish` returned None: is a `return` missing?")
+            return slots[0][FINISHED]
 
         return call
 
@@ -171,8 +219,13 @@ class PassFolds:
         made = [each.get(slot) for each in slots]
         return PerReplica(made + [None] * (self._plan.spec.replicas - len(made)))
 
-    async def step_value(self, name: str, slots: list[Slots]) -> Tree:
+    async def step_value(self, name: str, step: int, slots: list[Slots]) -> Tree:
         """Return the value of a reduce or gather stage for a single step, for a subscriber."""
+        value = await self._unfinished(name, slots)
+        finish = self._finishes.get(name)
+        return value if finish is None or value is None else await finish(value, step)
+
+    async def _unfinished(self, name: str, slots: list[Slots]) -> Tree:
         stage = self._plan.spec.stages[name]
         (parts,) = parts_of(self._slots[name], [slots])
         if isinstance(stage, GatherSpec):
@@ -214,6 +267,17 @@ class PassFolds:
             if self._is_logged(name) and not fold.kept and name not in self._unwritten
             if self._durable is not None and self._durable.log_bytes(name) > LOG_BYTES_MAX
         ]
+
+    @property
+    def has_last_call(self) -> bool:
+        """Whether functions are called with values of the run, after the last step."""
+        return any(per_of(self._plan, name) == "run" for name in self._finishes)
+
+    async def prepare(self) -> None:
+        """Make the values of the run that are finished by functions, after the last step."""
+        for name, fold in self._folds.items():
+            with self._errors_of(name):
+                await fold.prepare()
 
     async def finish(self, epochs: int) -> None:
         """Complete all values; raise FoldError if all components were None."""
@@ -259,14 +323,15 @@ def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> StageSink | None
     from pipedist.outputs.parts import PartSinks
 
     stage = plan.spec.stages[name]
+    gathers = is_streamed(plan, name)
     with ExitStack() as stack:
         sinks = {}
         for part, file in files.items():
             sinks[part] = open_sink(
                 folder.staged(file),
                 shape="run" if per_of(plan, name) == "run" else "per",
-                gather=isinstance(stage, GatherSpec),
-                axis=stage.gather if isinstance(stage, GatherSpec) else 0,
+                gather=gathers,
+                axis=stage.gather if isinstance(stage, GatherSpec) and gathers else 0,
                 label=f"outputs.{name}{part and f'.{part}'} ({file})",
                 table=None if part else _table(plan, name),
             )
@@ -277,7 +342,7 @@ def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> StageSink | None
 
 def _table(plan: Plan, name: str) -> Table | None:
     stage = plan.spec.stages[name]
-    if not isinstance(stage, ReduceSpec) or stage.combine is None or stage.per != "run":
+    if not isinstance(stage, ReduceSpec) or stage.combine is None or stage.per != "run" or stage.finish:
         return None
     from pipedist.core.functions import load  # only runs with files need it
     from pipedist.outputs.tables import table_of
@@ -291,7 +356,6 @@ def read_later(plan: Plan) -> frozenset[str]:
     return frozenset(
         ref.name
         for stage in plan.spec.stages.values()
-        if isinstance(stage, RunSpec | UpdateSpec)
         for ref in references(stage.with_)
         if isinstance(ref, StageRef)
     ) | {stage.of for stage in plan.spec.stages.values() if isinstance(stage, UpdateSpec)}
@@ -313,8 +377,12 @@ def keeps(plan: Plan, name: str) -> bool:
     """Return whether a stage keeps its values until the end of the run."""
     if not plan.spec.files_of(name):
         return not is_transient(plan, name)
-    is_gather = isinstance(plan.spec.stages[name], GatherSpec)
-    return name in read_later(plan) if is_gather else per_of(plan, name) == "run"
+    return name in read_later(plan) if is_streamed(plan, name) else per_of(plan, name) == "run"
+
+
+def is_streamed(plan: Plan, name: str) -> bool:
+    """Return whether the value of a stage is written to its file, if it has one, piece by piece."""
+    return isinstance(plan.spec.stages[name], GatherSpec) and name not in plan.finishes
 
 
 def grows(plan: Plan, name: str) -> bool:
@@ -362,7 +430,7 @@ async def restore_pass(
             restored[name] = await _restored_fold(plan, name, durable, found["folds"][name], sink, unwritten)
         if sink is not None and name not in unwritten:
             try:
-                if name in pass_.updates or (per_of(plan, name) == "run" and not grows(plan, name)):
+                if name in pass_.updates or (per_of(plan, name) == "run" and not is_streamed(plan, name)):
                     await anyio.to_thread.run_sync(sink.append, restored[name])
                 await anyio.to_thread.run_sync(sink.finish)
             except OutputError as error:
@@ -390,7 +458,7 @@ async def _restored_fold(
     stage, per, keep = plan.spec.stages[name], per_of(plan, name), keeps(plan, name)
     axis = stage.gather if isinstance(stage, GatherSpec) else None
     fold: Fold = ValueFold(name, per, sink, keep=keep)
-    if axis is not None:
+    if axis is not None and is_streamed(plan, name):
         fold = GatherFold(name, per, axis, sink, keep=keep)
     entries = durable.entries(name) if grows(plan, name) else ()
     try:

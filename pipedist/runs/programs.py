@@ -29,7 +29,16 @@ from pipedist.protocol.program import (
     StateValue,
 )
 from pipedist.reduction.tree import Reduction
-from pipedist.spec import ReduceSpec, RunSpec, StageRef, StageSpec, StateRef, UpdateSpec, substitute
+from pipedist.spec import (
+    GatherSpec,
+    ReduceSpec,
+    RunSpec,
+    StageRef,
+    StageSpec,
+    StateRef,
+    UpdateSpec,
+    substitute,
+)
 
 _VALUE = "="  # prefix of the slot of a stage's whole value; stage names can't contain it
 
@@ -38,6 +47,11 @@ _STORED = "~"  # prefix of the slot of a run's value if it is worth storing for 
 COMBINED = "value"  # the slot of the value that a fold call returns
 
 NEW = "new"  # the slot of the state that an update or an `init` function returns
+
+FINISHED = "finished"  # the slot of the value that a `finish` returned
+
+FINISH = ".finish"
+"""The name of a `finish` in keys of calls, errors and timings is that of its stage and this; names have no dot."""
 
 ENDS = "ends"  # the slot of the value that `until` returned
 
@@ -173,9 +187,18 @@ def update_program(plan: Plan, name: str, values: Mapping[str, Tree]) -> Program
     emits = [Emit(NEW, 0, objects_max=ELEMENTS_MAX)]
     until = plan.states[name].until
     if until is not None:
-        stages.append(StageProgram(name, until, 0, own, "update"))
+        stages.append(StageProgram(name, until, 0, {**own, **plan.states[name].until_arguments}, "update"))
         emits.append(Emit(ENDS, 1))
     return _alone(plan, tuple(stages), tuple(emits))
+
+
+def finish_program(plan: Plan, name: str, values: Mapping[str, Tree]) -> Program:
+    """Return the program of the `finish` of a stage; its calls get `((value,), {})`."""
+    stage = plan.spec.stages[name]
+    assert isinstance(stage, ReduceSpec | GatherSpec)
+    kwargs = arguments(stage.with_, values)
+    called = StageProgram(name + FINISH, plan.finishes[name], -1, kwargs, "apply", timeout_s=stage.timeout_s)
+    return _alone(plan, (called,), (Emit(FINISHED, 0, objects_max=ELEMENTS_MAX),), gang=False)
 
 
 def _alone(
@@ -258,6 +281,8 @@ def replay_of(plan: Plan, error: CallError, run: Path) -> str:
     """Return the command that executes a failed call again, or ""."""
     # if a worker died, its stage is unknown, and the error names the pass
     named = next((p.runs[0] for p in plan.passes if p.runs and p.name == error.stage), error.stage)
-    if pass_of(plan, named) is None:
+    finished = named.removesuffix(FINISH)
+    is_finish = finished != named and getattr(plan.spec.stages[finished], "per", "") == "run"
+    if pass_of(plan, named) is None and not is_finish:
         return ""
     return CallKey(named, error.step, error.replica).command(run)

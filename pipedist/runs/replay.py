@@ -28,12 +28,21 @@ from pipedist.outputs.run_record import PRIVATE, existing_record
 from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.protocol.program import Shards
 from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
+from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.identity import SpecSource, differences, listed
 from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_feeds import SpoolFeed, feed_of
 from pipedist.runs.pass_folds import restore_pass
 from pipedist.runs.pass_journal import PASS_STATE, PassJournal
-from pipedist.runs.programs import CallKey, pass_of, pass_program, slot_of
+from pipedist.runs.programs import (
+    FINISH,
+    FINISHED,
+    CallKey,
+    finish_program,
+    pass_of,
+    pass_program,
+    slot_of,
+)
 from pipedist.runs.quarantine import QuarantinedElement
 from pipedist.runs.run_header import (
     changed_inputs,
@@ -44,13 +53,14 @@ from pipedist.runs.run_header import (
     with_passes,
 )
 from pipedist.runs.state_history import states_of
+from pipedist.spec import GatherSpec
 
 
 class Replay(Struct, frozen=True):
     """A call that can be executed again.
 
     Args:
-        elements: ids of the elements to process.
+        elements: ids of the elements to process; none for a `finish`, which gets a value.
         skipped: ids of its quarantined elements, which are skipped.
         states: version of each state that it reads.
         notes: messages for the user, one line each.
@@ -155,6 +165,8 @@ class _Lookup:
     async def find(self, elements: tuple[int, ...], notes: list[str]) -> Replay:
         plan, key, pass_ = self._plan, self._key, self._pass
         journal = self._journal(pass_)
+        if key.stage.endswith(FINISH):
+            return await self._find_finish(journal, elements, notes)
         if journal.before.complete and key.step >= journal.before.steps:
             raise _no_such_step(key, pass_, journal.before.steps)
         values, spools = await self._restore_earlier_phases()
@@ -181,6 +193,29 @@ class _Lookup:
         )
         versions = {name: version for name, (version, _) in states.items()}
         return Replay(self._history.header.run, key, epoch, chosen, skipped, versions, tuple(notes), call)
+
+    async def _find_finish(self, journal: PassJournal, elements: tuple[int, ...], notes: list[str]) -> Replay:
+        """Return the call that finishes the value of a stage, of which the journal has the value."""
+        plan, key = self._plan, self._key
+        name = key.stage.removesuffix(FINISH)
+        stage = plan.spec.stages[name]
+        if elements:
+            raise UsageError(f"call {key} gets a whole value, not elements: remove --element")
+        state = (journal.part(PASS_STATE) or {"folds": {}})["folds"].get(name, {})
+        if "unfinished" in state:
+            value = state["unfinished"]
+        elif "is_whole" in state and isinstance(stage, GatherSpec):
+            fold = GatherFold(name, "run", stage.gather, None)
+            entries = ((entry.meta, tree) for entry, tree in journal.entries(name))
+            await fold.restore({"epoch": 0, "nothing": -1, "finished": True}, entries)
+            value = fold.result
+        else:
+            raise UsageError(f"the run did not reach call {key}: its pass is incomplete")
+        values, _ = await self._restore_earlier_phases()
+        program = finish_program(plan, name, values)
+        shards = Shards(values=[((value,), {})])
+        call = CallReplay(stage, FINISHED, program, frozenset([FINISHED]), 0, 1, 0, shards, {})
+        return Replay(self._history.header.run, key, 0, (), (), {}, tuple(notes), call)
 
     async def _restore_earlier_phases(self) -> tuple[dict[str, Tree], dict[str, Spool]]:
         """Return the finished values and the kept values of earlier phases."""
@@ -289,6 +324,15 @@ class _Lookup:
 
 def _pass(plan: Plan, key: CallKey) -> PassPlan:
     found = pass_of(plan, key.stage)
+    if (name := key.stage.removesuffix(FINISH)) in plan.finishes and name != key.stage:
+        if getattr(plan.spec.stages[name], "per", "") != "run":
+            raise UsageError(
+                f"call {key} can't be replayed: only the value of a stage with `per: run` is kept for its `finish`. "
+                "Replay the calls that make its parts instead"
+            )
+        if (key.step, key.replica) != (0, 0):
+            raise UsageError(f"there is no call {key}: the only one is {key.stage}/0/0")
+        return next(pass_ for pass_ in plan.passes if name in pass_.folds)
     if found is None:
         if key.stage in plan.spec.stages:
             raise UsageError(

@@ -22,6 +22,7 @@ from pipedist.spec.stages import (
     RetrySpec,
     RunSpec,
     StageSpec,
+    Until,
     UpdateSpec,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "StageRef",
     "StageSpec",
     "StateRef",
+    "Until",
     "UpdateSpec",
     "load",
     "references",

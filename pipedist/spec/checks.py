@@ -178,9 +178,13 @@ class Checks:
             path = ("stages", name)
             if stage.verb == "reduce":
                 self._axis(path, stage.raw)
+            if stage.verb in ("reduce", "gather"):
+                self._finish(path, stage.raw)
+            if stage.verb == "update":
+                self._arguments(stage.raw.get("until"), (*path, "until"))
             if stage.verb == "run":
                 self._attempts(path, stage.raw)
-            if stage.verb in ("run", "update"):
+            if stage.verb is not None:
                 self._arguments(stage.raw, path)
             if stage.verb == "update" and "function" in (init := as_dict(stage.raw.get("init"))):
                 self._arguments(init, (*path, "init"))
@@ -385,6 +389,10 @@ class Checks:
 
     def _check_state(self, path: Path, reference: StateRef) -> None:
         name, stage = reference.name, self._stages.get(reference.name)
+        reader = self._stages.get(str(path[1]))
+        if reader is not None and reader.verb in ("reduce", "gather"):
+            message = "a `finish` can't read a state, which may change while it runs"
+            self._note(path, message, "${stages.NAME} of a reduce or gather", fragment=str(reference))
         if stage is None or stage.verb not in ("update", None):
             allowed = [other for other, each in self._stages.items() if each.verb == "update"]
             self._unknown(path, "update", name, allowed, fragment=str(reference))
@@ -427,6 +435,13 @@ class Checks:
                 message = f"`{key}` is for calls that are executed by themselves, and `collectives` is set"
                 self._note_key((*path, key), message, f"no `{key}`, or no `collectives`")
 
+    def _finish(self, path: Path, raw: Mapping[str, object]) -> None:
+        for key in ("with", "timeout_s", "retries") if raw.get("finish") is None else ():
+            if raw.get(key):
+                self._note_key(
+                    (*path, key), f"`{key}` is for a `finish`, and there is none", f"`finish`, or no `{key}`"
+                )
+
     def _axis(self, path: Path, raw: Mapping[str, object]) -> None:
         op = raw.get("reduce")
         if isinstance(op, str) and op in OPS and "axis" not in raw:
@@ -458,7 +473,7 @@ def _article(kind: str) -> str:
 
 def _table_misfit(ending: str, stage: StageSummary) -> tuple[str, str] | None:
     """Return why a gather's value does not fit a table of single cells, and the formats that it fits."""
-    if ending not in _TABLES or stage.verb != "gather":
+    if ending not in _TABLES or stage.verb != "gather" or stage.raw.get("finish") is not None:
         return None
     if stage.per in ("step", "epoch"):
         return (

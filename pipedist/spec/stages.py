@@ -59,6 +59,22 @@ _ExceptionName = Annotated[
 _Axis = Annotated[int, Field(ge=-AXIS_MAX - 1, le=AXIS_MAX)]
 
 
+_UNTIL_SCHEMA: Final = {
+    "anyOf": [
+        {"type": "string", "pattern": FUNCTION_PATTERN},
+        {
+            "type": "object",
+            "properties": {
+                "function": {"type": "string", "pattern": FUNCTION_PATTERN},
+                "with": {"type": "object"},
+            },
+            "required": ["function"],
+            "additionalProperties": False,
+        },
+    ]
+}
+
+
 def _op(value: object) -> object:
     return value if isinstance(value, str) and value in OPS else function_name(value)
 
@@ -83,6 +99,23 @@ class InitFunction:
 
     function: str | Callable[..., Any]
     with_: dict[str, Tree]
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """The function that ends the epochs of a training, and its keyword arguments."""
+
+    function: str | Callable[..., Any]
+    with_: dict[str, Tree]
+
+
+def _until(value: object) -> Until:
+    if isinstance(value, dict) and "function" in value and set(value) <= {"function", "with"}:
+        with_ = value.get("with", {})
+        if isinstance(with_, dict):
+            return Until(function_name(value["function"]), with_)
+        raise ValueError("no mapping of arguments")
+    return Until(function_name(value), {})
 
 
 def _init(value: object) -> InitLiteral | InitFile | InitFunction:
@@ -395,6 +428,31 @@ class RunSpec(Section):
         return float(self.resources.gpus) if self.resources else 0.0
 
 
+_Finish = Annotated[
+    Annotated[Function | None, Expected(f"{FUNCTION_EXPECTED}, or null")],
+    Field(
+        description="`fn(value, **with)`, called once on a worker with each whole value of the stage, whose value is "
+        "then what it returns: for the output, `${stages.NAME}`, an `update` and a stream. Arrays of the value are "
+        "read-only. Not called if there were no calls.",
+        examples=["statistics:spread"],
+    ),
+]
+_FinishWith = Annotated[
+    Arguments, Field(alias="with", description="The keyword arguments of `finish`.", examples=[{"top": 20}])
+]
+_FinishTimeout = Annotated[
+    _OptionalSeconds,
+    Field(description="How long a call of `finish` may take, in seconds; see `run`.", examples=[60]),
+]
+_FinishRetries = Annotated[
+    Annotated[int, Field(ge=0, le=RETRIES_MAX), Expected(f"an integer from 0 to {RETRIES_MAX}")],
+    Field(
+        description="How often a call of `finish` is retried after an exception or a timeout; see `run`.",
+        examples=[2],
+    ),
+]
+
+
 class ReduceSpec(Section):
     """The components of all calls, folded into one value in a fixed order."""
 
@@ -428,6 +486,10 @@ class ReduceSpec(Section):
         examples=[0],
     )
     per: _Per = "run"
+    finish: _Finish = None
+    with_: _FinishWith = Field(default_factory=dict)
+    timeout_s: _FinishTimeout = None
+    retries: _FinishRetries = 0
     inputs: _Inputs = ()
 
     @property
@@ -449,6 +511,10 @@ class GatherSpec(Section):
     )
     of: _Input
     per: _Per = "run"
+    finish: _Finish = None
+    with_: _FinishWith = Field(default_factory=dict)
+    timeout_s: _FinishTimeout = None
+    retries: _FinishRetries = 0
 
 
 class UpdateSpec(Section):
@@ -470,10 +536,14 @@ class UpdateSpec(Section):
         examples=[0.0],
     )
     with_: Arguments = _with()
-    until: Annotated[Function | None, Expected(f"{FUNCTION_EXPECTED}, or null")] = Field(
+    until: Annotated[
+        Annotated[Until, PlainValidator(_until), WithJsonSchema(_UNTIL_SCHEMA)] | None,
+        Expected(f"{FUNCTION_EXPECTED}, a mapping {{function: NAME, with: {{...}}}}, or null"),
+    ] = Field(
         default=None,
-        description="`fn(old, new) -> bool`, called after each update: true ends the dataset that feeds the "
-        "state after this step, and no later step is visible.",
+        description="`fn(old, new, **with) -> bool`, called after each update: true ends the dataset that feeds the "
+        'state after this step, and no later step is visible. With arguments: `{function: "module:name", with: '
+        "{...}}`.",
         examples=["regression:converged"],
     )
     inputs: _Inputs = ()

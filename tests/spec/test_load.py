@@ -135,7 +135,8 @@ def test_a_dict_may_hold_functions_and_arrays() -> None:
     assert reduce.op is None
     assert isinstance(update.init, InitLiteral)
     assert update.init.value is document["stages"]["c"]["init"]
-    assert update.until is double
+    assert update.until is not None
+    assert update.until.function is double
 
 
 def test_problems_of_a_dict_have_paths_in_the_order_of_the_dict() -> None:
