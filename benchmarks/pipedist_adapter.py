@@ -155,6 +155,11 @@ class Pipedist(Adapter):
         sums = self._await(self._results(spec))["sums"]
         return np.asarray([sums[f"c{k}"] for k in range(FILE_COLUMNS)] if form == "parquet" else sums)
 
+    def run_spec(self, spec: Mapping[str, Any]) -> pipedist.Result:
+        """Run a spec on the open cluster."""
+        result: pipedist.Result = self._await(self._results(spec))
+        return result
+
     async def _results(self, spec: Mapping[str, Any], output: Path | None = None) -> pipedist.Result:
         async with pipedist.open(spec, cluster=self._cluster, output=output) as run:
             return await run.results()

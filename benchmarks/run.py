@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.apps.jobs import APPS
 from benchmarks.boost import boosted
 from benchmarks.data import make_data
 from benchmarks.goals import GOALS, best_peer
@@ -153,7 +154,7 @@ class Session:
             result = {"value": None, "outcome": error or "no answer", "detail": {}}
         shown = result["outcome"] if result["value"] is None else f"{result['value']:.5g} {work.unit}"
         seconds = time.monotonic() - began
-        print(f"round {round_} {workload:4} {system:12} {shown[:100]}  ({seconds:.1f} s)", flush=True)
+        print(f"round {round_} {workload:8} {system:12} {shown[:100]}  ({seconds:.1f} s)", flush=True)
         fixed = {"round": round_, "system": system, "workload": workload, "unit": work.unit}
         self._keep({**fixed, "version": found.version, **result})
 
@@ -281,8 +282,9 @@ def main() -> None:
         missing = [name for name in systems if name not in found]
         if missing:
             raise SystemExit(f"not installed: {', '.join(missing)}; `make bench-peers` installs the peers")
+        only = given.only.replace("apps", ",".join(APPS))
         options = Options(
-            workloads=_names(given.only, list(WORKLOADS), "workload") or tuple(WORKLOADS),
+            workloads=_names(only, list(WORKLOADS), "workload") or tuple(WORKLOADS),
             systems=systems,
             rounds=given.rounds or (1 if given.smoke else 5),
             smoke=given.smoke,

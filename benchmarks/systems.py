@@ -52,6 +52,7 @@ class System:
 _CALLS = ("W1", "W6", "W7")
 _STREAMS = ("W2", "W3", "W3c")
 _FILES = ("FN", "FP")
+_APPS = ("A-onnx", "A-images", "A-words", "A-http")
 _ENGINE = (*_CALLS, "W1b", *_STREAMS, "W5", "W8", "W9")
 
 SYSTEMS: dict[str, System] = {
@@ -59,17 +60,19 @@ SYSTEMS: dict[str, System] = {
         "pipedist_adapter:Pipedist",
         "subject",
         ("pipedist",),
-        (*_CALLS, "W1s", "W1j", *_STREAMS, "W5", "W5c", "W8", "W9", *_FILES, "MEM"),
+        (*_CALLS, "W1s", "W1j", *_STREAMS, "W5", "W5c", "W8", "W9", *_FILES, "MEM", *_APPS),
     ),
     "pool": System("peers.multiprocessing_pool:Pool", answers=_ENGINE),
     "executor": System("peers.process_pool_executor:ProcessPool", answers=_ENGINE),
     "loky": System("peers.loky_executor:Loky", "peer", ("loky",), _ENGINE),
-    "joblib": System("peers.joblib_parallel:Joblib", "peer", ("joblib",), _ENGINE),
+    "joblib": System("peers.joblib_parallel:Joblib", "peer", ("joblib",), (*_ENGINE, *_APPS)),
     "ray": System("peers.ray_core:RayTasks", "peer", ("ray",), _ENGINE),
     "ray-actors": System("peers.ray_core:RayActors", "peer", ("ray",), (*_CALLS, *_STREAMS, "W8")),
     "ray-graph": System("peers.ray_core:RayCompiledGraph", "peer", ("ray",), ("W8",)),
-    "ray-data": System("peers.ray_data:RayData", "peer", ("ray", "pyarrow", "pandas"), (*_STREAMS, *_FILES)),
-    "dask": System("peers.dask_distributed:Dask", "peer", ("distributed",), (*_ENGINE, *_FILES)),
+    "ray-data": System(
+        "peers.ray_data:RayData", "peer", ("ray", "pyarrow", "pandas"), (*_STREAMS, *_FILES, *_APPS)
+    ),
+    "dask": System("peers.dask_distributed:Dask", "peer", ("distributed",), (*_ENGINE, *_FILES, *_APPS)),
     "ipyparallel": System("peers.ipyparallel_cluster:IPyParallel", "peer", ("ipyparallel",), _ENGINE),
     "mpi4py": System("peers.mpi4py_futures:Mpi4py", "peer", ("mpi4py",), _ENGINE, MPIEXEC),
     "zmq": System(
@@ -81,7 +84,7 @@ SYSTEMS: dict[str, System] = {
     "zmq-asyncio": System(
         "peers.zmq_asyncio:ZmqAsyncio", "hand-written", ("pyzmq",), (*_CALLS, "W1b", *_STREAMS, "W8")
     ),
-    "single": System("peers.single_process:SingleProcess", "single process", ("numpy",), _FILES),
+    "single": System("peers.single_process:SingleProcess", "single process", ("numpy",), (*_FILES, *_APPS)),
 }
 
 

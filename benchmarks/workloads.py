@@ -12,9 +12,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,59 +20,13 @@ import numpy as np
 
 from benchmarks import functions
 from benchmarks.adapter import Adapter
+from benchmarks.apps.jobs import APPS
 from benchmarks.sizes import Sizes
+from benchmarks.workload import Measured, Workload, WrongResult, check, timed
 
 GIB = 2.0**30
 COLD_SUM = 328_350
 """The sum of the squares of range(100)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One number, and what belongs to it."""
-
-    value: float
-    detail: Mapping[str, Any] = field(default_factory=dict)
-
-
-class WrongResult(Exception):
-    """The system gave something else than the right answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """One workload.
-
-    Args:
-        title: what is measured.
-        unit: of the number.
-        higher: whether a higher number is better.
-        measure: does it, with a system that has been started (or not, see `starts`).
-        starts: False: the measurement starts the system itself.
-        once: repeating it would take too long for what it tells about a peer.
-        timeout_s: after this time the system counts as hanging.
-    """
-
-    title: str
-    unit: str
-    higher: bool
-    measure: Callable[[Adapter, Sizes, Path], Measured]
-    starts: bool = True
-    once: bool = False
-    timeout_s: float = 300.0
-
-
-def check(is_right: bool, what: str) -> None:
-    """Raise WrongResult unless `is_right`."""
-    if not is_right:
-        raise WrongResult(what)
-
-
-def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that `work` took, and what it returned."""
-    start = time.perf_counter()
-    result = work()
-    return time.perf_counter() - start, result
 
 
 def peak_rss_mib() -> float:
@@ -299,4 +251,5 @@ WORKLOADS: dict[str, Workload] = {
     "FN": Workload("2 GiB of npy, column sums", "GiB/s", True, _files("npy")),
     "FP": Workload("2 GiB of parquet, column sums", "GiB/s", True, _files("parquet")),
     "MEM": Workload("driver's peak memory, 10 GiB streamed", "MiB", False, _memory),
+    **APPS,
 }
