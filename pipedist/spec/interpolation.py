@@ -106,12 +106,13 @@ class Interpolation:
             self._problems.add(("params",), message, expected)
             self._problems.break_at(("params",))
             declared = {}
+        overridden = {*given, *(setting.partition("=")[0] for setting in sets)}
         for name, default in declared.items():
             path = ("params", name)
             if not isinstance(name, str) or not NAME.fullmatch(name):
                 self._problems.add(path, f"{name!r} is not a valid name", NAME_EXPECTED, at_key=True)
             failed = len(self._failed)
-            value = self.replace(default, path)
+            value = default if name in overridden else self.replace(default, path)
             if len(self._failed) > failed:
                 self._failed_params.add(name)
             params[name] = Setting(value, _text_of(value))

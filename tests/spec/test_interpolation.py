@@ -141,6 +141,12 @@ def test_one_bad_parameter_is_one_problem() -> None:
     assert found == ["the environment variable NOT_SET is not set"]
 
 
+def test_the_default_of_a_parameter_that_is_given_is_not_read() -> None:
+    declared = {"p": "${env.NOT_SET}", "q": "${env.NOT_SET}"}
+    spec = load(document({"a": "${params.p}${params.q}"}, declared), params={"p": "x"}, sets=["q=y"], env={})
+    assert spec.params == {"p": "x", "q": "y"}
+
+
 def test_every_bad_reference_of_a_text_is_reported() -> None:
     assert messages({"a": "${params.p} ${env.X} ${"}, env={}) == [
         "the spec has no parameter `p`",
