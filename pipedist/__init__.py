@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from pipedist.datasets.input import InputReplicationMode as InputReplicationMode
     from pipedist.datasets.input import ValueContext as ValueContext
     from pipedist.datasets.logical import Dataset as Dataset
+    from pipedist.datasets.sources.base import SourceReader as SourceReader
     from pipedist.errors import CallError as CallError
     from pipedist.errors import CollectiveMismatchError as CollectiveMismatchError
     from pipedist.errors import CollectiveTimeoutError as CollectiveTimeoutError
@@ -112,6 +113,7 @@ _HOMES = {
     "pipedist.collectives.options": "CommunicationOptions",
     "pipedist.cluster.remote": "ConnectCluster",
     "pipedist.datasets.element": "ArraySpec",
+    "pipedist.datasets.sources.base": "SourceReader",
     "pipedist.datasets.input": "AutoShardPolicy InputContext InputOptions InputReplicationMode ValueContext",
     "pipedist.datasets.logical": "Dataset",
     "pipedist.cluster.engine_clusters": "DaskCluster RayCluster",

@@ -13,6 +13,7 @@ from pipedist.spec.datasets import DATASET_KEYS, SOURCES, ArraysSource, DatasetS
 from pipedist.spec.fields import COLUMN_TYPES, Section, expected_phrase, summary
 from pipedist.spec.interpolation import DEPTH_MAX
 from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
+from pipedist.spec.plugins import plugin_sources, section_of
 from pipedist.spec.scalars import as_yaml
 from pipedist.spec.stages import OUTPUT_ENDINGS, STAGES, RunSpec
 from pipedist.spec.validation import keys_of, section_in
@@ -243,11 +244,14 @@ def reference() -> str:
         parts += [f"#### `{name}`", summary(model)]
         if model is not ArraysSource:
             parts += [_example(name, keys_of(DatasetSpec)[name]), *_keys(model, "#####", f"{name}.")]
+    for name, plugin in plugin_sources().items():
+        model = section_of(plugin)
+        parts += [f"#### `{name}` (of {plugin.package})", summary(model), *_keys(model, "#####", f"{name}.")]
     parts += [_TEXT, _STAGES]
     for verb, model in STAGES.items():
         parts += [f"### `{verb}`", summary(model), *_keys(model, "####", f"{verb}: ")]
     parts.append(_OUTPUTS)
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
 def _keys(
@@ -276,5 +280,7 @@ def _default(model: type[Section], key: str, field: FieldInfo) -> str:
 
 
 def _example(key: str, field: FieldInfo) -> str:
-    (example,) = field.examples or [None]
+    if not field.examples:  # of another package
+        return ""
+    (example,) = field.examples
     return f"```yaml\n{key}: {as_yaml(example)}\n```"

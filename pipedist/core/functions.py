@@ -278,13 +278,13 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
         ) from None
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise FunctionNotFound(f"{name}: importing {module_name} failed: {text}{_where(error)}") from error
+        raise FunctionNotFound(f"{name}: importing {module_name} failed: {text}{place_of(error)}") from error
     finally:
         importing.reset(inside)
 
 
-def _where(error: BaseException) -> str:
-    """Return where the import of a module failed: the innermost line in a user file."""
+def place_of(error: BaseException) -> str:
+    """Return where an exception was raised, " (file.py, line 3)": the innermost line in a user file, or ""."""
     if isinstance(error, SyntaxError):
         return ""  # its text names the place
     walked = traceback.extract_tb(error.__traceback__)

@@ -148,6 +148,37 @@ def spec_of(element: Tree) -> Tree:
     return trees.tree_map(lambda leaf: ArraySpec(leaf.dtype, leaf.shape), element)
 
 
+def misfit(spec: Tree, arrays: Tree) -> str:
+    """Return how elements, stacked in arrays [n, ...], differ from a tree of ArraySpecs; "" if they fit it."""
+    specs, declared = trees.flatten(spec)
+    leaves, treedef = trees.flatten(arrays)
+    if treedef != declared:
+        return f"{trees.describe(treedef)}, and `element_spec` is {trees.describe(declared)}"
+    for path, array, wanted in zip(trees.paths(arrays), leaves, specs, strict=True):
+        shape = array.shape[1:]
+        sizes = zip(shape, wanted.shape, strict=False)
+        fits = len(shape) == len(wanted.shape) and all(size in (there, None) for there, size in sizes)
+        if not fits or not ragged.fit(array.dtype, wanted.dtype):
+            named = f"{path!r} of " if path else ""
+            return f"{named}{ArraySpec(array.dtype, shape)}, and `element_spec` declares {wanted}"
+    return ""
+
+
+_SHOWN_MAX = 12  # leaves of an element that are named
+
+
+def described(spec: Tree) -> str:
+    """Return a tree of ArraySpecs in one line: "{image: uint8[32, 32, 3], label: str}"."""
+    leaves, _ = trees.flatten(spec)
+    texts = [str(leaf).removeprefix("ArraySpec(").removesuffix(")").removesuffix("[]") for leaf in leaves]
+    paths = trees.paths(spec)
+    if paths == [""]:
+        return texts[0]
+    named = [f"{path}: {text}" for path, text in zip(paths, texts, strict=True)]
+    more = [f"and {len(named) - _SHOWN_MAX} more"] if len(named) > _SHOWN_MAX else []
+    return "{" + ", ".join(named[:_SHOWN_MAX] + more) + "}"
+
+
 def merge_specs(first: Tree, second: Tree) -> Tree:
     """Return the narrowest spec that covers both trees of specs, else raise ValueError."""
     a, treedef = trees.flatten(first)

@@ -94,6 +94,13 @@ def _open_sources(spec: Spec, problems: list[Problem], stack: ExitStack) -> dict
     for name, dataset in spec.datasets.items():
         place = ("datasets", name)
         config = dict(dataset.config)
+        if dataset.kind == "source":
+            form = CallSignature((), tuple(config["with"]))
+            at, before = (*place, "source"), len(problems)
+            ref = find(spec, problems, config["class"], form, (*at, "class"), (*at, "with"))
+            if ref is None or len(problems) > before:
+                continue
+            config |= {"class": ref, "code": [str(spec.code)]}
         if isinstance(config.get("call"), str):  # a callable is called in this process
             try:
                 config["call"] = load(reference(config["call"]), [str(spec.code)])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipedist.core.functions import reference
 from pipedist.core.gpus import spelled
 from pipedist.core.types import FunctionRef, Tree
+from pipedist.datasets.element import described
 from pipedist.datasets.sources.paths import hindrance
 from pipedist.plan.model import WHEN, PassPlan, Plan
 from pipedist.spec import GatherSpec, ReduceSpec, RunSpec
@@ -31,8 +33,9 @@ def as_text(plan: Plan) -> str:
         batch = sizes.pop()
         head += f"; {batch} element{'s' * (batch != 1)} per step, {-(-batch // replicas)} per replica"
     lines = [head, "", f"{spec.name}: seed {spec.seed}, {_launcher(plan)}"]
-    for name, dataset in spec.datasets.items():
-        lines += ["", f"dataset {name}: {dataset.kind}, {_extent(plan, name)}"]
+    for name in spec.datasets:
+        lines += ["", f"dataset {name}: {_kind(plan, name)}, {_extent(plan, name)}"]
+        lines += [f"  {line}" for line in _elements(plan, name)]
         lines += [f"  {line}" for line in _ranges(plan, name)]
         lines.append(f"  {_delivery(plan, name)}")
     for number, phase in enumerate(plan.phases):
@@ -47,6 +50,19 @@ def _launcher(plan: Plan) -> str:
     where = cluster.listen if cluster.launcher == "connect" else cluster.address
     placed = f", {cluster.placement}" if cluster.launcher == "ray" else ""
     return f"launcher {cluster.launcher}{f' at {where}' if where else ''}{placed}"
+
+
+def _kind(plan: Plan, name: str) -> str:
+    """Return the kind of a source; of one that a class reads, the class."""
+    dataset = plan.spec.datasets[name]
+    given = dataset.config.get("class")
+    return dataset.kind if given is None else f"source {reference(given).label}"
+
+
+def _elements(plan: Plan, name: str) -> list[str]:
+    source = plan.sources[name]
+    known = [] if source.element_spec is None else [f"an element is {described(source.element_spec)}"]
+    return known + ([source.note] if source.note else [])
 
 
 def _extent(plan: Plan, name: str) -> str:
@@ -258,6 +274,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         division = plan.division(name)
         datasets[name] = {
             "source": dataset.kind,
+            "element": None
+            if plan.sources[name].element_spec is None
+            else described(plan.sources[name].element_spec),
             "batch": dataset.batch,
             "epochs": dataset.epochs,
             "shuffle": dataset.shuffle,

@@ -119,8 +119,13 @@ DIGESTS_BYTES_MAX: Final = 256 * 2**20
 
 END_BYTES: Final = 2**20  # bytes that are read at each end of a file that is not read whole
 
+FINGERPRINT: Final = "the fingerprint of its data"  # in place of the path of a file
+
 Stamp = list[Any]
-"""[bytes, mtime in ns] of a file; with its ctime in ns and the SHA-256 of its content if that is compared."""
+"""[bytes, mtime in ns] of a file; with its ctime in ns and the SHA-256 of its content if that is compared.
+
+[text] of a fingerprint.
+"""
 
 
 def stamps(
@@ -147,9 +152,12 @@ def stamps(
     read_bytes = 0
     declared: set[str] = set()
     for name, dataset in spec.datasets.items():
-        files = expand(dataset.config["path"], folder) if "path" in dataset.config else ()
+        fingerprint = plan.sources[name].fingerprint
+        by_files = "path" in dataset.config and not fingerprint
+        files = expand(dataset.config["path"], folder) if by_files else ()
         plain: dict[str, Stamp] = {file.path: [file.size_bytes, file.mtime_ns] for file in files}
-        with_ = dataset.config.get("with") if "call" in dataset.config else None
+        plain |= {FINGERPRINT: [fingerprint]} if fingerprint else {}
+        with_ = None if by_files or fingerprint else dataset.config.get("with")
         found[f"datasets.{name}"] = plain | {path: [] for path in _paths_in(with_, folder)}
     for name, stage in spec.stages.items():
         paths = list(_paths_in(getattr(stage, "with_", None), folder))
@@ -244,7 +252,7 @@ def changed_files(
                     yield f"{place}: {path} {new}"
             elif b is None:
                 yield f"{place}: {path} {gone}"
-            elif len(a) == 4:
+            elif len(a) == 4 or path == FINGERPRINT:
                 yield f"{place}: {path} {changed}"
             else:
                 names = ("there", "now") if called is None else (f"in {called[0]}", f"in {called[1]}")
@@ -266,7 +274,7 @@ def modules_of(plan: Plan) -> dict[str, dict[str, str]]:
         refs += [state.init, state.until] if state is not None else []
         modules[f"stages.{name}"] = _modules_below(folder, refs, imports)
     for name, dataset in plan.spec.datasets.items():
-        call = dataset.config.get("call")
+        call = dataset.config.get("call", dataset.config.get("class"))
         if isinstance(call, str):
             modules[f"datasets.{name}"] = _modules_below(folder, [reference(call)], imports)
     return modules

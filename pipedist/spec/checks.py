@@ -173,7 +173,8 @@ class Checks:
         """Keys of one section that depend on each other."""
         for name, dataset in self._datasets.items():
             if isinstance(dataset, dict):
-                self._arguments(dataset.get("function"), ("datasets", name, "function"))
+                for key in ("function", "source"):
+                    self._arguments(dataset.get(key), ("datasets", name, key))
         for name, stage in self._stages.items():
             path = ("stages", name)
             if stage.verb == "reduce":

@@ -151,6 +151,28 @@ class FunctionSource(Section):
     )
 
 
+class ClassSource(Section):
+    """A class that reads elements by their numbers, in each worker: of your own, or of another package.
+
+    `__len__()` returns the number of elements, and `read(ids)` a tree of arrays [n, ...] of those with the numbers
+    `ids`, int64[n]. Optional: `element_spec`, a tree of `pipedist.ArraySpec` of one element; `fingerprint()`, a text
+    that changes with the data; `close()`. A class that a package registers in the group `pipedist.sources` of its entry
+    points has a key of its own, whose keys are the arguments: `dicom: {path: scans}`.
+    """
+
+    class_: Function = Field(
+        alias="class",
+        description="The class; an object of it is made in each process that reads.",
+        examples=["readers:Scans"],
+    )
+    with_: Arguments = Field(
+        default_factory=dict,
+        alias="with",
+        description="The keyword arguments of the class: any tree of values.",
+        examples=[{"folder": "${spec.dir}/scans"}],
+    )
+
+
 class ArraysSource(Section):
     """A tree of arrays in memory, divided along the first axis; only in a spec given as a dict."""
 
@@ -167,6 +189,7 @@ SOURCES: Final[Mapping[str, type[Section]]] = {
     "text": TextSource,
     "files": FilesSource,
     "function": FunctionSource,
+    "source": ClassSource,
     "arrays": ArraysSource,
 }
 
@@ -197,6 +220,7 @@ class DatasetSpec(Section):
     text: TextSource = _source(TextSource, {"path": "logs/**/*.log"})
     files: FilesSource = _source(FilesSource, {"path": "pages/*.html"})
     function: FunctionSource = _source(FunctionSource, {"call": "digits:load", "with": {"seed": 1}})
+    source: ClassSource = _source(ClassSource, {"class": "readers:Scans", "with": {"folder": "scans"}})
     arrays: Annotated[ArraysSource, ExpectedShape("a tree of arrays", lambda value: {"arrays": value})] = (
         _source(ArraysSource)
     )
@@ -230,15 +254,11 @@ class DatasetSpec(Section):
         return next(name for name in SOURCES if name in self.model_fields_set)
 
     @property
-    def source(self) -> Section:
-        found: Section = getattr(self, self.kind)
-        return found
-
-    @property
     def config(self) -> dict[str, Any]:
         """The source's keys and values, as plain dicts, lists and scalars; keys without a value are absent."""
-        fields = type(self.source).model_fields
-        values = {field.alias or name: getattr(self.source, name) for name, field in fields.items()}
+        section: Section = getattr(self, self.kind)
+        fields = type(section).model_fields
+        values = {field.alias or name: getattr(section, name) for name, field in fields.items()}
         return {
             name: list(value) if name == "path" else value
             for name, value in values.items()

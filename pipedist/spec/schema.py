@@ -12,9 +12,12 @@ from typing import Any, Final
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaMode
 from pydantic_core import CoreSchema
 
+from pipedist.core.plugins import Plugin
+from pipedist.errors import UsageError
 from pipedist.spec.datasets import SOURCES, DatasetSpec
 from pipedist.spec.fields import Section, expected_phrase, summary
 from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
+from pipedist.spec.plugins import plugin_sources, section_of
 from pipedist.spec.stages import STAGES, CollectivesSpec, RateSpec, ResourcesSpec, RetrySpec
 from pipedist.spec.validation import keys_of
 
@@ -106,12 +109,20 @@ class _Generator(GenerateJsonSchema):
                 _complete(definitions[model.__name__], model)
         root = definitions.pop("SpecSection")
         definitions["RunSpec"]["required"].remove("of")  # a spec with one dataset needs none
-        definitions["DatasetSpec"]["oneOf"] = [{"required": [name]} for name in SOURCES if name != "arrays"]
+        plugins = {name: self._plugin(each) for name, each in plugin_sources().items()}
+        definitions["DatasetSpec"]["properties"] |= plugins
+        names = [name for name in (*SOURCES, *plugins) if name != "arrays"]
+        definitions["DatasetSpec"]["oneOf"] = [{"required": [name]} for name in names]
         root["oneOf"] = [{"required": ["dataset"]}, {"required": ["datasets"]}]
         properties = root["properties"]
         for name in ("datasets", "stages"):
             _options(properties[name])[0]["propertyNames"] = _NAME
-        for owner, name in (("RunSpec", "Argument"), ("UpdateSpec", "Argument"), ("FunctionSource", "Value")):
+        for owner, name in (
+            ("RunSpec", "Argument"),
+            ("UpdateSpec", "Argument"),
+            ("FunctionSource", "Value"),
+            ("ClassSource", "Value"),
+        ):
             _options(definitions[owner]["properties"]["with"])[0]["additionalProperties"] = _ref(name)
         definitions["UpdateSpec"]["properties"]["init"].update(_ref_all("Value"))
         properties["params"].pop("anyOf")
@@ -123,6 +134,20 @@ class _Generator(GenerateJsonSchema):
             "title": "pipedist spec, version 1",
             "definitions": dict(sorted({**definitions, **_DEFINITIONS}.items())),
         }
+
+    @staticmethod
+    def _plugin(plugin: Plugin) -> dict[str, Any]:
+        """Return the schema of the keys of a source of another package; of one that can't be imported, why."""
+        try:
+            model = section_of(plugin)
+        except UsageError as error:
+            return {"description": str(error)}
+        section = model.model_json_schema(
+            ref_template="#/definitions/{model}", schema_generator=GenerateJsonSchema
+        )
+        section.pop("$defs", None)
+        _complete(section, model)
+        return section
 
 
 def json_schema() -> dict[str, Any]:

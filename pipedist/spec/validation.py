@@ -15,10 +15,13 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from pipedist.core.plugins import Plugin
+from pipedist.errors import UsageError
 from pipedist.spec.datasets import DATASET_KEYS, SOURCES, ArraysSource, DatasetSpec
 from pipedist.spec.diagnostics import Path, Problems, holds, nearest
 from pipedist.spec.fields import EXPECTED, MESSAGE, Section, expected_phrase
 from pipedist.spec.model import SpecSection
+from pipedist.spec.plugins import plugin_sources, section_of
 from pipedist.spec.scalars import as_yaml, describe, listing
 from pipedist.spec.stages import STAGES
 
@@ -87,8 +90,55 @@ class Validation:
             self._problems.add((*path, "arrays"), message, "a source that reads files", at_key=True)
             return {key: value for key, value in raw.items() if key != "arrays"}
         sources = [name for name in SOURCES if self._in_memory or name != "arrays"]
-        _, raw = self._one_of(raw, sources, DATASET_KEYS, path, "dataset")
+        plugins = self._plugins(raw, path)
+        found, raw = self._one_of(raw, [*sources, *plugins], DATASET_KEYS, path, "dataset")
+        if found is not None and found in plugins:
+            raw = self._with_class(raw, plugins[found], path)
         return self._respelled(raw, DatasetSpec, path, names=[*DATASET_KEYS, *sources])
+
+    def _plugins(self, raw: Mapping[Any, object], path: Path) -> Mapping[str, Plugin]:
+        """Return the sources of other packages, if a dataset may have one of them."""
+        if any(key in SOURCES for key in raw):
+            return {}
+        try:
+            return plugin_sources()
+        except UsageError as error:
+            self._problems.add(path, str(error), at_key=True)
+            return {}
+
+    def _with_class(self, raw: Mapping[Any, object], plugin: Plugin, path: Path) -> dict[Any, object]:
+        """Return a dataset with a class and its arguments in place of the key of a plugin, whose keys are checked."""
+        at, given = (*path, plugin.name), raw[plugin.name]
+        self._problems.document.moved |= {(*path, "source"): at, (*path, "source", "with"): at}
+        if not isinstance(given, dict):
+            self._must_be("a mapping", given, at)
+            given = {}
+        else:
+            try:
+                given = self._arguments(given, section_of(plugin), at)
+            except UsageError as error:
+                self._problems.add(at, str(error), at_key=True)
+        source = {"class": plugin.target, "with": given}
+        return {
+            "source" if key == plugin.name else key: source if key == plugin.name else value
+            for key, value in raw.items()
+        }
+
+    def _arguments(self, given: Mapping[Any, object], model: type[Section], path: Path) -> dict[Any, object]:
+        """Return the arguments of a class without misspelled keys, checked against the model of its keys."""
+        given = self._respelled(given, model, path, nested=False)
+        try:
+            model.model_validate(given)
+        except ValidationError as error:
+            for found in error.errors(include_url=False):
+                at = (*path, *_path_of(given, found["loc"]))
+                if found["type"] == "extra_forbidden":
+                    self._unknown(at, keys_of(model))
+                elif found["type"] == "missing":
+                    self._problems.add(at, f"`{found['loc'][-1]}` is missing", at_key=True)
+                else:
+                    self._must_be(found.get("ctx", {}).get(EXPECTED, found["msg"]), found["input"], at)
+        return given
 
     def stage(self, raw: object, path: Path) -> tuple[str | None, object]:
         """Return the verb of a stage (None: unknown), and the stage without misspelled keys."""

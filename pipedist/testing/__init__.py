@@ -7,6 +7,7 @@
 | `Faults`, `FaultyNetwork` | the kinds of faults and their rates, and a network that injects them |
 | `VirtualTime` | the clock of such a network |
 | `LocalCluster` | real worker processes: kill, pause, restart, cut |
+| `check_source` | checks a reader class against the protocol of sources |
 | `run_in_processes` | runs a function in several processes, and returns each outcome |
 | `combinations` | generates one test for each combination of values |
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from pipedist.testing.parametrize import combinations
     from pipedist.testing.processes import ProcessesFailed, ProcessOutcome, run_in_processes
     from pipedist.testing.simulated_cluster import SimulatedCluster
+    from pipedist.testing.source_checks import check_source
     from pipedist.testing.spec_simulation import SimulationFailure, SpecSimulation, simulate
 
 _HOMES = {
@@ -36,6 +38,7 @@ _HOMES = {
     "pipedist.testing.parametrize": ("combinations",),
     "pipedist.testing.processes": ("ProcessOutcome", "ProcessesFailed", "run_in_processes"),
     "pipedist.testing.simulated_cluster": ("SimulatedCluster",),
+    "pipedist.testing.source_checks": ("check_source",),
     "pipedist.testing.spec_simulation": ("SimulationFailure", "SpecSimulation", "simulate"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -50,6 +53,7 @@ __all__ = [
     "SimulationFailure",
     "SpecSimulation",
     "VirtualTime",
+    "check_source",
     "combinations",
     "run_in_processes",
     "simulate",

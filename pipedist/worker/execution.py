@@ -103,7 +103,7 @@ class PassExecutor:
         self.reads_states = (
             True  # whether states are set that a lease without any must remove; True: not known
         )
-        self.finder = ShardFinder(program.reader, program.replicas)
+        self.finder = ShardFinder(program.reader, program.replicas, program.code)
         emits = [emit for emit in program.emits if emit.of >= -1]
         self._reduced = [(e, Reduction.of(e.op, e.axis)) for e in emits if e.op]
         self._whole = [e for e in emits if not e.op and not e.stored]

@@ -36,10 +36,14 @@ class Shard(NamedTuple):
 
 
 class ShardFinder:
-    """Finds the shards of one pass; `config` is None if values are sent that are no shards."""
+    """Finds the shards of one pass; `config` is None if values are sent that are no shards.
 
-    def __init__(self, config: ReaderConfig | None, replicas: int) -> None:
+    `code`: the folders of the spec's modules, for a source that a class reads.
+    """
+
+    def __init__(self, config: ReaderConfig | None, replicas: int, code: Sequence[str] = ()) -> None:
         self._config = config
+        self._code = code
         self._replicas = replicas
         self._division: Any = None
         self._reader: Any = None
@@ -129,7 +133,7 @@ class ShardFinder:
                 raise RemoteProtocolError("a pass without a source came with locations to read")
             from pipedist.datasets import open_reader  # passes without a dataset need no reader
 
-            self._reader = open_reader(self._config.source)
+            self._reader = open_reader(self._config.source, self._code)
         return self._reader
 
     def is_empty(self, shard: Shard) -> bool:

@@ -86,12 +86,12 @@ class Leases:
     def sees_data(self, pass_id: int) -> bool:
         """Return whether this host has the very files that a pass reads."""
         executor = self._passes[pass_id]
-        reader = executor.program.reader if isinstance(executor, PassExecutor) else None
-        if reader is None or reader.source is None:
+        program = executor.program if isinstance(executor, PassExecutor) else None
+        if program is None or program.reader is None or program.reader.source is None:
             return False
-        from pipedist.datasets.sources.paths import is_visible  # needed only if hosts differ
+        from pipedist.datasets.sources import is_visible  # needed only if hosts differ
 
-        return is_visible(reader.source)
+        return is_visible(program.reader.source, program.code)
 
     def drop_pass(self, pass_id: int) -> None:
         executor = self._passes.pop(pass_id)

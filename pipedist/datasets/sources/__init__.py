@@ -7,14 +7,15 @@ the same files, reads them. The module of a kind is imported when the kind is us
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipedist.datasets.sources.base import Config, Ids, Reader, Source, SourceError
-from pipedist.datasets.sources.paths import is_private
+from pipedist.datasets.sources import paths
+from pipedist.datasets.sources.base import Config, ElementReader, Ids, Reader, Source, SourceError
+from pipedist.errors import PipedistError
 
-__all__ = ["Config", "Ids", "Reader", "Source", "SourceError", "open_reader", "open_source"]
+__all__ = ["Config", "Ids", "Reader", "Source", "SourceError", "is_visible", "open_reader", "open_source"]
 
 # By kind, its key in a spec: the module, the function that opens a source, and the reader's class.
 _KINDS = {
@@ -28,6 +29,7 @@ _KINDS = {
     "text": ("text_files", "open_text", "TextReader"),
     "files": ("text_files", "open_files", "RawFilesReader"),
     "function": ("memory", "open_function", ""),
+    "source": ("reader_classes", "open_class", "ClassReader"),
 }
 
 
@@ -35,7 +37,7 @@ def open_source(kind: str, config: Mapping[str, Any], *, folder: Path) -> Source
     """Open a source: find its files, count its elements, and compare its settings with the data.
 
     Args:
-        config: the settings, each valid as the spec's models require; `call` is a callable.
+        config: the settings, each valid as the spec's models require; `call` is a callable, `class` a FunctionRef.
         folder: the folder that a relative `path` starts from.
 
     Raises:
@@ -43,15 +45,36 @@ def open_source(kind: str, config: Mapping[str, Any], *, folder: Path) -> Source
     """
     source: Source = _part(kind, 1)(dict(config), folder)
     path = config.get("path", ())
-    if source.portable and any(map(is_private, [path] if isinstance(path, str) else path)):
+    if source.portable and any(map(paths.is_private, [path] if isinstance(path, str) else path)):
         source.portable, source.why_not_portable = False, "memory:// URLs can be read in this process only"
     return source
 
 
-def open_reader(config: Config) -> Reader:
-    """Open a reader of a source's `config`, in any process on the host where the source was opened."""
+def open_reader(config: Config, code: Sequence[str] = ()) -> Reader:
+    """Open a reader of a source's `config`, in any process on the host where the source was opened.
+
+    `code`: the folders of the spec's modules here, if they are not those of the driver.
+    """
+    if config["kind"] == "source":
+        config = {**config, "code": list(code) or config["code"]}
     reader: Reader = _part(config["kind"], 2)(config)
     return reader
+
+
+def is_visible(config: Config, code: Sequence[str]) -> bool:
+    """Return whether this process sees the data of a portable source: its files unchanged, or its fingerprint."""
+    if "fingerprint" not in config:
+        return paths.is_visible(config)
+    if not config["fingerprint"]:
+        return False
+    try:
+        reader = open_reader(config, code)
+        try:
+            return isinstance(reader, ElementReader) and reader.fingerprint() == config["fingerprint"]
+        finally:
+            reader.close()
+    except (PipedistError, OSError):
+        return False
 
 
 def _part(kind: str, part: int) -> Any:

@@ -3,6 +3,9 @@
 A source, in the driver, counts elements and turns element ids into a location: a small tree that
 can be sent. A reader, in the process that reads the data, turns a location into the shard that a
 replica function receives. The arrays of a shard are C-contiguous, in native byte order, read-only.
+
+For most sources the ids themselves are the location. Their readers follow `SourceReader`, the protocol for
+classes of users and other packages; sources of rows of text have locations, so that only the driver keeps an index.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import abc
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +24,7 @@ from pipedist.core.types import Tree
 from pipedist.errors import PipedistError
 
 Ids = range | npt.NDArray[np.int64]  # element ids: `epoch * N + index`; a range if they are consecutive
-Config = dict[str, Any]  # the settings of a reader: plain msgpack types, absolute paths
+Config = dict[str, Any]  # the settings of a reader: values that can be sent, absolute paths
 _AnyArray = TypeVar("_AnyArray", bound=np.generic)
 
 
@@ -62,6 +65,64 @@ class Reader(abc.ABC):
         return
 
 
+@runtime_checkable
+class SourceReader(Protocol):
+    """The protocol of a reader class, named in a spec as `source: {class: "module:Reader", with: {...}}`.
+
+    The constructor is called with the arguments `with`, once in the driver, and once in each worker before its first
+    read there. Then `read` is called by one thread at a time. A reader may also have:
+
+    - `element_spec`: a tree of `pipedist.ArraySpec`, the structure of one element, without the axis of elements.
+      Without it, the first element is read when the run is planned.
+    - `fingerprint() -> str`: a text that changes when the data changes. `--resume` refuses data with another one, and
+      workers on other hosts read for themselves only if theirs is equal. Without it, only `with`, the files that it
+      names, and the source code of the class are compared.
+    - `close()`: called once, at the end.
+
+    `pipedist.testing.check_source` checks a reader against this protocol.
+
+    Example:
+        >>> class Squares:
+        ...     def __init__(self, count: int) -> None:
+        ...         self.count = count
+        ...     def __len__(self) -> int:
+        ...         return self.count
+        ...     def read(self, ids):
+        ...         return {"number": ids, "square": ids**2}
+        >>> Squares(10).read(np.array([3, 4]))["square"]
+        array([ 9, 16])
+    """
+
+    def __len__(self) -> int:
+        """Return the number of elements, which never changes."""
+        ...
+
+    def read(self, ids: npt.NDArray[np.int64]) -> Tree:
+        """Return the elements with some ids.
+
+        Args:
+            ids: int64[n], read-only, each from 0 to `len(self) - 1`, in any order; n may be 0.
+
+        Returns:
+            A tree of arrays [n, ...], which the reader never changes afterwards. An element has the same structure,
+            dtype and value whichever others are read with it.
+        """
+        ...
+
+
+class ElementReader(Reader):
+    """A reader that finds elements by their ids, of any epoch: a `SourceReader`."""
+
+    element_spec: Tree | None = None  # tree of ArraySpec of an element, None if it is unknown
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    def fingerprint(self) -> str:
+        """Return a text that changes with the data; "" if the files of the config show that."""
+        return ""
+
+
 class Source(abc.ABC):
     """A dataset's elements, before they are divided into steps."""
 
@@ -72,6 +133,9 @@ class Source(abc.ABC):
     in_memory: bool = False  # reading never blocks
     by_id: bool = False  # `locate` is the identity, so a reader that can compute ids needs no location
     config: Config  # settings of the reader; empty if not `portable`
+    element_spec: Tree | None = None  # tree of ArraySpec of an element, None if it is unknown
+    fingerprint: str = ""  # a text that changes with the data; "" if the files that `path` matches show that
+    note: str = ""  # a line about the data, for the plan
 
     def locate(self, ids: Ids) -> Tree:
         """Return the location of elements, of any epoch: a tree that can be sent. Raise IndexError for a wrong id."""
@@ -105,6 +169,8 @@ class ReaderSource(Source):
     ) -> None:
         self.length: int = length
         self.config = config
+        if isinstance(reader, ElementReader):
+            self.element_spec, self.fingerprint = reader.element_spec, reader.fingerprint()
         self._reader = reader
         self._on_close = on_close
 

@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
-from pipedist.datasets.element import kept
+from pipedist.datasets.element import ArraySpec, kept
 from pipedist.datasets.sources.base import (
     Config,
+    ElementReader,
     Ids,
-    Reader,
     ReaderSource,
     Source,
     SourceError,
@@ -33,11 +33,16 @@ from pipedist.datasets.sources.base import (
 )
 
 
-class RangeReader(Reader):
+class RangeReader(ElementReader):
     """Computes integers."""
+
+    element_spec = ArraySpec(np.int64)
 
     def __init__(self, config: Config) -> None:
         self._numbers = range(config["start"], config["stop"], config["step"])
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
     def read(self, location: Tree) -> npt.NDArray[np.int64]:
         rows = rows_of(location, len(self._numbers))
@@ -73,6 +78,7 @@ class ArrayTreeSource(Source):
 
     def __init__(self, tree: Tree, length: int) -> None:
         self._tree = tree
+        self.element_spec = trees.tree_map(lambda leaf: ArraySpec(leaf.dtype, leaf.shape[1:]), tree)
         self.length: int = length
         self.config = {}
 

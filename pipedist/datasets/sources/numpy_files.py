@@ -22,9 +22,10 @@ from msgspec import Struct
 
 from pipedist.core import ragged
 from pipedist.core.types import Tree
+from pipedist.datasets.element import ArraySpec
 from pipedist.datasets.sources.base import (
     Config,
-    Reader,
+    ElementReader,
     ReaderSource,
     RowLayout,
     SourceError,
@@ -52,6 +53,9 @@ class Stored(Struct, frozen=True, array_like=True):
     def size_bytes(self) -> int:
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
+    def element_spec(self) -> ArraySpec:
+        return ArraySpec(np.dtype(self.dtype).newbyteorder("="), self.shape[1:])
+
     def map(self, descriptor: int) -> Array:
         """Return the array, mapped read-only."""
         dtype = np.dtype(self.dtype)
@@ -74,7 +78,7 @@ def _source(arrays: dict[str, list[Stored]], store: UnpackStore) -> ReaderSource
     return ReaderSource(sum(lengths), config, NumpyReader(config), store.close)
 
 
-class NumpyReader(Reader):
+class NumpyReader(ElementReader):
     """Reads rows of mapped arrays."""
 
     def __init__(self, config: Config) -> None:
@@ -83,9 +87,14 @@ class NumpyReader(Reader):
             name: msgspec.convert(places, list[Stored]) for name, places in config["arrays"].items()
         }
         self._mapped = functools.lru_cache(max(FILES_OPEN_MAX, len(self._arrays)))(self._new_map)
+        spec = {name: places[0].element_spec() for name, places in self._arrays.items()}
+        self.element_spec = spec.get(BARE, spec)
         places = [stored.file for each in self._arrays.values() for stored in each]
         self._numbers = {file: number for number, file in enumerate(dict.fromkeys(places))}
         self._open = OpenFiles(list(self._numbers))
+
+    def __len__(self) -> int:
+        return self._layout.total
 
     def read(self, location: Tree) -> Array | dict[str, Array]:
         """Return the elements with the ids `location`: array[n, ...], or a dict of them.

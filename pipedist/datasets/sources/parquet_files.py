@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.arrow_columns import OWN_TYPE, numpy_column, plain_type, readable
+from pipedist.datasets.element import ArraySpec
 from pipedist.datasets.sources.base import (
     Config,
-    Reader,
+    ElementReader,
     ReaderSource,
     RowLayout,
     SourceError,
@@ -46,7 +47,7 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
-class ParquetReader(Reader):
+class ParquetReader(ElementReader):
     """Reads rows of parquet files, row group by row group.
 
     `groups` of the config: [file, row group, rows] of each row group with rows; `columns`: [name, type or
@@ -63,6 +64,14 @@ class ParquetReader(Reader):
         self._watched = OpenFiles(self._files)  # detects changes: pyarrow opens the files itself
         self._tables: OrderedDict[int, tuple[Any, int]] = OrderedDict()
         """Each with its bytes, because computing a size takes longer than slicing."""
+
+    @property
+    def element_spec(self) -> Tree:  # type: ignore[override]  # computed when it is needed: it opens a file
+        columns = {name: self._empty(name) for name in self._columns}
+        return {name: ArraySpec(column.dtype, column.shape[1:]) for name, column in columns.items()}
+
+    def __len__(self) -> int:
+        return self._layout.total
 
     def read(self, location: Tree) -> dict[str, Column]:
         """Return {column: array[n]} of the elements with the ids `location`.

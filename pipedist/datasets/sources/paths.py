@@ -244,8 +244,10 @@ def hindrance(source: Source) -> str:
     """Return the reason why processes on other hosts can't read a source; "" if they may."""
     if source.why_not_portable:
         return source.why_not_portable
-    if source.config["kind"] == "range":
+    if source.config["kind"] == "range" or source.fingerprint:
         return ""
+    if source.config["kind"] == "source":
+        return "its class has no fingerprint(), which shows whether they see the same data"
     files = list(_files(source.config))
     if any(file.mtime_ns == UNPACKED for file in files):
         return "they are compressed, and were unpacked on this host"

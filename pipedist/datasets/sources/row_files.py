@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipedist.core.types import Tree
+from pipedist.datasets.element import ArraySpec
 from pipedist.datasets.sources.base import Config, Ids, Reader, ReaderSource, RowLayout, SourceError, rows_of
 from pipedist.datasets.sources.file_kinds import OpeningNotice, UnpackStore, refuse_binary, unpack_all
 from pipedist.datasets.sources.paths import DataFile, OpenFiles, expand
@@ -177,6 +178,9 @@ class RowSource(ReaderSource):
         self._starts = tuple(starts)
         self._layout = RowLayout([len(each) - 1 for each in starts])
         super().__init__(self._layout.total, config, reader, on_close)
+        columns = dict(config.get("columns", ()))
+        if columns:
+            self.element_spec = {name: ArraySpec(kind) for name, kind in columns.items()}
 
     def locate(self, ids: Ids) -> Tree:
         """Return the byte ranges of elements, as the module defines them."""
