@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipedist.core.types import Tree
-from pipedist.datasets.sources.arrow_columns import OWN_TYPE, numpy_column, plain_type, readable
 from pipedist.datasets.element import ArraySpec
+from pipedist.datasets.sources.arrow_columns import OWN_TYPE, numpy_column, plain_type, readable
 from pipedist.datasets.sources.base import (
     Config,
     ElementReader,
