@@ -80,7 +80,7 @@ def test_the_example_of_the_reference(tmp_path: Path) -> None:
     dataset = spec.datasets["dataset"]
     assert (dataset.batch, dataset.drop_remainder, dataset.epochs, dataset.shuffle) == (4096, False, 1, False)
     assert dataset.kind == "csv"
-    assert isinstance(dataset.source, CsvSource)
+    assert isinstance(dataset.csv, CsvSource)
     assert dataset.config == {
         "path": ["data/flights*.csv"],
         "columns": {"carrier": "str", "dep_delay": "float32"},
@@ -174,7 +174,7 @@ def test_the_user_s_dict_is_not_changed() -> None:
 )
 def test_ranges(written: object, config: dict[str, int]) -> None:
     dataset = load({**TOTAL, "dataset": {"range": written, "batch": 1}}).datasets["dataset"]
-    assert isinstance(dataset.source, RangeSource)
+    assert isinstance(dataset.range, RangeSource)
     assert dataset.config == config
 
 
