@@ -22,6 +22,8 @@ def parameters(name: str) -> Iterator[str]:
     thing = getattr(pipedist, name)
     if inspect.isclass(thing) and (name in MADE_BY_PIPEDIST or issubclass(thing, enum.Enum)):
         return
+    if getattr(thing, "_is_protocol", False):  # of classes that users write
+        return
     function = vars(thing).get("__init__") if inspect.isclass(thing) else thing
     if function is not None:
         for parameter in inspect.signature(function).parameters:

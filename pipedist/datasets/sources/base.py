@@ -67,9 +67,9 @@ class Reader(abc.ABC):
 
 @runtime_checkable
 class SourceReader(Protocol):
-    """The protocol of a reader class, named in a spec as `source: {class: "module:Reader", with: {...}}`.
+    """The protocol of a reader class, which a spec names as its `source`.
 
-    The constructor is called with the arguments `with`, once in the driver, and once in each worker before its first
+    `source: {class: "module:Reader", with: {...}}`: the constructor is called with the arguments `with`, once in the driver, and once in each worker before its first
     read there. Then `read` is called by one thread at a time. A reader may also have:
 
     - `element_spec`: a tree of `pipedist.ArraySpec`, the structure of one element, without the axis of elements.
