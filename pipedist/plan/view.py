@@ -53,7 +53,7 @@ def _launcher(plan: Plan) -> str:
 
 
 def _kind(plan: Plan, name: str) -> str:
-    """Return the kind of a source; of one that a class reads, the class."""
+    """Return the kind of a source, and the class that reads it if the user names one."""
     dataset = plan.spec.datasets[name]
     given = dataset.config.get("class")
     return dataset.kind if given is None else f"source {reference(given).label}"

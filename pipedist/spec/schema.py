@@ -137,7 +137,7 @@ class _Generator(GenerateJsonSchema):
 
     @staticmethod
     def _plugin(plugin: Plugin) -> dict[str, Any]:
-        """Return the schema of the keys of a source of another package; of one that can't be imported, why."""
+        """Return the schema of the keys of a source of another package, or why it can't be imported."""
         try:
             model = section_of(plugin)
         except UsageError as error:

@@ -49,7 +49,7 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "mana
 
 ROOT_MODULES_MAX = 8
 LAYERS_MAX = 12
-MODULES_MAX = 300
+MODULES_MAX = 360  # each format of data has a module
 
 
 @cache

@@ -1,7 +1,7 @@
 """Source `source`: elements that a class of the user, or of another package, reads.
 
-The class follows `SourceReader`. Its object is made in each process that reads; what it returns is checked, and has
-the form of every shard.
+The class follows `SourceReader`. Its object is made in each process that reads. The trees that it returns are checked,
+and get the form of every shard.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _named(ids: Ids) -> str:
     return f"{len(ids)} elements from {ids[0]} to {ids[-1]}"
 
 
-class ClassSource(ReaderSource):
+class ReaderClassSource(ReaderSource):
     """Elements that a reader class reads."""
 
     def __init__(self, config: Config, reader: ClassReader) -> None:
@@ -167,7 +167,7 @@ class ClassSource(ReaderSource):
             self.element_spec = trees.tree_map(lambda leaf: ArraySpec(leaf.dtype, leaf.shape[1:]), first)
 
 
-def open_class(config: Config, _folder: object) -> ClassSource:
+def open_class(config: Config, _folder: object) -> ReaderClassSource:
     """Make an object of a reader class, and count its elements."""
     ref: FunctionRef = config["class"]
     reader = ClassReader({"with": {}, **config})
@@ -179,4 +179,4 @@ def open_class(config: Config, _folder: object) -> ClassSource:
         "length": len(reader),
         "fingerprint": reader.fingerprint(),
     }
-    return ClassSource(settings, reader)
+    return ReaderClassSource(settings, reader)
