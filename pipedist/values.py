@@ -186,6 +186,8 @@ def reduce(op: ReduceOp | str, tree: Tree, axis: int | Sequence[int] | None, rep
     reduction = Reduction.of(op, axis)
     if replicas > 1 and tree is None:
         return _reduce_plain(reduction, tree)
+    if type(tree) is PerReplica:
+        return _reduce_leaf(reduction, tree, replicas)
     return _leaf_by_leaf(lambda leaf: _reduce_leaf(reduction, leaf, replicas), tree)
 
 

@@ -32,6 +32,7 @@ from pipedist.coordinator.notices import Notices, NoticeSink
 from pipedist.coordinator.outbound import CommandExecutor, StateVersions
 from pipedist.coordinator.pass_handle import Arrival, OnQuarantine, PassHandle
 from pipedist.coordinator.passes import OpenPasses
+from pipedist.coordinator.prepared_steps import PastEvent, PreparedSteps
 from pipedist.coordinator.results import Chunk
 from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.core.types import Tree
@@ -103,12 +104,12 @@ class Coordinator:
         pass_of = self._scheduler.pass_of
         self._passes = OpenPasses(self.post, self._scheduler, self._pool)
         self.states = StateVersions(self._pool)
+        segments = SegmentPool(self._pool, enabled=shared_memory)
         self._gangs = GangRelay(
-            self._pool,
-            SegmentPool(self._pool, enabled=shared_memory),
-            lambda worker, lease: pass_of(worker, lease) is not None,
+            self._pool, segments, lambda worker, lease: pass_of(worker, lease) is not None
         )
-        self._events: deque[tuple[ev.Event, Chunk | None]] = deque()
+        self._prepared = PreparedSteps(self._scheduler, self._pool, segments, self.states.send, self.post)
+        self._events: deque[PastEvent] = deque()
         self._pumping = False
         self._is_defective = False  # the scheduler raised: it handles no further event
         self._closed = False
@@ -245,10 +246,12 @@ class Coordinator:
         handle = PassHandle(
             self.post, number, name, program, settings, policy, feed, on_arrival, on_quarantine, stamp, record
         )
+        handle.begin_prepared = self._begin_prepared
         self._passes.open(handle)
         return handle
 
     def why(self) -> Stall:
+        self._hand_over()
         from pipedist.coordinator.diagnostics import name_all  # few runs need it
 
         launcher = self._pool.launcher
@@ -285,16 +288,27 @@ class Coordinator:
             if isinstance(event, ev.PassClosed):
                 self._passes.close(event.pass_id)
             return
-        self._events.append((event, chunk))
-        if self._pumping:
-            return
+        self._events.append(PastEvent(event, chunk, time.monotonic()))
+        if not self._pumping:
+            self._pump()
+
+    def _pump(self) -> None:
+        """Handle the events that wait."""
         self._pumping = True
         try:
             while self._events:
-                event, chunk = self._events.popleft()
+                past = self._events.popleft()
+                event, chunk = past.event, past.chunk
+                if type(event) is not ev.StepExecuted:
+                    self._prepared.forget()
+                    if (handed := self._prepared.hand_over()) is not None:
+                        self._executor.sent, earlier = handed
+                        self._events.appendleft(past)
+                        self._events.extendleft(reversed(earlier))
+                        continue
                 if isinstance(event, ev.PassClosed):
                     self._passes.close(event.pass_id)
-                for command in self._scheduler.handle(event, time.monotonic()):
+                for command in self._scheduler.handle(event, past.at):
                     self._executor.execute(command, chunk)
         except Exception as error:
             defect = LocalProtocolError(f"a defect of pipedist ended the cluster: {error}")
@@ -309,6 +323,26 @@ class Coordinator:
         if self._timer is not None:
             self._timer.set(self._scheduler.deadline())
 
+    def _begin_prepared(self, handle: PassHandle, step: int) -> bool:
+        """Send an offered step if the scheduler need not see it first; return False if it must."""
+        if self._pumping or self._closed or self._is_defective:
+            return False
+        self._pumping = True  # a worker that can't be reached is lost only when the step is sent
+        try:
+            return self._prepared.begin(handle, step)
+        finally:
+            self._pumping = False
+            if self._events:
+                self._pump()
+
+    def _hand_over(self) -> None:
+        """Have the scheduler see all that has happened in a prepared step."""
+        if (handed := self._prepared.hand_over()) is not None:
+            self._executor.sent, past = handed
+            self._events.extend(past)
+            if not self._pumping:
+                self._pump()
+
     def _fail_all(self, error: PipedistError) -> None:
         self._failed = self._failed or error
         self._pool.fail(self._failed)
@@ -321,6 +355,14 @@ class Coordinator:
             return
         try:
             peer = self._pool.of_identity(identity)
+            if (
+                peer is not None
+                and type(message) is msg.Results
+                and self._prepared.take(peer, message, frames)
+            ):
+                return
+            if self._prepared.is_running and type(message) is not msg.LogLine:
+                self._hand_over()
             if peer is None or isinstance(message, msg.Hello):
                 self._inbound.handle_unregistered(identity, message)
             else:
@@ -331,11 +373,13 @@ class Coordinator:
 
     def _on_exit(self, exit_: WorkerExit) -> None:
         if not self._closed:
+            self._hand_over()
             self._pool.on_exit(exit_)
 
     def _on_lost(self, identity: bytes, reason: str) -> None:
         peer = self._pool.of_identity(identity)
         if peer is not None and not self._closed:
+            self._hand_over()
             self._pool.lose(peer, reason)
 
     def _on_reject(self, reason: str, repeated: str = "") -> None:

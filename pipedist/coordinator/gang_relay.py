@@ -38,6 +38,10 @@ class Segment:
     serials: set[int] = field(default_factory=set)  # gangs that use it
     aborted: int = 0  # the highest serial whose abort is pending; 0: none
 
+    @property
+    def where(self) -> str:
+        return "" if self.owner is None else self.owner.where
+
     def end(self, serial: int, *, aborted: bool) -> None:
         """Record that a gang has ended.
 
@@ -121,7 +125,7 @@ class GangRelay:
         gang = self._gangs[serial] = _Gang(serial, command.pass_id, parts, peers, segment)
         for member, part in enumerate(parts):
             self._by_lease[part.lease] = (gang, member)
-        return "" if segment is None or segment.owner is None else segment.owner.where
+        return "" if segment is None else segment.where
 
     def stash(self, serial: int, chunk: Chunk) -> None:
         gang = self._gangs[serial]

@@ -59,6 +59,7 @@ class CommandExecutor:
         self._leases = LeaseOrder(pool)
         self._gangs = gangs
         self._handles = passes.handles
+        self.sent: cmd.SendGang | None = None  # a gang that was sent before the scheduler commanded it
 
     def execute(self, command: cmd.Command, chunk: Chunk | None) -> None:
         """Execute one command; `chunk`: the results that came with its event."""
@@ -75,6 +76,9 @@ class CommandExecutor:
                     self._handles[pass_id].arrived(chunk)
             case cmd.StepsReady(pass_id, first, last):
                 self._handles[pass_id].ready(first, last)
+            case cmd.SendGang() if command == self.sent:
+                self._gangs.begin(command)
+                self.sent = None
             case cmd.SendGang(pass_id=pass_id):
                 self._send_gang(self._handles[pass_id], command)
             case cmd.SendAssign(pass_id=pass_id):

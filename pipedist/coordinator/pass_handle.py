@@ -119,6 +119,8 @@ class PassHandle:
         self._restored: dict[int, Chunk] = {}  # by call, until offered; from an earlier process
         self.keeps_results = False
         """Whether results that were not read are kept when the pass is closed, for `finished_calls`."""
+        self.begin_prepared: Callable[[PassHandle, int], bool] = lambda _handle, _step: False
+        """Sends an offered step if the scheduler need not see it first; see `coordinator.prepared_steps`."""
         self.settled = anyio.Event()  # set when the pass is closed, and no worker reports results any more
         self._late: dict[int, Slots] = {}  # results of cancelled calls, if they are kept
         self._is_closed = False
@@ -231,8 +233,13 @@ class PassHandle:
         if self.record is not None:  # until now, other calls made its values
             recorder = self.record.recorder
             recorder.later(self.record.offered, step + 1, 0, recorder.now())
-        self._post(ev.StepsAvailable(self.id, step, step + 1, len(values)))
+        if not self.begin_prepared(self, step):
+            self._post(ev.StepsAvailable(self.id, step, step + 1, len(values)))
         return step
+
+    def inputs_of(self, step: int) -> tuple[list[Tree], States | None]:
+        """Return the values and states of a step of a pass without a feed."""
+        return self._inputs[step]
 
     def hold(self) -> None:
         """Assign no more calls; when none is running, `batches` raises RunDrained."""

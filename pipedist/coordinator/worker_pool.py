@@ -249,8 +249,14 @@ class WorkerPool(WorkerRegistry):
         timeout detects that.
         """
         peer = self.of(worker)
-        if peer is None or self._router.send(peer.identity, message, payload):
+        if peer is not None:
+            self.send_to(peer, message, payload)
+
+    def send_to(self, peer: Peer, message: msg.Message, payload: Sequence[Frame] = ()) -> None:
+        """Send a message to a worker that has joined; see `send`."""
+        if self._router.send(peer.identity, message, payload):
             return
+        worker = peer.worker
         is_running = peer.local and self._started.get(worker) == peer.incarnation
         if self.launcher is not None and is_running:
             self.launcher.kill(worker, peer.incarnation)

@@ -6,10 +6,11 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from pipedist.protocol.messages import spans
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler.bisection import Probe, Span
 from pipedist.scheduler.gang_scheduling import form, parts
-from pipedist.scheduler.leases import Lease, Worker
+from pipedist.scheduler.leases import GangGroup, Lease, Worker
 from pipedist.scheduler.membership import Membership
 from pipedist.scheduler.passes import Pass
 from pipedist.scheduler.queues import RangeSet, Todo
@@ -186,6 +187,29 @@ class Assigner:
         pass_.add_gang(gang)
         self._out.append(cmd.SendGang(gang.serial, pass_.id, todo.attempt, parts(gang)))
         return True
+
+    def foreseeable_group(self, pass_: Pass) -> GangGroup | None:
+        """Return the workers that would get the next step of a gang pass, if no other call waits; None: not known."""
+        gpus = pass_.settings.gpus
+        if not pass_.awaits_step or not self.nothing_waits:
+            return None
+        if gpus and self._members.ready_for(gpus) < pass_.settings.replicas:
+            return None
+        return pass_.groups.latest_if_idle(self._members, pass_.id, pass_.settings)
+
+    def foresee(self, pass_: Pass, group: GangGroup) -> cmd.SendGang:
+        """Return the command that assigns the next step of a pass to a group."""
+        replicas, lease, gang = pass_.settings.replicas, self._members.last_lease, []
+        lo, workers, new = pass_.offered * replicas, group.workers, tuple.__new__  # cheaper than the class
+        for worker, (a, b) in zip(workers, spans(replicas, len(workers)), strict=True):
+            lease += 1
+            gang.append(new(cmd.GangAssignment, (worker.name, lease, lo + a, lo + b)))
+        return cmd.SendGang(self._last_gang + 1, pass_.id, 0, tuple(gang))
+
+    def executed(self, pass_: Pass, gang: cmd.SendGang) -> None:
+        """Record that a step was assigned as foreseen."""
+        self._last_gang = gang.serial
+        self._turn = pass_.id
 
     def _bind(self, worker: Worker, pass_: Pass) -> None:
         if pass_.id not in worker.bound:

@@ -68,6 +68,17 @@ class StepsAvailable(Event, frozen=True):
     skipped_replicas: tuple[int, ...] = ()
 
 
+class StepExecuted(Event, frozen=True):
+    """The next step of a pass was executed by the gang that `Scheduler.foresee` returned.
+
+    It stands for the step's `StepsAvailable`, and a `CallsDone` of each member.
+    """
+
+    pass_id: int
+    serial: int  # that of the gang
+    reports: tuple[tuple[str, int, int], ...]  # worker, busy_ns, bytes of each member, in order of arrival
+
+
 class StepsEnded(Event, frozen=True):
     """The pass has no more steps."""
 

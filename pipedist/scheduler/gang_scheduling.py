@@ -15,6 +15,7 @@ from pipedist.scheduler.commands import GangAssignment
 from pipedist.scheduler.leases import GangAttempt, GangGroup, Worker
 from pipedist.scheduler.membership import Membership
 from pipedist.scheduler.queues import Todo
+from pipedist.scheduler.settings import PassSettings
 
 
 class GangGroups:
@@ -53,6 +54,13 @@ class GangGroups:
         # by length first, so that w2 comes before w10
         workers = sorted(list(chosen.values())[:size], key=lambda w: (len(w.name), w.name))
         return GangGroup(tuple(workers))
+
+    def latest_if_idle(self, members: Membership, pass_id: int, settings: PassSettings) -> GangGroup | None:
+        """Return the latest group if `idle` would return it, and its workers have the program of the pass."""
+        group = self.idle(members, settings.replicas, settings.gpus, settings.members)
+        if group is None or group is not self._last:
+            return None
+        return group if all(pass_id in worker.bound for worker in group.workers) else None
 
     def in_advance(
         self, members: Membership, replicas: int, gpus: float, depth_max: int, count: int = 0

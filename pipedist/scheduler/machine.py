@@ -39,6 +39,11 @@ A gang needs several idle workers. While a gang pass has its turn and too few wo
 calls are assigned, so that workers become idle and no pass starves. Short gangs are queued in advance at
 the workers of an earlier one, which hold the pass's state and share memory. All members get the lease of a
 gang before that of a later one, so gangs wait in the same order everywhere.
+
+If the workers of a gang pass's latest gang are idle, and no other call waits, the next step will be assigned to
+them: `foresee` returns that command before the step is offered. So the driver can execute a step of a training
+loop at once, and report it with one event (`StepExecuted`) when it is over. The state is then the same as after
+the events that it stands for.
 """
 
 from __future__ import annotations
@@ -52,7 +57,7 @@ from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.assignment import Assigner
 from pipedist.scheduler.bisection import Death
-from pipedist.scheduler.leases import Lease, Worker
+from pipedist.scheduler.leases import GangGroup, Lease, Worker
 from pipedist.scheduler.membership import Membership
 from pipedist.scheduler.outcomes import Outcomes
 from pipedist.scheduler.passes import Pass
@@ -70,6 +75,7 @@ _MOVES = frozenset(  # events that count as progress
         ev.PassOpened,
         ev.PassClosed,
         ev.StepsAvailable,
+        ev.StepExecuted,
         ev.StepsEnded,
         ev.StepsConsumed,
         ev.CallsDone,
@@ -96,6 +102,8 @@ class Scheduler:
         self._outcomes = Outcomes(self._limits, self._members, self._passes, self._assigner, self._out)
         self._now = 0.0
         self._moved_at: float | None = None  # the last progress; None before the first pass
+        self._groups: dict[int, GangGroup] = {}  # get the next step of a pass; until another event comes
+        self._foreseen: cmd.SendGang | None = None  # the latest one; until an event comes
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
         """Handle one event at a monotonic time in seconds; return the commands to execute, in order.
@@ -109,7 +117,10 @@ class Scheduler:
         self._outcomes.now = self._members.now = now
         if type(event) in _MOVES:
             self._moved_at = now
+        if type(event) is not ev.StepExecuted:
+            self._groups.clear()
         handler(self, event)
+        self._foreseen = None
         if self._backing_off:
             for pass_ in list(self._backing_off.values()):
                 pass_.wake_due(now)
@@ -124,6 +135,27 @@ class Scheduler:
         out = self._out[:]
         self._out.clear()
         return out
+
+    def foresee(self, pass_id: int) -> cmd.SendGang | None:
+        """Return the only command that `StepsAvailable` of the next step of a pass will cause.
+
+        The step must have a call for each replica, and no bytes. None: it is not known. It holds until the next event,
+        so the driver may execute it at once, and then report `StepExecuted`; before any other event it reports the
+        `StepsAvailable`, and the `CallsDone` that have arrived.
+        """
+        pass_ = self._passes.get(pass_id)
+        if pass_ is None:
+            return None
+        group = self._groups.get(pass_id)
+        if group is None:
+            if self._backing_off or self._members.watched:
+                return None
+            group = self._assigner.foreseeable_group(pass_)
+            if group is None:
+                return None
+            self._groups[pass_id] = group
+        self._foreseen = gang = self._assigner.foresee(pass_, group)
+        return gang
 
     def deadline(self) -> float | None:
         """Return the time at which to send a Tick if no other event occurs, or None."""
@@ -264,6 +296,22 @@ class Scheduler:
         if event.parts == len(event.skipped_replicas):
             replicas = pass_.settings.replicas
             self._outcomes.publish(pass_, event.first * replicas, event.last * replicas)
+
+    def _on_step_executed(self, event: ev.StepExecuted) -> None:
+        gang = self._foreseen
+        if gang is None or gang.pass_id != event.pass_id:
+            gang = self.foresee(event.pass_id)
+        if gang is None or gang.serial != event.serial or len(event.reports) != len(gang.parts):
+            raise LocalProtocolError(f"{event!r}, but foreseen was {gang!r}")
+        pass_, took_ns, size = self._passes[event.pass_id], 0, 0
+        for _, busy_ns, bytes_ in event.reports:
+            took_ns = max(took_ns, busy_ns)
+            size += bytes_
+        self._assigner.executed(pass_, gang)
+        self._members.used(event.reports)
+        step = pass_.offered
+        pass_.executed(gang, took_ns / 1e9, size)
+        self._out.append(cmd.StepsReady(pass_.id, step, step + 1))
 
     def _on_steps_ended(self, event: ev.StepsEnded) -> None:
         pass_ = self._passes.get(event.pass_id)
@@ -427,6 +475,7 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any], None]] = {
     ev.WorkerLost: Scheduler._on_worker_lost,
     ev.PassOpened: Scheduler._on_pass_opened,
     ev.StepsAvailable: Scheduler._on_steps_available,
+    ev.StepExecuted: Scheduler._on_step_executed,
     ev.StepsEnded: Scheduler._on_steps_ended,
     ev.StepsConsumed: Scheduler._on_steps_consumed,
     ev.CallsCached: Scheduler._on_calls_cached,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -49,7 +50,7 @@ class Membership:
         self.moved: set[int] = set()  # passes of which other workers have overlapping calls than before
         self._prefetch_below_s = prefetch_below_s
         self._start_s = start_s
-        self._last_lease = 0
+        self.last_lease = 0
 
     def current(self, worker: str, incarnation: int) -> Worker | None:
         found = self.workers.get(worker)
@@ -157,8 +158,8 @@ class Membership:
         gang: GangAttempt | None = None,
         overlaps: bool = False,
     ) -> Lease:
-        self._last_lease += 1
-        lease = Lease(self._last_lease, worker.name, pass_id, lo, hi, attempt, lo, expected_s, gang, overlaps)
+        self.last_lease += 1
+        lease = Lease(self.last_lease, worker.name, pass_id, lo, hi, attempt, lo, expected_s, gang, overlaps)
         self.leases[lease.id] = lease
         if overlaps:
             worker.leases.append(lease.id)
@@ -197,6 +198,15 @@ class Membership:
         else:
             lease.second_attempts = 0
             self._begun(lease)
+
+    def used(self, reports: Sequence[tuple[str, int, int]]) -> None:
+        """Record that idle workers have executed a lease each, of one gang, and reported it in this order."""
+        self.last_lease += len(reports)
+        for name, _, _ in reports:
+            worker = self.idle[name]
+            worker.unsure = False
+            self.idle.move_to_end(name)
+            self.capacity_classes[worker.gpus].idle.move_to_end(name)
 
     def revoke(self, lease: Lease) -> None:
         del self.leases[lease.id]

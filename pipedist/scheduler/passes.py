@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler.bisection import CallHistory, CulpritSearches, Probe
-from pipedist.scheduler.commands import Cause, Failure
+from pipedist.scheduler.commands import Cause, Failure, SendGang
 from pipedist.scheduler.gang_scheduling import GangGroups
 from pipedist.scheduler.leases import GangAttempt
 from pipedist.scheduler.queues import BackoffQueue, RangeSet, Todo, TodoQueue
@@ -68,6 +68,18 @@ class Pass:
 
     def become(self, what: PassEvent) -> None:
         self.state = next_state(f"pass {self.id}", PASS_TRANSITIONS, self.state, what)
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether a gang pass has nothing to do before its next step, and has had no failure that is not over."""
+        return (
+            self.settings.gang
+            and not self.settings.ordered
+            and self.state is PassState.OPEN
+            and not (self.draining or self.leased or self.todo.calls or self.gangs)
+            and not (self.histories or self.failures or self.backing_off or self.searches.calls)
+            and self.last_step is None
+        )
 
     @property
     def has_assignable_calls(self) -> bool:
@@ -141,6 +153,14 @@ class Pass:
         del self.gangs[gang.serial]
         self.groups.end(gang.group)
 
+    def executed(self, gang: SendGang, took_s: float, size: int) -> None:
+        """Record that the next step was offered, and executed by a gang."""
+        self.offered += 1
+        self.requested = max(self.requested, self.offered)
+        self.step_bytes = 0.0
+        lo, hi = gang.parts[0].lo, gang.parts[-1].hi
+        self._measure(lo, hi, took_s, size)
+
     def came_back(self, lo: int, hi: int, busy_s: float, size: int, limits: SchedulerLimits) -> None:
         self.leased -= hi - lo
         self.bundle_max = min(limits.bundle_calls_max, max(self.bundle_max, (hi - lo) * limits.bundle_growth))
@@ -151,11 +171,14 @@ class Pass:
 
     def _done(self, lo: int, hi: int, took_s: float, size: int) -> None:
         self.done.add(lo, hi)
-        self.result_bytes += size
         if self.histories:
             for call in range(lo, hi) if hi - lo < len(self.histories) else list(self.histories):
                 if lo <= call < hi:
                     self.histories.pop(call, None)
+        self._measure(lo, hi, took_s, size)
+
+    def _measure(self, lo: int, hi: int, took_s: float, size: int) -> None:
+        self.result_bytes += size
         mean_bytes = size / (hi - lo)
         if self.call_s is None:
             self.call_s, self.result_call_bytes = took_s, mean_bytes

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, ClassVar, Final
 from weakref import WeakValueDictionary
@@ -34,6 +35,8 @@ _INLINE_BYTES_MAX: Final = 2**20  # larger values are combined in a thread: the 
 
 _FLAT: Final = frozenset({PerReplica, np.ndarray, np.float64, np.float32, np.int64, int, float, bool, str})
 """Frequent types of arguments that are leaves and no variables."""
+
+_NUMBERS: Final = frozenset({int, float, np.float64, np.float32, np.int64})
 
 
 class BaseStrategy(InputStrategy, VariableOwner, TfNames):
@@ -126,6 +129,10 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         require_cross_replica("Strategy.reduce")
         given = self._components(value, mirrored=False)
         whole = values.per_replica([self._only(given)]) if self._identity else given
+        if type(whole) is PerReplica and _NUMBERS.issuperset(map(type, whole.components)):
+            return values.reduce(
+                reduce_op, whole, axis, self._replicas
+            )  # quick: the loop need not be checked
         return await _computed(partial(values.reduce, reduce_op, whole, axis, self._replicas), whole)
 
     async def reduce_to(self, reduce_op: ReduceOp | str, value: Tree) -> Tree:
@@ -336,11 +343,14 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise TypeError(f"kwargs is {kwargs!r} of type {type(kwargs).__name__}; expected a dict")
         if args and not kwargs and _FLAT.issuperset(map(type, args)):  # the common case, cheaper
-            columns = [
-                value.components if type(value) is PerReplica else (value,) * self._replicas for value in args
-            ]
-            if {len(column) for column in columns} == {self._replicas}:
-                return [(own, {}) for own in zip(*columns, strict=True)]
+            columns, replicas = [], self._replicas
+            for value in args:
+                column = value.components if type(value) is PerReplica else (value,) * replicas
+                if len(column) != replicas:
+                    break
+                columns.append(column)
+            else:
+                return list(zip(zip(*columns, strict=True), repeat({}, replicas), strict=True))
         leaves, treedef = trees.flatten((tuple(args), dict(kwargs or {})))
         split = False
         for place, leaf in enumerate(leaves):

@@ -19,6 +19,7 @@ from contextvars import ContextVar
 from typing import Any, ClassVar, TypeVar
 from weakref import WeakValueDictionary
 
+from pipedist.worker.context import current as _replica_context
 from pipedist.worker.context import get_replica_context
 from pipedist.worker.strategy_views import current_strategy as _merging
 
@@ -90,7 +91,7 @@ def in_cross_replica_context() -> bool:
 
 def require_cross_replica(method: str) -> None:
     """Raise RuntimeError in a replica function of a strategy other than the default one."""
-    if get_replica_context() is not None and in_replica_function():
+    if _replica_context.get() is not None and in_replica_function():
         raise RuntimeError(
             f"{method} requires cross-replica context: it was called inside a replica function; "
             "return the value and call it outside"

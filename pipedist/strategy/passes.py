@@ -281,11 +281,28 @@ class FunctionPasses:
         in another event loop than the cluster's.
         """
         require_loop(self._loop)
+        return UsedPass(self._entry(function), partial(self._used, function))
+
+    def enter(self, function: FunctionRef) -> _OpenPass:
+        """Return the pass of a function, as `using` does, in a coroutine; it stays open at least until `leave`."""
+        import asyncio  # loaded already
+
+        if asyncio.get_running_loop() is not self._loop:
+            require_loop(self._loop)
+        entry = self._entry(function)
+        entry.users += 1
+        return entry
+
+    def leave(self, function: FunctionRef, entry: _OpenPass) -> None:
+        entry.users -= 1
+        self._used(function, entry)
+
+    def _entry(self, function: FunctionRef) -> _OpenPass:
         entry = self._open.get(function)
         if entry is None:
             entry = self._open[function] = _OpenPass(self._new(function))
         self._open.move_to_end(function)
-        return UsedPass(entry, partial(self._used, function))
+        return entry
 
     def _used(self, function: FunctionRef, entry: _OpenPass) -> None:
         if entry.handle.has_failed:  # the error of a single step does not affect others

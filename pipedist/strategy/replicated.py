@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import anyio
 import anyio.lowlevel
+from msgspec import Struct
 
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.core import trees
@@ -125,7 +125,18 @@ class Strategy(AsyncOnly, BaseStrategy):
     ) -> Tree:
         """Call `fn` on every replica, with its `args` and `kwargs`: see `BaseStrategy.run`."""
         require_cross_replica("Strategy.run")
-        return await self._run_call(self._prepare(fn, args, kwargs))
+        call = self._prepare(fn, args, kwargs)
+        if call.captured.variables:
+            return await self._run_call(call)
+        passes = self._open_passes()  # as `_execute`, of which a step without variables needs little
+        entry = passes.enter(call.function)
+        try:
+            return self._result(call, await entry.handle.call_step(self._payload(call)))
+        except CallError as error:
+            self._check_sendable(call, error)
+            raise
+        finally:
+            passes.leave(call.function, entry)
 
     async def _run_call(self, call: PreparedCall) -> Tree:
         if not call.captured.variables:
@@ -162,11 +173,16 @@ class Strategy(AsyncOnly, BaseStrategy):
                         payload, transaction.states, produced=produced, left=self._cancelled_steps
                     )
             except CallError as error:
-                if isinstance(error.__cause__, UnsendableError):
-                    for args, kwargs in call.arguments:  # if one can't be sent, this error has its path
-                        encode({"args": args, "kwargs": kwargs})
+                self._check_sendable(call, error)
                 raise
         return self._result(call, results)
+
+    @staticmethod
+    def _check_sendable(call: PreparedCall, error: CallError) -> None:
+        """Raise UnsendableError, with its path, if an argument can't be sent."""
+        if isinstance(error.__cause__, UnsendableError):
+            for args, kwargs in call.arguments:
+                encode({"args": args, "kwargs": kwargs})
 
     def _begin(self, fn: Callable[..., Any], args: Sequence[Any]) -> PendingRun | None:
         """Start a run that uses no variables; return None if it uses some."""
@@ -191,14 +207,14 @@ class Strategy(AsyncOnly, BaseStrategy):
             raise LocalProtocolError(
                 f"{call.function.label}: got {len(results)} results of {self._replicas} replicas"
             )
+        each = self._components_of(call, [result[SLOT] for result in results])
         if not call.steps:
-            return self._joined([self._component(call, result[SLOT]) for result in results])
-        each = [self._component(call, result[SLOT]) for result in results]
+            return self._joined(each)
         return [self._joined(list(components)) for components in zip(*each, strict=True)]
 
-    def _component(self, call: PreparedCall, result: Tree) -> Tree:
-        """Return a replica's result from that of its call."""
-        return result
+    def _components_of(self, call: PreparedCall, results: list[Tree]) -> list[Tree]:
+        """Return the replicas' results from those of their calls."""
+        return results
 
     def _open_passes(self) -> FunctionPasses:
         if self._passes is None:
@@ -258,8 +274,7 @@ class Strategy(AsyncOnly, BaseStrategy):
         await self.aclose()
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedCall:
+class PreparedCall(Struct, frozen=True):
     """A run that is ready to be sent."""
 
     function: FunctionRef

@@ -186,8 +186,8 @@ class TPUStrategy(Strategy):
             self._next_steps.popitem(last=False)
         return [[first, own] for own in rows]
 
-    def _component(self, call: PreparedCall, result: Tree) -> Tree:
-        return result if call.steps else result[0]
+    def _components_of(self, call: PreparedCall, results: list[Tree]) -> list[Tree]:
+        return results if call.steps else [result[0] for result in results]
 
     def _prepare_group(self, fn: Callable[..., Any], group: Sequence[Sequence[Any]]) -> PreparedCall:
         captured = CapturedVariables(self, self._open_passes().coordinator)

@@ -180,10 +180,7 @@ class Router:
         if fault:
             # It keeps its connection until its next message, so that it can read the reason.
             self._lose(identity, f"peer {_shown(identity)} sent {fault}")
-        else:
-            self._take(identity, parts)
-
-    def _take(self, identity: bytes, parts: list[memoryview]) -> None:
+            return
         try:
             message, frames = self._open_message(identity, parts)
         except RemoteProtocolError as error:

@@ -41,7 +41,7 @@ class Readers:
         self.open += 1
         self._simulation.driver.handle(ev.PassOpened(work.id, work.settings))
         if not work.settings.pulled:
-            self._record(work.id).requested = work.steps
+            self._record(work.id).requested = 1 if self._is_loop(work) else work.steps
             self._offer_soon(work.id)
 
     def drain(self, work: Workload) -> None:
@@ -68,6 +68,11 @@ class Readers:
                     self._visible(pass_id, step, step + 1)
             case cmd.PassComplete(pass_id) | cmd.PassDrained(pass_id):
                 self._soon(self._close, pass_id)
+
+    @staticmethod
+    def _is_loop(work: Workload) -> bool:
+        """Whether each step is offered when the one before it is over, as in a training loop."""
+        return work.settings.gang and not work.settings.ordered
 
     def _record(self, pass_id: int) -> PassRecord:
         return self._simulation.driver.model.passes[pass_id]
@@ -115,6 +120,10 @@ class Readers:
         if not waiting:
             self._soon(self._consume, pass_id)
         waiting.append((first, last))
+        record = self._record(pass_id)
+        if self._is_loop(record.work) and last < record.work.steps:
+            record.requested = last + 1
+            self._offer_soon(pass_id)
 
     def _consume(self, pass_id: int) -> None:
         """Consume all visible steps."""

@@ -35,6 +35,13 @@ LATE_HELLOS = 0.05
 """Share of the workers for which a Hello of their earlier incarnation arrives late."""
 
 
+def _foreseen(scheduler: Scheduler, event: Event) -> cmd.SendGang | None:
+    """Return the only command that an event must cause, if the scheduler foresees it."""
+    if not isinstance(event, ev.StepsAvailable) or event.last != event.first + 1:
+        return None
+    return scheduler.foresee(event.pass_id)
+
+
 class _NoSegments:
     """No shared memory: all exchanges of gangs go through the driver."""
 
@@ -84,7 +91,10 @@ class SimulatedSchedulerProcess:
         simulation, scheduler, model = self._simulation, self.scheduler, self.model
         now = simulation.time.now
         predicted = model.handle(event, now)
+        foreseen = _foreseen(scheduler, event)
         commands = scheduler.handle(event, now)
+        if foreseen is not None and commands != [foreseen]:
+            raise Violation(f"{event!r} has caused {commands}, but {foreseen} was foreseen")
         simulation.story.append((now, event, commands))
         simulation.events += 1
         checks = simulation.events % simulation.check_every == 0

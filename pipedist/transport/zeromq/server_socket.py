@@ -110,7 +110,7 @@ class ServerSocket:
         self._on_message = on_message
         self._on_reject = on_reject
         self._limits = limits
-        self._first_bytes_max = first_frame_bytes_max(limits)
+        self._first_bytes_max = min(first_frame_bytes_max(limits), limits.message_bytes_max)
         self._settings = settings
         self._waiting: dict[bytes, Outbox] = {}  # what ZeroMQ's queue can't take, by identity; not empty
         self._retry: asyncio.TimerHandle | None = None
@@ -229,6 +229,14 @@ class ServerSocket:
             if more:
                 return
             self._fault = "a message without frames"
+        elif not (more or self._parts or self._fault) and len(frame) <= self._first_bytes_max:
+            identity, self._identity = (
+                self._identity,
+                None,
+            )  # a message of one frame: the common case, cheaper
+            if self._is_open:
+                self._deliver(identity, [frame], "", frame)
+            return
         elif not self._fault:
             self._fault = self._examine(frame)
             if self._fault:
@@ -255,7 +263,8 @@ class ServerSocket:
     def _deliver(self, identity: bytes, parts: list[zmq.Frame], fault: str, last: zmq.Frame) -> None:
         user = str(last.get("User-Id")) if self._keys is not None else ""
         try:
-            self._on_message(identity, user, [part.buffer for part in parts], fault)
+            frames = [last.buffer] if len(parts) == 1 else [part.buffer for part in parts]
+            self._on_message(identity, user, frames, fault)
         except Unwelcome as error:
             if str(error):
                 self._on_reject(f"{error}, from {address_of(last)}")

@@ -1,0 +1,204 @@
+"""Steps of a training loop, with one message to each worker, one back, and one event for the scheduler.
+
+While nothing else is going on, the scheduler's next decision is known: the next step of a pass goes to the workers of
+its latest gang (`Scheduler.foresee`). Such a step is sent when it is offered. Its results are collected here, and the
+scheduler gets one event when all have arrived.
+
+Before the scheduler handles any other event, or is asked about a lease, it gets the events of what has happened so
+far, with their times (`hand_over`): the offer of the step, and the results that have arrived. From then on the step is
+one like any other. So when a worker dies or a call fails, the scheduler decides in the same state as if it had seen
+every event at once; steps that are offered while one runs take the general path too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from pipedist.coordinator.gang_relay import Segment, SegmentPool
+from pipedist.coordinator.measurements import frame_bytes
+from pipedist.coordinator.pass_handle import PassHandle
+from pipedist.coordinator.results import Chunk, open_chunk
+from pipedist.coordinator.worker_pool import WorkerPool
+from pipedist.coordinator.worker_registry import Peer
+from pipedist.protocol import messages as msg
+from pipedist.protocol.codec import Frame, encode
+from pipedist.protocol.encoder import encode_arguments
+from pipedist.scheduler import Event, Scheduler
+from pipedist.scheduler import commands as cmd
+from pipedist.scheduler import events as ev
+
+
+class PastEvent(Struct, frozen=True):
+    """An event that the scheduler has not seen, the results that came with it, and its time."""
+
+    event: Event
+    chunk: Chunk | None
+    at: float
+
+
+class _Report(Struct, frozen=True):
+    peer: Peer
+    results: msg.Results
+    at: float
+
+
+class _Members(Struct, frozen=True):
+    """The workers of the latest gang; valid until the next event of another kind."""
+
+    pass_id: int
+    peers: list[Peer]
+    segment: Segment | None
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    handle: PassHandle
+    step: int
+    command: cmd.SendGang
+    members: _Members
+    began: float
+    chunks: list[Chunk | None]  # by member
+    reports: list[_Report] = field(default_factory=list)  # in order of arrival
+
+
+class PreparedSteps:
+    """Sends the steps that the scheduler foresees, one at a time, and collects their results.
+
+    `send_states` sends a worker the versions of states that it lacks; `post` has an event handled.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        pool: WorkerPool,
+        segments: SegmentPool,
+        send_states: Callable[[str, Mapping[str, Sequence[int]]], None],
+        post: Callable[[Event], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._pool = pool
+        self._segments = segments
+        self._send_states = send_states
+        self._post = post
+        self._running: _Running | None = None
+        self._members: _Members | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._running is not None
+
+    def begin(self, handle: PassHandle, step: int) -> bool:
+        """Send a step that is offered; return False if it must take the general path.
+
+        The caller handles events that sending causes, such as the loss of a worker, after this.
+        """
+        if self._running is not None:
+            return False
+        record = handle.record
+        asked = 0 if record is None else record.recorder.now()
+        command = self._scheduler.foresee(handle.id)
+        if command is None:
+            return False
+        parts, (values, states) = command.parts, handle.inputs_of(step)
+        first = step * len(values)
+        if parts[0].lo != first or parts[-1].hi != first + len(values):
+            return False
+        members = self._members
+        if members is None or members.pass_id != handle.id:
+            members = self._find_members(command, len(values))
+            if members is None:
+                return False
+        payloads: list[list[Frame]] = []
+        try:
+            versions = None if states is None else {name: list(at) for name, at in states.items()}
+            for worker, _, lo, hi in parts:
+                own = values[lo - first : hi - first]
+                if states is None:
+                    payloads.append(encode_arguments(own))
+                else:
+                    payloads.append(encode([None, None, own, versions]))
+                    self._send_states(worker, states)
+        except Exception:  # a value can't be sent: the general path raises the error
+            return False
+        self._running = _Running(handle, step, command, members, time.monotonic(), [None] * len(parts))
+        where, serial = "", command.serial
+        if members.segment is not None:
+            where = members.segment.where
+            members.segment.serials.add(serial)
+        for member, (worker, lease, lo, hi) in enumerate(parts):
+            if record is not None:
+                size = frame_bytes(payloads[member])
+                record.recorder.later(record.sent, worker, lease, lo, hi, 0, size, asked, False, False)
+            head = msg.AssignGang(lease, handle.id, lo, hi, 0, serial, member, len(parts), where)
+            self._pool.send_to(members.peers[member], head, payloads[member])
+        return True
+
+    def _find_members(self, command: cmd.SendGang, replicas: int) -> _Members | None:
+        peers = [peer for part in command.parts if (peer := self._pool.of(part.worker)) is not None]
+        if len(peers) < len(command.parts):
+            return None
+        segment = self._segments.begin(command.serial, peers, replicas)
+        self._members = members = _Members(command.pass_id, peers, segment)
+        return members
+
+    def take(self, peer: Peer, results: msg.Results, frames: Sequence[memoryview]) -> bool:
+        """Take the results of a member; return False if they are not those of the step that runs.
+
+        Raise RemoteProtocolError if they are malformed.
+        """
+        running = self._running
+        if running is None:
+            return False
+        parts, chunks, handle = running.command.parts, running.chunks, running.handle
+        member = results.lease - parts[0].lease
+        if not 0 <= member < len(parts) or peer is not running.members.peers[member]:
+            return False
+        _, _, lo, hi = parts[member]
+        if results.lo != lo or results.hi != hi or chunks[member] is not None:
+            return False
+        chunks[member] = chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
+        if (record := handle.record) is not None:
+            record.recorder.later(record.returned, peer.worker, results, chunk.size)
+        running.reports.append(_Report(peer, results, time.monotonic()))
+        if None not in chunks:
+            self._end(running)
+        return True
+
+    def _end(self, running: _Running) -> None:
+        self._running = None
+        handle, command, segment = running.handle, running.command, running.members.segment
+        if segment is not None:
+            segment.end(command.serial, aborted=False)
+        first, reports = command.parts[0].lease, []
+        arrived: list[Chunk] = []
+        for report in running.reports:
+            chunk = running.chunks[report.results.lease - first]
+            assert chunk is not None  # all members have reported
+            arrived.append(chunk)
+            reports.append((report.peer.worker, report.results.busy_ns, chunk.size))
+        handle.gang_arrived(arrived, running.members.peers)
+        self._post(ev.StepExecuted(handle.id, command.serial, tuple(reports)))
+
+    def forget(self) -> None:
+        """Forget who the workers of the latest gang are: another event may change it."""
+        self._members = None
+
+    def hand_over(self) -> tuple[cmd.SendGang, list[PastEvent]] | None:
+        """Return the command that was executed already, and the events that the scheduler has not seen, if any."""
+        running, self._running = self._running, None
+        if running is None:
+            return None
+        handle, step, first = running.handle, running.step, running.command.parts[0].lease
+        offered = ev.StepsAvailable(handle.id, step, step + 1, handle.settings.replicas)
+        events = [PastEvent(offered, None, running.began)]
+        for report in running.reports:
+            peer, results, chunk = report.peer, report.results, running.chunks[report.results.lease - first]
+            assert chunk is not None  # it was reported
+            lease, lo, hi, busy_ns = results.lease, results.lo, results.hi, results.busy_ns
+            done = ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, busy_ns, chunk.size)
+            events.append(PastEvent(done, chunk, report.at))
+        return running.command, events

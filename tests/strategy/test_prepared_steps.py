@@ -1,0 +1,225 @@
+"""Steps that the scheduler sees when they are over: the same bits, errors and retries as those it sees at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+import pipedist
+from pipedist.coordinator.prepared_steps import PreparedSteps
+from tests.strategy import functions
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+STEPS = 6
+
+
+def parts(step: int, rows: int = 300, replicas: int = 2) -> pipedist.PerReplica:
+    return pipedist.PerReplica([np.arange(rows) * 0.1 + step + replica for replica in range(replicas)])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def strategy() -> AsyncIterator[pipedist.Strategy]:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        yield pipedist.Strategy(cluster, replicas=2)
+
+
+class Seen:
+    """The events that the scheduler of a strategy's cluster handles, since `take`."""
+
+    def __init__(self, strategy: pipedist.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+        scheduler = strategy.cluster.coordinator._scheduler
+        self._handle, self._events = scheduler.handle, list[str]()
+        monkeypatch.setattr(scheduler, "handle", self._see)
+
+    def _see(self, event: Any, now: float) -> Any:
+        self._events.append(type(event).__name__)
+        return self._handle(event, now)
+
+    def take(self) -> list[str]:
+        events, self._events = self._events, []
+        return [each for each in events if each not in ("Tick", "HeartbeatReceived")]
+
+
+@pytest.fixture
+def seen(strategy: pipedist.Strategy, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    return Seen(strategy, monkeypatch)
+
+
+async def prepare(strategy: pipedist.Strategy, fn: Callable[..., Any], *args: Any) -> None:
+    """Run a function until its steps are prepared: on all workers, which have its program."""
+    await strategy.cluster.ready()
+    for _ in range(2):
+        await strategy.run(fn, args=args)
+
+
+# -- equal results -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+async def test_the_bits_are_those_of_the_general_path(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pipedist.LocalCluster(workers=workers) as cluster:
+        prepared = await train(cluster)
+        monkeypatch.setattr(PreparedSteps, "begin", lambda *_: False)
+        assert await train(cluster) == prepared
+    assert len(prepared) == STEPS + 1
+
+
+async def train(cluster: pipedist.LocalCluster) -> list[Any]:
+    """Return what a training gives, as bytes: with random numbers, collectives and variables."""
+    await cluster.ready()
+    strategy = pipedist.Strategy(cluster, replicas=3, seed=5)
+    with strategy.scope():
+        w = pipedist.Variable(np.zeros(40), aggregation="sum")
+        own = pipedist.Variable(np.float32(0), synchronization="on_read", aggregation="mean")
+
+    def step(x: Any, ctx: pipedist.ReplicaContext) -> Any:
+        noise = ctx.rng.random(40)
+        w.assign_add(noise * x[:40])
+        own.assign_add(np.float32(ctx.replica_id_in_sync_group / 3))
+        total = ctx.all_reduce("sum", x.sum() + noise[0])
+        return {"total": total, "rows": x[::7] * noise[1], "step": ctx.step}
+
+    found = []
+    for number in range(STEPS):
+        result = await strategy.run(step, args=(parts(number, replicas=3),))
+        mean = await strategy.reduce("mean", result["rows"], axis=0)
+        found.append([mean.tobytes(), *map(repr, strategy.local_results(result))])
+    found.append([w.numpy().tobytes(), own.numpy().tobytes()])
+    await strategy.aclose()
+    return found
+
+
+async def test_a_step_is_one_event_for_the_scheduler(strategy: pipedist.Strategy, seen: Seen) -> None:
+    await prepare(strategy, functions.double, parts(0))
+    seen.take()
+    for step in range(STEPS):
+        found = await strategy.run(functions.double, args=(parts(step),))
+        assert [part.tobytes() for part in found] == [(2 * part).tobytes() for part in parts(step)]
+    assert seen.take() == ["StepExecuted"] * STEPS
+
+
+async def test_functions_may_alternate(strategy: pipedist.Strategy, seen: Seen) -> None:
+    await prepare(strategy, functions.double, 1)
+    await prepare(strategy, functions.ids)
+    seen.take()
+    for _ in range(3):
+        assert list(await strategy.run(functions.double, args=(1,))) == [2, 2]
+        assert [int(first) for first in (await strategy.run(functions.ids))[0]] == [0, 1]
+    assert seen.take() == ["StepExecuted"] * 6
+
+
+# -- the general path takes over -----------------------------------------------------------
+
+
+async def test_a_worker_that_is_killed_in_a_step_costs_no_result(
+    strategy: pipedist.Strategy, seen: Seen, tmp_path: Path
+) -> None:
+    await prepare(strategy, die_once, parts(0), "")
+    seen.take()
+    found = await strategy.run(die_once, args=(parts(3), str(tmp_path / "killed")))
+    assert list(found) == [float(part.sum()) for part in parts(3)]
+    events = seen.take()
+    assert events[0] == "StepsAvailable"
+    assert events.index("WorkerLost") in (1, 2), "2: the other member had reported"
+    assert events.count("StepExecuted") == 0
+    await prepare(strategy, die_once, parts(0), "")
+    seen.take()
+    await strategy.run(die_once, args=(parts(4), ""))
+    assert seen.take() == ["StepExecuted"], "the replacement is a member now"
+
+
+def die_once(x: Any, file: str, ctx: pipedist.ReplicaContext) -> float:
+    if file and ctx.replica_id_in_sync_group == 1 and not Path(file).exists():
+        Path(file).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(x.sum())
+
+
+def fail_at(replicas: tuple[int, ...], ctx: pipedist.ReplicaContext) -> str:
+    return functions.fail_on(ctx, replicas)
+
+
+async def test_a_failure_is_that_of_the_general_path(strategy: pipedist.Strategy, seen: Seen) -> None:
+    await prepare(strategy, fail_at, ())
+    seen.take()
+    with pytest.raises(pipedist.CallError, match="KeyError: 'replica 1'") as caught:
+        await strategy.run(fail_at, args=((1,),))
+    assert caught.value.attempts == 1
+    assert sorted(seen.take()) == ["CallFailed", "CallsDone", "StepsAvailable"]
+    await strategy.run(fail_at, args=((),))
+    assert list(await strategy.run(fail_at, args=((),))) == ["fine", "fine"]
+    assert seen.take()[-1] == "StepExecuted"
+
+
+async def test_an_argument_that_cannot_be_sent_fails_its_step_only(
+    strategy: pipedist.Strategy, seen: Seen
+) -> None:
+    await prepare(strategy, functions.double, 1)
+    with pytest.raises(TypeError, match="can't send an object, at args/0"):
+        await strategy.run(functions.double, args=(object(),))
+    await prepare(strategy, functions.double, 1)
+    seen.take()
+    assert list(await strategy.run(functions.double, args=(4,))) == [8, 8]
+    assert seen.take() == ["StepExecuted"]
+
+
+async def test_steps_that_run_at_the_same_time_take_the_general_path(
+    strategy: pipedist.Strategy, seen: Seen
+) -> None:
+    await prepare(strategy, functions.double, 1)
+    seen.take()
+    found = await asyncio.gather(*(strategy.run(functions.double, args=(n,)) for n in range(4)))
+    assert [list(each) for each in found] == [[2 * n] * 2 for n in range(4)]
+    assert "StepExecuted" not in seen.take()
+
+
+async def test_a_cancelled_step_is_over_before_the_next_one_that_uses_variables(
+    strategy: pipedist.Strategy, tmp_path: Path
+) -> None:
+    with strategy.scope():
+        v = pipedist.Variable(0.0, aggregation="only_first_replica")
+
+    def step(file: str) -> Any:
+        v.assign_add(1.0)
+        deadline = time.monotonic() + 60
+        while file and not Path(file).exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return v.value()
+
+    await prepare(strategy, step, "")
+    assert float(v.numpy()) == 2.0
+    waiting = asyncio.ensure_future(strategy.run(step, args=(str(tmp_path / "go"),)))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    after = asyncio.ensure_future(strategy.run(step, args=("",)))
+    await asyncio.sleep(0)
+    (tmp_path / "go").touch()
+    assert list(await after) == [3.0, 3.0], "the cancelled step assigned nothing"
+
+
+async def test_a_strategy_that_is_closed_ends_its_running_step(
+    strategy: pipedist.Strategy, seen: Seen
+) -> None:
+    await strategy.cluster.ready()
+    async with pipedist.Strategy(strategy.cluster, replicas=2) as other:
+        await prepare(other, functions.double, 1)
+        seen.take()
+        running = asyncio.ensure_future(other.run(functions.double, args=(1,)))
+        await asyncio.sleep(0)
+    with pytest.raises(pipedist.RunCancelled):
+        await running
+    assert seen.take()[:2] == ["StepsAvailable", "PassClosed"]
+    assert list(await strategy.run(functions.double, args=(2,))) == [4, 4]
