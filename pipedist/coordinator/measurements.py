@@ -188,7 +188,14 @@ class PassRecord:
     """
 
     def __init__(
-        self, recorder: Recorder, number: int, name: str, stages: Sequence[str], replicas: int, phase: int
+        self,
+        recorder: Recorder,
+        number: int,
+        name: str,
+        stages: Sequence[str],
+        replicas: int,
+        phase: int,
+        waits: bool,
     ) -> None:
         self.name = name
         self.stages = tuple(stages)
@@ -197,7 +204,7 @@ class PassRecord:
         self.totals: dict[int, Totals] = {}  # by worker
         self.calls = 0  # whose results count
         self.elements = 0  # of completed steps
-        self.overlaps = False  # whether its calls wait, and overlap
+        self.waits = waits  # whether its functions are async, so that its calls wait at the same time
         self.durations = DurationHistogram()
         self.stages_ns = [0] * len(stages)  # busy time by stage, if there are several
         self.slowest = (0, -1, -1)  # duration, first call and worker of the span with the longest calls
@@ -251,8 +258,6 @@ class PassRecord:
             state.idle_since = -1
         state.leases += 1
         totals.bytes_in += bytes_in
-        if overlaps:
-            self.overlaps = True
         if is_trial:
             totals.trials += hi - lo
         elif attempt:
@@ -448,8 +453,10 @@ class Recorder:
         """Work in the driver, in order of its ends."""
         return [DriverSpan(*each) for each in self._driver]
 
-    def begin_pass(self, name: str, stages: Sequence[str], replicas: int, phase: int) -> PassRecord:
-        record = PassRecord(self, len(self.passes), name, stages, replicas, phase)
+    def begin_pass(
+        self, name: str, stages: Sequence[str], replicas: int, phase: int, *, waits: bool = False
+    ) -> PassRecord:
+        record = PassRecord(self, len(self.passes), name, stages, replicas, phase, waits)
         self.passes.append(record)
         return record
 

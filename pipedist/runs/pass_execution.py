@@ -92,7 +92,10 @@ class PassExecution:
         recorder: Recorder,
     ) -> None:
         self._plan = plan
-        self._record = recorder.begin_pass(pass_.name, pass_.runs, plan.spec.replicas, pass_.phase)
+        waits = not plan.asynchronous.isdisjoint(pass_.runs)
+        self._record = recorder.begin_pass(
+            pass_.name, pass_.runs, plan.spec.replicas, pass_.phase, waits=waits
+        )
         self._pass = pass_
         self.name = pass_.name
         self._coordinator = coordinator

@@ -45,7 +45,7 @@ class StageTimings(Struct, frozen=True):
         calls: calls whose results count, as in the progress of the run.
         failed, repeated: calls that raised or exceeded their time limit, and attempts after the first.
         trials: executions with a part of a call's elements, which search for those to quarantine.
-        waits: whether its calls overlap, because they wait for the outside world.
+        waits: whether its functions are async, so that its calls wait at the same time.
         elements: elements of completed steps.
         seconds: from the beginning of its first call to the end of its last one.
         busy_s: time that workers spent on its calls, also on those that failed, summed. While calls overlap, it counts
@@ -291,7 +291,7 @@ def _stage(record: PassRecord, workers: Sequence[str]) -> StageTimings:
         failed=sum(each.failed for each in totals),
         repeated=sum(each.repeated for each in totals),
         trials=sum(each.trials for each in totals),
-        waits=record.overlaps,
+        waits=record.waits,
         elements=record.elements,
         seconds=(max(each.last_ns for each in totals) - min(begun)) * 1e-9 if begun else 0.0,
         p50_s=min(record.durations.quantile_s(0.5), duration * 1e-9),

@@ -320,6 +320,17 @@ def test_calls_that_wait_are_limited_by_what_they_wait_for() -> None:
     assert "calls of y that waited 100% of the time: a higher `concurrency`" in found
 
 
+async def sleeps(x: int) -> int:
+    return x
+
+
+@pytest.mark.parametrize(("function", "waits"), [(sleeps, True), (abs, False)])
+def test_only_async_functions_wait_also_for_single_elements(function: Any, waits: bool) -> None:
+    stages = {"y": {"run": function, "per": "element"}, "out": {"gather": 0, "of": "y"}}
+    spec = {"pipedist": 1, "dataset": {"range": 4, "batch": 2}, "stages": stages}
+    assert [stage.waits for stage in pipedist.run(spec, workers=1).timings.stages] == [waits]
+
+
 def test_timings_survive_their_plain_form() -> None:
     timings = Timings({"total": 1.0}, [stage(calls=3)], [worker("w0")], "A sentence.")
     assert Timings.of(timings.parts, timings.details()) == timings
