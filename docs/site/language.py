@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from pydantic.fields import FieldInfo
 
 from pipedist.spec.datasets import DATASET_KEYS, SOURCES, ArraysSource, DatasetSpec
-from pipedist.spec.fields import COLUMN_TYPES, Section, expected_phrase, summary
+from pipedist.spec.fields import COLUMN_TYPES, Section, expected_phrase, keys_of, summary
 from pipedist.spec.interpolation import DEPTH_MAX
 from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
 from pipedist.spec.plugins import plugin_sources, section_of
 from pipedist.spec.scalars import as_yaml
 from pipedist.spec.stages import OUTPUT_ENDINGS, STAGES, RunSpec
-from pipedist.spec.validation import keys_of, section_in
+from pipedist.spec.validation import section_in
 from pipedist.spec.yaml_text import DOCUMENT_BYTES_MAX, NODES_MAX
 
 _INTRODUCTION = """\

@@ -24,6 +24,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -47,10 +48,30 @@ _code_seen: set[str] = set()  # all folders that `append_code` put there so far:
 _path_lock = threading.RLock()  # runs in several threads change `sys.path`
 
 
+@dataclass(frozen=True, slots=True)
+class BrokenLine:
+    """A line at which the import of a user's module fails."""
+
+    file: str
+    line: int
+    column: int  # 1-based; 0: unknown
+    text: str
+    cause: str  # why the import fails, without the place
+
+
 class FunctionNotFound(PipedistError):
-    """A function reference does not resolve to a callable in this process."""
+    """A function reference does not resolve to a callable in this process.
+
+    Args:
+        message: the function, and the cause.
+        broken: the line of a user's module that can't be imported, if that is the cause.
+    """
 
     exit_code = 2
+
+    def __init__(self, message: str, broken: BrokenLine | None = None) -> None:
+        self.broken = broken
+        super().__init__(message)
 
 
 def reference(fn: Callable[..., Any] | str) -> FunctionRef:
@@ -257,6 +278,7 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
                 f"{name}: importing {module_name} failed: {module} is still being imported, and waits for "
                 f"this run. Where it calls pipedist.run or a simulation, {ADVICE}"
             )
+    failed = f"importing {module_name} failed"
     inside = importing.set(True)
     try:
         return importlib.import_module(module_name)
@@ -264,8 +286,9 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
         missing = error.name or ""
         if missing != module_name and not module_name.startswith(f"{missing}."):
             raise FunctionNotFound(
-                f"{name}: importing {module_name} failed, because it needs the module {missing!r}, "
-                f"which is not installed here{_process_suffix()}"
+                f"{name}: {failed}, because it needs the module {missing!r}, which is not installed here"
+                f"{_process_suffix()}",
+                _broken_line(error, f"{failed}, because the module {missing!r} is not installed here"),
             ) from error
         looked = ", ".join(code) if code else "the installed packages"
         top = module_name.partition(".")[0]
@@ -273,29 +296,46 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
         raise FunctionNotFound(
             f"{name}: there is no module {missing!r} in {looked} or on the import path"
             + (_shadowed(module_name, found, code) if found is not None and missing != top else "")
-            + _nearest(missing, _modules_in(code))
+            + (
+                "; write it without `.py`"
+                if module_name.endswith(".py")
+                else _nearest(missing, _modules_in(code))
+            )
             + _process_suffix()
         ) from None
     except (Exception, SystemExit) as error:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise FunctionNotFound(f"{name}: importing {module_name} failed: {text}{place_of(error)}") from error
+        cause = f"SyntaxError: {error.msg}" if isinstance(error, SyntaxError) else text
+        raise FunctionNotFound(
+            f"{name}: {failed}: {text}{place_of(error)}", _broken_line(error, f"{failed}: {cause}")
+        ) from error
     finally:
         importing.reset(inside)
 
 
 def place_of(error: BaseException) -> str:
     """Return where an exception was raised, " (file.py, line 3)": the innermost line in a user file, or ""."""
-    if isinstance(error, SyntaxError):
-        return ""  # its text names the place
+    at = None if isinstance(error, SyntaxError) else _user_frame(error)  # its text names the place
+    return f" ({os.path.basename(at.filename)}, line {at.lineno})" if at is not None else ""
+
+
+def _broken_line(error: BaseException, cause: str) -> BrokenLine | None:
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        text = (error.text or "").rstrip("\n")
+        return BrokenLine(error.filename, error.lineno, error.offset or 0, text, cause)
+    at = _user_frame(error)
+    return None if at is None else BrokenLine(at.filename, at.lineno or 1, 0, at.line or "", cause)
+
+
+def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """Return the innermost frame of an error in a user file, in the code of a spec if there is one."""
     walked = traceback.extract_tb(error.__traceback__)
     package = os.path.dirname(os.path.dirname(__file__))
     outside = [f for f in walked if not _is_within(f.filename, package)]
     frames = [f for f in outside if not f.filename.startswith("<frozen importlib")]
     own = [f for f in frames if any(_is_within(f.filename, folder) for folder in tuple(_code_seen))]
-    if not frames:
-        return ""
-    at = (own or frames)[-1]
-    return f" ({os.path.basename(at.filename)}, line {at.lineno})"
+    found = own or frames
+    return found[-1] if found else None
 
 
 def is_async(fn: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from pipedist.core.functions import FunctionNotFound, load, reference, uncallable
+from pipedist.core.functions import BrokenLine, FunctionNotFound, load, reference, uncallable
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import Problem, UsageError
 from pipedist.plan.model import Granularity, StatePlan
 from pipedist.spec import GatherSpec, InitFile, InitFunction, InitLiteral, ReduceSpec, Spec, UpdateSpec
+from pipedist.spec.diagnostics import EXCERPT_CHARACTERS_MAX
+from pipedist.spec.scalars import printable
 
 
 class CallSignature(Struct, frozen=True):
@@ -47,7 +50,13 @@ def find(
     try:
         ref = reference(fn)
         found = load(ref, [str(spec.code)]) if ref.name else fn
-    except (FunctionNotFound, UsageError) as error:
+    except FunctionNotFound as error:
+        if error.broken is None:
+            report(place, str(error))
+        else:
+            _add_once(problems, error.broken, spec.document.problem(place, "").where, ref.name)
+        return None
+    except UsageError as error:
         report(place, str(error))
         return None
     if not callable(found):
@@ -57,6 +66,18 @@ def find(
     elif complaint := _unfit(found, form):
         report(arguments if form.names else place, complaint)
     return ref
+
+
+def _add_once(problems: list[Problem], broken: BrokenLine, place: str, function: str) -> None:
+    """Add a line of a module that can't be imported, unless another stage has added it."""
+    near = os.path.relpath(broken.file)
+    where = f"{broken.file if near.startswith(os.pardir) else near}:{broken.line}"
+    where += f":{broken.column}" if broken.column else ""
+    if all(problem.where != where for problem in problems):
+        expected = f"a module that can be imported, for `{function}` at {place}"
+        line = printable(broken.text.replace("\t", " "))[:EXCERPT_CHARACTERS_MAX]
+        column = broken.column if broken.column <= len(line) + 1 else 0
+        problems.append(Problem(broken.cause, where, line, column, expected))
 
 
 def _unfit(fn: Callable[..., Any], form: CallSignature) -> str | None:

@@ -126,6 +126,7 @@ class Program(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     communication: tuple[int, float | None, str] = (0, None, "auto")
     verify: bool = False  # execute each call twice, and fail it if the values differ
     jax: JaxDevices | None = None  # the calls of a gang are compiled by JAX; None: they are Python
+    fold: str = ""  # the stage that errors name if no function is called: the first fold of the pass
 
     @property
     def limits(self) -> tuple[int, ...]:

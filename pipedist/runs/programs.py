@@ -152,6 +152,7 @@ def pass_program(
         gang=pass_.gang,
         communication=(collectives.bytes_per_pack, collectives.timeout_s, collectives.implementation),
         jax=JaxDevices(kind, hosts=plan.hosts) if kind else None,
+        fold=next(iter(pass_.folds), ""),
     )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import (
@@ -21,6 +22,7 @@ from pydantic import (
     PlainValidator,
     WithJsonSchema,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from pipedist.spec.scalars import listing
@@ -50,6 +52,12 @@ class Section(BaseModel):
     def __hash__(self) -> int:
         # The hash that pydantic makes for frozen models fails only if a section has mappings.
         raise TypeError(f"unhashable type: {type(self).__name__!r}")
+
+
+@cache
+def keys_of(model: type[Section]) -> Mapping[str, FieldInfo]:
+    """Return the fields of a section by their keys in a spec."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def summary(model: type[Section]) -> str:

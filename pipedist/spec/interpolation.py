@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pipedist.core.types import Tree
 from pipedist.errors import SpecError
 from pipedist.spec.diagnostics import Path, Problems
+from pipedist.spec.hints import setting_meant
 from pipedist.spec.scalars import ScalarError, as_text, describe, listing, resolve_plain
 from pipedist.spec.validation import STAGE_KEYS
 
@@ -126,7 +127,7 @@ class Interpolation:
             if not equals or not name:
                 message = "the setting has no name and value"
                 self._problems.add_outside(where, message, expected="--set NAME=VALUE")
-            elif self._is_declared(name, params, where):
+            elif self._is_declared(name, params, where, text):
                 try:
                     params[name] = Setting(read_setting(text), text)
                     self._failed_params.discard(name)
@@ -135,10 +136,13 @@ class Interpolation:
         self._params = params
         return {name: setting.value for name, setting in params.items()}
 
-    def _is_declared(self, name: str, params: Mapping[str, Setting], where: str) -> bool:
+    def _is_declared(
+        self, name: str, params: Mapping[str, Setting], where: str, value: str = "VALUE"
+    ) -> bool:
         if name not in params:
             message = f"the spec has no parameter `{name}`"
-            expected = listing(params) if params else "a spec with `params`; this one has none"
+            expected = setting_meant(name, value)
+            expected = expected or (listing(params) if params else "a spec with `params`; this one has none")
             self._problems.add_outside(where, message, expected=expected, allowed=params, given=name)
         return name in params
 

@@ -20,6 +20,7 @@ from pipedist.spec.checks import Checks, StageSummary, as_dict, summarize
 from pipedist.spec.datasets import DatasetSpec
 from pipedist.spec.diagnostics import Document, Path, Problems, nearest
 from pipedist.spec.fields import is_endpoint
+from pipedist.spec.hints import no_spec
 from pipedist.spec.interpolation import DEPTH_MAX, Interpolation
 from pipedist.spec.model import (
     ENGINE_ADDRESS_EXPECTED,
@@ -29,11 +30,12 @@ from pipedist.spec.model import (
     ClusterSection,
     fits_engine,
 )
-from pipedist.spec.scalars import describe
+from pipedist.spec.scalars import describe, listing
 from pipedist.spec.stages import StageSpec
 from pipedist.spec.training import Links
 from pipedist.spec.validation import Validation
 
+SPECS_NAMED_MAX = 5
 KEY_FILE = "cluster.key"  # the default name of the file with a cluster's keys, in the spec's folder
 
 
@@ -102,12 +104,21 @@ def load(
 def _read(name: str) -> Problems:
     from pipedist.spec.yaml_text import DOCUMENT_BYTES_MAX, read_yaml  # a dict needs no YAML
 
+    if kind := no_spec(name):
+        advice = f"; `pipedist init --from {name}` writes one that reads it" if kind == "a data file" else ""
+        raise SpecError([Problem(f"this is {kind}, not a spec", name, expected=f"a YAML file{advice}")])
     try:
         with open(name, "rb") as file:
             data = file.read(DOCUMENT_BYTES_MAX + 1)
     except FileNotFoundError:
         problem = Problem("this file does not exist", name, expected="the path of a YAML file")
         raise SpecError([replace(problem, nearest=_similar_file(name))]) from None
+    except IsADirectoryError:
+        specs = [
+            os.path.join(name, each) for each in sorted(os.listdir(name)) if each.endswith((".yaml", ".yml"))
+        ]
+        expected = listing(specs[:SPECS_NAMED_MAX]) if specs else "the path of a YAML file"
+        raise SpecError([Problem("this is a folder", name, expected=expected)]) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         problem = Problem(f"the spec cannot be read: {reason}", name, expected="a readable YAML file")
@@ -121,7 +132,7 @@ def _similar_file(name: str) -> str:
         others = [other for other in os.listdir(folder or ".") if other.endswith((".yaml", ".yml"))]
     except OSError:
         return ""
-    close = nearest(base, others)
+    close = base + ".yaml" if base + ".yaml" in others else nearest(base, others)
     return os.path.join(folder, close) if close else ""
 
 

@@ -15,11 +15,10 @@ from pydantic_core import CoreSchema
 from pipedist.core.plugins import Plugin
 from pipedist.errors import UsageError
 from pipedist.spec.datasets import SOURCES, DatasetSpec
-from pipedist.spec.fields import Section, expected_phrase, summary
+from pipedist.spec.fields import Section, expected_phrase, keys_of, summary
 from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
 from pipedist.spec.plugins import plugin_sources, section_of
 from pipedist.spec.stages import STAGES, CollectivesSpec, RateSpec, ResourcesSpec, RetrySpec
-from pipedist.spec.validation import keys_of
 
 SECTIONS: Final[tuple[type[Section], ...]] = (
     SpecSection,

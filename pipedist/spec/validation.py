@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from typing import Any, Final, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from pipedist.core.plugins import Plugin
 from pipedist.errors import UsageError
 from pipedist.spec.datasets import DATASET_KEYS, SOURCES, ArraysSource, DatasetSpec
 from pipedist.spec.diagnostics import Path, Problems, holds, nearest
-from pipedist.spec.fields import EXPECTED, MESSAGE, Section, expected_phrase
+from pipedist.spec.fields import EXPECTED, MESSAGE, Section, expected_phrase, keys_of
+from pipedist.spec.hints import KEYS_ELSEWHERE, function_meant, misplaced, source_of_path, verb_elsewhere
 from pipedist.spec.model import SpecSection
 from pipedist.spec.plugins import plugin_sources, section_of
 from pipedist.spec.scalars import as_yaml, describe, listing
@@ -35,12 +34,6 @@ _PHRASES: Final = {
 
 _BOOLEANS_OF_YAML_1_1 = frozenset({"yes", "no", "on", "off", "y", "n"})
 _QUOTED = re.compile(r"'([^']*)'")
-
-
-@cache
-def keys_of(model: type[Section]) -> Mapping[str, FieldInfo]:
-    """Return the fields of a section by their keys in a spec."""
-    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def section_in(annotation: Any) -> type[Section] | None:
@@ -157,7 +150,7 @@ class Validation:
         known = self._respelled(raw, SpecSection, (), nested=False)
         for key in known:
             if key not in keys_of(SpecSection):
-                self._unknown((key,), keys_of(SpecSection))
+                self._misplaced_or_unknown((key,), SpecSection)
         return {key: value for key, value in known.items() if key in keys_of(SpecSection)}
 
     def _respelled(
@@ -176,11 +169,12 @@ class Validation:
         respelled: dict[Any, object] = {}
         for key, value in raw.items():
             meant = key
-            if key not in names and key not in elsewhere:
-                suggestion = nearest(str(key), names)
+            if key not in names and key not in elsewhere and misplaced(str(key), model) is None:
+                suggestion = KEYS_ELSEWHERE.get(key, "") if model in STAGES.values() else ""
+                suggestion = suggestion if suggestion in names else nearest(str(key), names)
                 if suggestion and suggestion not in raw and suggestion not in respelled:
                     meant = suggestion
-                    self._unknown((*path, key), names)
+                    self._unknown((*path, key), names, meant)
                     self._problems.document.moved[*path, meant] = (*path, key)
             inner = section_in(fields[meant].annotation) if nested and meant in fields else None
             if isinstance(value, dict) and inner is not None and inner is not ArraysSource:
@@ -204,13 +198,24 @@ class Validation:
         if found:
             return found[0], {key: value for key, value in raw.items() if key not in found[1:]}
         names = [*choices, *others]
-        for key in raw:
+        for key, value in raw.items():
+            meant, op = verb_elsewhere(key, value) if what == "stage" and key not in names else ("", "")
+            if meant or op:
+                if op:
+                    self._problems.add((*path, key), f"unknown key `{key}`", op, at_key=True)
+                    return None, dict(raw)
+                self._unknown((*path, key), choices, meant)
+                self._problems.document.moved[*path, meant] = (*path, key)
+                return meant, {meant if k == key else k: value for k, value in raw.items()}
             suggestion = nearest(str(key), names) if key not in names else ""
             if suggestion in choices:
                 self._unknown((*path, key), choices)
                 self._problems.document.moved[*path, suggestion] = (*path, key)
                 return suggestion, {suggestion if k == key else k: value for k, value in raw.items()}
-        self._problems.add(path, f"the {what} has no {part}", expected=expected, at_key=True)
+        meant = source_of_path(raw) if what == "dataset" else ""
+        if meant:
+            self._reported.add((*path, "path"))
+        self._problems.add(path, f"the {what} has no {part}", expected=meant or expected, at_key=True)
         return None, dict(raw)
 
     def _add(self, tree: Mapping[str, Any], error: Any) -> None:
@@ -235,9 +240,14 @@ class Validation:
             if kind == "literal_error":  # the words, in quotes
                 words = _QUOTED.findall(expected)
                 expected = listing(words)
-            self._must_be(expected, error["input"], path, words)
+            given = error["input"]
+            meant = function_meant(given, expected) if isinstance(given, str) else ""
+            self._must_be(expected, given, path, words, meant)
 
-    def _must_be(self, expected: str, given: object, path: Path, words: Iterable[str] = ()) -> None:
+    def _must_be(
+        self, expected: str, given: object, path: Path, words: Iterable[str] = (), meant: str = ""
+    ) -> None:
+        """Add the problem of a value; `meant` is a value to suggest, else the nearest of `words` is."""
         name = next((f"`{part}`" for part in reversed(path) if isinstance(part, str)), "the document")
         note = ""
         if isinstance(given, str) and given.lower() in _BOOLEANS_OF_YAML_1_1:
@@ -246,8 +256,8 @@ class Validation:
             path,
             f"{name} must be {expected}, got {describe(given)}{self._from(path)}{note}",
             expected=expected,
-            allowed=words if isinstance(given, str) else (),
-            given=given if isinstance(given, str) else "",
+            allowed=(meant,) if meant else words if isinstance(given, str) else (),
+            given=meant or (given if isinstance(given, str) else ""),
         )
         self._reported.add(path)
 
@@ -264,15 +274,29 @@ class Validation:
         if verb is not None and owners:
             message = f"`{name}` is a key of {listing(owners)}, not of `{verb}`"
             self._problems.add(path, message, expected=listing(keys_of(section)), at_key=True)
-        elif section is DatasetSpec:
-            self._unknown(path, [n for n in keys_of(section) if self._in_memory or n != "arrays"])
         else:
-            self._unknown(path, keys_of(section))
+            written: Any = tree
+            for part in path[:-1]:
+                written = written[part]
+            self._misplaced_or_unknown(path, section, written)
 
-    def _unknown(self, path: Path, allowed: Iterable[str]) -> None:
+    def _misplaced_or_unknown(self, path: Path, section: type[Section], written: Iterable[str] = ()) -> None:
+        home = misplaced(str(path[-1]), section, written)
+        if home is None:
+            self._unknown(path, [key for key in keys_of(section) if self._in_memory or key != "arrays"])
+        else:
+            self._problems.add(path, home[0], home[1], at_key=True)
+
+    def _unknown(self, path: Path, allowed: Iterable[str], meant: str = "") -> None:
+        """Add the problem of an unknown key; `meant` is the key to suggest, else the nearest one is."""
         allowed, name = list(allowed), str(path[-1])
         self._problems.add(
-            path, f"unknown key `{name}`", expected=listing(allowed), allowed=allowed, at_key=True, given=name
+            path,
+            f"unknown key `{name}`",
+            expected=listing(allowed),
+            allowed=(meant,) if meant else allowed,
+            at_key=True,
+            given=meant or name,
         )
 
     def _from(self, path: Path) -> str:

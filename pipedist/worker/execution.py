@@ -115,9 +115,7 @@ class PassExecutor:
         whole = self._whole
         self._sole = whole[0] if len(self._slots) == len(whole) == 1 and whole[0].of >= 0 else None
         """The emit of a program that sends back the whole value of one stage only."""
-        # A pass without functions emits for its reductions, whose stages are named by slot.
-        names = [stage.name for stage in program.stages] or [emit.slot for emit in program.emits]
-        self.first_stage = names[0] if names else ""
+        self.first_stage = program.stages[0].name if program.stages else program.fold
         readers = [stage.of for stage in program.stages]
         self._limited = [stage.name for stage in program.stages if stage.is_limited]
         self._quota, self._sharing = (0,) * len(self._limited), 1  # until `use_quota`

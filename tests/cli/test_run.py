@@ -119,6 +119,24 @@ def test_what_validate_and_plan_find_is_exit_2(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_dataset_that_no_function_reads_is_named_by_its_first_fold(
+    pipedist: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.csv").write_text("a\n1\nx\n")
+    (tmp_path / "rows.yaml").write_text(
+        "pipedist: 1\n"
+        "dataset: {csv: {path: rows.csv, columns: {a: int8}}, batch: 1}\n"
+        "stages: {all: {gather: 0, of: dataset}}\n"
+        "outputs: {all: all.npz}\n"
+    )
+    done = pipedist("run", "rows.yaml", "-w", "1")
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        "pipedist: stage all, step 1, replica 0, worker w0: SourceError: rows.csv:3:1:"
+    )
+    assert "pipedist replay out/rows --call all/1/0" in done.stderr
+
+
 def test_an_unknown_set_name_is_a_usage_error(pipedist: Command, spec: Path) -> None:
     for text in ("factr=2", "factor"):
         done = pipedist("run", "squares.yaml", "--set", text)

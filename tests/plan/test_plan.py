@@ -552,3 +552,37 @@ def test_rows_that_are_set_aside_are_not_refused_by_the_plan(tmp_path: Path) -> 
     document = rows_of(tmp_path)
     document["stages"]["z"]["on_error"] = "quarantine"
     compile_plan(load(document), workers=1).close()
+
+
+def test_a_module_that_cannot_be_imported_is_reported_once_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken_module.py").write_text("def f(shard):\n    return shard *\n")
+    (tmp_path / "needs_a_module.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "whole_module.py").write_text("")
+    (tmp_path / "a.yaml").write_text(
+        "pipedist: 1\n"
+        "dataset: {range: 4, batch: 4}\n"
+        "stages:\n"
+        "  a: {run: broken_module:f}\n"
+        "  b: {run: broken_module:g}\n"
+        "  c: {run: needs_a_module:f}\n"
+        "  d: {run: whole_module.py:f}\n"
+    )
+    with pytest.raises(PlanError) as caught:
+        compile_plan(load("a.yaml"), workers=1)
+    assert str(caught.value).splitlines() == [
+        "broken_module.py:2:19: importing broken_module failed: SyntaxError: invalid syntax",
+        "        return shard *",
+        "                      ^",
+        "    expected a module that can be imported, for `broken_module:f` at a.yaml:4:12",
+        "needs_a_module.py:1: importing needs_a_module failed, because the module 'not_installed_anywhere' is not "
+        "installed here",
+        "    import not_installed_anywhere",
+        "    expected a module that can be imported, for `needs_a_module:f` at a.yaml:6:12",
+        "a.yaml:7:12: whole_module.py:f: there is no module 'whole_module.py' in "
+        f"{tmp_path} or on the import path; write it without `.py`",
+        "      d: {run: whole_module.py:f}",
+        "               ^",
+    ]

@@ -129,6 +129,20 @@ def test_bad_settings_are_usage_errors(setting: str, message: str) -> None:
     assert problem.nearest == ("rate" if setting == "rat=1" else "")
 
 
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("replicas=2", "a parameter: `params: {replicas: 2}`, which `replicas: ${params.replicas}` reads"),
+        ("workers=2", "`--workers 2`: it is not a parameter"),
+        ("rows=2", "rate"),
+    ],
+)
+def test_a_setting_of_no_parameter_gets_a_hint(setting: str, expected: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        load(document({}, {"rate": 1}), sets=[setting])
+    assert [problem.expected for problem in caught.value.problems] == [expected]
+
+
 def test_unknown_given_parameters_are_rejected() -> None:
     with pytest.raises(SpecError) as caught:
         load(document({}, {"rate": 1}), params={"rats": 2})

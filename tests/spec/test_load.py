@@ -33,6 +33,27 @@ TOTAL: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "message", "rest"),
+    [
+        ("okay", "this file does not exist", "did you mean 'okay.yaml'?"),
+        (".", "this is a folder", "expected ./okay.yaml"),
+        ("rows.csv", "this is a data file, not a spec", "`pipedist init --from rows.csv` writes one"),
+        ("functions.py", "this is a Python file, not a spec", "expected a YAML file"),
+    ],
+)
+def test_a_path_that_is_no_spec_gets_a_hint(
+    name: str, message: str, rest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for each in ("okay.yaml", "rows.csv", "functions.py"):
+        (tmp_path / each).touch()
+    with pytest.raises(SpecError) as caught:
+        load(name)
+    assert str(caught.value).startswith(f"{name}: {message}\n")
+    assert rest in str(caught.value)
+
+
 def test_sections_cannot_be_hashed_whatever_they_hold() -> None:
     with pytest.raises(TypeError, match="unhashable type: 'RangeSource'"):
         hash(RangeSource(stop=10))

@@ -11,10 +11,9 @@ from jsonschema import Draft7Validator
 from pipedist.errors import SpecError
 from pipedist.spec import load
 from pipedist.spec.datasets import SOURCES, DatasetSpec
-from pipedist.spec.fields import Section, expected_phrase
+from pipedist.spec.fields import Section, expected_phrase, keys_of
 from pipedist.spec.scalars import as_yaml
 from pipedist.spec.schema import SECTIONS, json_schema
-from pipedist.spec.validation import keys_of
 from pipedist.spec.yaml_text import read_yaml
 from tests.spec.golden import INVALID, ROOT
 from tests.spec.test_typos import SHIPPED

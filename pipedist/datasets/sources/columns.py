@@ -82,6 +82,13 @@ def joined(parts: Sequence[dict[str, Column]], order: npt.NDArray[np.int64] | No
 
 def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
     """Return the error for a column that is not among the columns of a file."""
+    if there and there[0].lstrip()[:1] in ("{", "["):
+        return SourceError(
+            f"{file} has no column {name!r}: its first line is JSON, not a header",
+            key="columns",
+            name=name,
+            expected="`jsonl: {path: ...}`, which reads one object a line",
+        )
     for separator, word in ((";", "semicolons"), ("\t", "tabs")):
         if any(separator in other and name in other.split(separator) for other in there):
             return SourceError(

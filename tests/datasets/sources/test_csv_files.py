@@ -303,6 +303,12 @@ def test_another_separator_is_guessed(tmp_path: Path, separator: str, word: str)
     assert "commas" in caught.value.expected
 
 
+def test_json_lines_are_recognized(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="its first line is JSON, not a header") as caught:
+        _open(tmp_path, {"b": "int8"}, '{"a": 1, "b": 2}\n')
+    assert "jsonl" in caught.value.expected
+
+
 def test_each_file_has_a_header_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,y\n1,a\n2,bb\n")
     (tmp_path / "b.csv").write_text("y,z,x\nccc,0,3\n")
