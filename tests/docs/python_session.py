@@ -36,8 +36,8 @@ def serve() -> None:
 def execute(text: str, name: str, names: dict[str, object], runner: asyncio.Runner) -> tuple[str, str]:
     """Execute a block, and return what it printed, and its traceback."""
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    out = io.StringIO()
-    with redirect_stdout(out), redirect_stderr(out):
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
         try:
             code = compile(text, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             if code.co_flags & inspect.CO_COROUTINE:
@@ -45,7 +45,7 @@ def execute(text: str, name: str, names: dict[str, object], runner: asyncio.Runn
             else:
                 exec(code, names)
         except BaseException:
-            return out.getvalue(), traceback.format_exc()
+            return out.getvalue(), err.getvalue() + traceback.format_exc()
     return out.getvalue(), ""
 
 
