@@ -10,7 +10,6 @@ from pathlib import Path
 from tests.docs.blocks import blocks, comments
 from tests.docs.running import Page
 
-
 _CLOSING = re.compile(r"^stages? +calls .*?^phase .*?\n", re.MULTILINE | re.DOTALL)
 """The table of times at the end of a run, which differs each time."""
 
