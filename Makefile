@@ -128,7 +128,7 @@ check: lint types architecture  ## Check style, types and architecture.
 
 .PHONY: site
 site: $(CHECKS)  ## Build the documentation site to build/site; broken links and anchors are errors.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "Open build/site/index.html, or serve it: $(BIN)/python -m http.server -d build/site"
 
 .PHONY: pictures

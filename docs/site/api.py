@@ -25,7 +25,7 @@ PAGES = {
         "Datasets",
         "Elements, and their division into steps and shards.",
         "Dataset DistributedDataset ArraySpec InputContext InputOptions InputReplicationMode AutoShardPolicy "
-        "ValueContext",
+        "ValueContext SourceReader",
     ),
     "strategy": (
         "Strategies",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority, get_plugin_logger
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +52,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         except OSError:
             log.warning(f"{page} links to {path}, which is not a file of the repository")
             continue
-        files.append(File.generated(config, f"{SOURCES}/{path}.md", content=_source_page(path, text)))
+        source = f"{SOURCES}/{path}.md"
+        content = _source_page(path, text)
+        files.append(File.generated(config, source, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 
 

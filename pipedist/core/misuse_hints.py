@@ -56,7 +56,7 @@ class TfNames:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             equivalent = self._tf_names.get(name)
             if equivalent is not None:
-                text += f": in pipedist, {equivalent} (docs/migrate/tf-distribute.md)"
+                text += f": in pipedist, {equivalent} (docs/migrate/tf-distribute-names.md)"
             raise AttributeError(text, name=name, obj=self)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +53,13 @@ def test_run_and_open_have_the_same_arguments() -> None:
     """`run` refers to `open` for them."""
     assert set(parameters("run")) <= set(parameters("open")) | {"spec"}
     assert "open" in (pipedist.run.__doc__ or "")
+
+
+def test_every_public_name_is_on_a_page() -> None:
+    path = Path(__file__).parents[2] / "docs" / "site" / "api.py"
+    spec = importlib.util.spec_from_file_location("api_pages", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert len(module.pages()) > 5  # it raises an error that names those that are missing

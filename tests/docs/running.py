@@ -86,9 +86,11 @@ class Page:
             self._compare(block.text, self._printed, block.line)
             return
         if block.title:
-            file = self.folder / block.title
+            name = block.title.removesuffix(" (continued)")
+            file = self.folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(block.text, encoding="utf-8")
+            with file.open("a" if block.title != name else "w", encoding="utf-8") as out:
+                out.write(block.text)
         match block.language:
             case "python" if not block.title:
                 self._execute(block)
@@ -208,8 +210,13 @@ def problems(text: str) -> list[str]:
     schema = json_schema()
     if not set(value) <= set(schema["properties"]):
         return []
-    part = {**schema, "required": []}
-    return [f"{error.json_path}: {error.message}" for error in Draft7Validator(part).iter_errors(value)]
+    return [
+        f"{key}: {error.json_path}: {error.message}"
+        for key, part in value.items()
+        for error in Draft7Validator(
+            {**schema["properties"][key], "definitions": schema["definitions"]}
+        ).iter_errors(part)
+    ]
 
 
 class _Anything(dict[str, str]):

@@ -12,16 +12,14 @@ from tests.preloaded import run_module
 
 ROOT = Path(__file__).parents[2]
 SENSORS = ROOT / "examples" / "sensors"
-DOCS = ROOT / "docs" / "how-to" / "testing.md"
 
 
-def test_the_wrong_one_is_caught_and_the_docs_show_it(tmp_path: Path) -> None:
+def test_the_wrong_one_is_caught(tmp_path: Path) -> None:
     shutil.copytree(SENSORS, tmp_path, dirs_exist_ok=True)
     command = "simulate wrong.yaml --seed 7 --faults crash=0.02,slow=0.1"
     wrong = run_module("pipedist", *command.split(), cwd=tmp_path)
     assert wrong.returncode == 1
     assert "stage outliers is " in wrong.stdout
-    assert f"$ pipedist {command}\n{wrong.stdout}" in DOCS.read_text()
     again = re.search(r"reproduce: pipedist (.*)", wrong.stdout)
     assert again
     assert run_module("pipedist", *again[1].split(), cwd=tmp_path).stdout == wrong.stdout

@@ -125,8 +125,9 @@ def programs(
 
 
 def test_the_program_in_the_documents_prints_the_documented_output(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "how-to" / "hosts.md").read_text()
-    (program, told), *_ = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```\n", page, re.DOTALL)
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "one-program-per-host.md").read_text()
+    (program,) = re.findall(r"```python title=.*?\n(.*?)```", page, re.DOTALL)
+    (told,) = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     with programs(tmp_path, {"worker": 2}, program=program) as started:
         ends = [process.communicate(timeout=100) for process in started.values()]
     assert "".join(out for out, _ in ends) == told, ends

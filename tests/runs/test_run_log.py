@@ -219,11 +219,3 @@ def test_verbose_and_quiet_exclude_each_other(tmp_path: Path) -> None:
     done = run_module("pipedist", "run", "spec.yaml", "-v", "-q", cwd=tmp_path)
     assert done.returncode == 2
     assert "--verbose and --quiet exclude each other" in done.stderr
-
-
-def test_the_program_of_the_page_runs(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "how-to" / "seeing.md").read_text()
-    (code,) = [block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "on_log" in block]
-    (tmp_path / "page.py").write_text(code)
-    done = run_module("page", cwd=tmp_path, env={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
-    assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ import pytest
 
 import pipedist
 
-PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "tf-distribute.md"
+PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "tf-distribute-names.md"
 
 HOLDERS: dict[str, Any] = {
     "Strategy": pipedist.Strategy,
@@ -43,7 +43,7 @@ def test_the_error_for_a_name_of_tensorflow_contains_its_counterpart(
     with pytest.raises(AttributeError, match=re.escape(here)) as caught:
         getattr(holder, attribute)
     assert caught.value.name == attribute
-    assert "docs/migrate/tf-distribute.md" in str(caught.value)
+    assert "docs/migrate/tf-distribute-names.md" in str(caught.value)
     with pytest.raises(AttributeError, match=r"has no attribute 'shufle'$"):
         holder.shufle  # noqa: B018
 
