@@ -130,8 +130,13 @@ class Steps:
 
     def end(self, *, returned: bool) -> None:
         """Announce that this member reaches no further step."""
-        self._words[self._mine + self._ended] = self._begin | (_RETURNED if returned else _FAILED)
-        self._wake()
+        words = self._words
+        words[self._mine + self._ended] = self._begin | (_RETURNED if returned else _FAILED)
+        fence()
+        for sleeps in self._sleeps:  # as `_wake`
+            if words[sleeps]:
+                futex.wake(self._address + 8 * self._mine)
+                return
 
     def _announce(self, arrival: int) -> None:
         words = self._words

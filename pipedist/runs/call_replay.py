@@ -183,7 +183,7 @@ def _gang_run(
             bound=None,
             begin=lambda _: None,
             on_success=lambda: None,
-            kind=gang_run_of(replay.program),
+            kind=gang_run_of(replay.program.jax is not None),
         )
     except DevicesUnseen as error:
         count = replay.program.replicas

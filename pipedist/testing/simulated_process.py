@@ -231,7 +231,7 @@ class SimulatedProcess:
             return bool(self._inbox)
         self._listens = True
         # The driver polls every second; in virtual time that is only useful before a deadline.
-        self._wait(timeout_s if self.machine.deadline() is not None else None)
+        self._wait(timeout_s if self.machine.due is not None else None)
         return bool(self._inbox)
 
     def recv(self) -> Received:
@@ -252,7 +252,7 @@ class SimulatedProcess:
     def spend(self, lease: int, call: int) -> None:
         """Wait for the duration of a call; report the finished calls when that is due."""
         self.running = Running(lease, call, 1)
-        driver, due = self._driver, self.machine.deadline()
+        driver, due = self._driver, self.machine.due
         assert driver is not None
         cost = self._host.cost_s(driver.pass_of_slice())
         if due is not None and due < self._loop.now + cost:

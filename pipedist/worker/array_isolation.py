@@ -71,7 +71,7 @@ def take_ownership(box: list[Tree], objects_max: int = ELEMENTS_MAX) -> tuple[Tr
     value = box.pop()
     kind = type(value)
     if kind in _IMMUTABLE:
-        return value, _size(value)
+        return value, len(value) + 16 if kind is str or kind is bytes else 16
     if kind is np.ndarray and value.nbytes <= _COPIED_BYTES and value.dtype.kind != "O":
         return np.array(value, order="C", copy=True), value.nbytes
     bare = kind is np.ndarray

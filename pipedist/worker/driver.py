@@ -89,6 +89,7 @@ class Driver:
         self._beginning: deque[commands.Begin] = deque()  # leases that overlap, and have not begun
         self._left: tuple[Ending, str] | None = None
         self._working = threading.Event()  # set while there is work; the reporter waits for it
+        self._is_working = False  # in the main thread: whether it set `_working` for a slice
         self._over = threading.Event()
         self.output = OutputCapture(self._log_forwarder.put)
 
@@ -143,15 +144,17 @@ class Driver:
 
     def _wait(self) -> None:
         with self._lock:
-            due = self._machine.deadline()
+            due = self._machine.due
             left = IDLE_POLL_S if due is None else min(IDLE_POLL_S, max(0.0, due - time.monotonic()))
             if self._poll(left):
-                self._receive()
+                self._receive(is_readable=True)
             else:
+                self._is_working = False
                 self._working.clear()
                 self._handle(ev.TimePassed())
                 self._join_reporter.check()
-            self._log_forwarder.send_lines()
+            if self._log_forwarder.lines:
+                self._log_forwarder.send_lines()
 
     def _poll(self, timeout_s: float) -> bool:
         """Wait for a message; a request to leave ends the wait."""
@@ -161,8 +164,10 @@ class Driver:
         finally:
             self._interruptible = False
 
-    def _receive(self) -> None:
-        while self._left is None and self._socket.poll(0):
+    def _receive(self, *, is_readable: bool = False) -> None:
+        """Handle all messages that have arrived; `is_readable`: there is one."""
+        while self._left is None and (is_readable or self._socket.poll(0)):
+            is_readable = False
             message, self._frames = self._socket.recv()
             try:
                 if isinstance(message, msg.Cancel) and message.lease in self._leases.overlapping.runs:
@@ -238,7 +243,8 @@ class Driver:
             with self._lock:
                 self._handle(ev.RestartNeeded(str(error)))
             return
-        if not self._working.is_set():
+        if not self._is_working:  # as `_working`, which is set in Python
+            self._is_working = True
             self._working.set()
         try:
             failure = run.advance(slice_.slice_s, slice_.slice_bytes)
@@ -263,12 +269,14 @@ class Driver:
                 raise fault
             if self._run is not run or self._left is not None:
                 return  # the lease of a gang was dropped while its replicas handled messages
-            self._reports.finished(slice_.lease, run)
-            self._log_forwarder.send_lines()
+            is_over = self._reports.finished(slice_.lease, run, ends_at=-1 if failure else slice_.hi)
+            if self._log_forwarder.lines:
+                self._log_forwarder.send_lines()
             if failure is not None:
                 run.skip()
                 self._reports.failed(slice_.lease, failure)
-            self._handle(ev.SliceEnded(slice_.lease))
+            if not is_over:
+                self._handle(ev.SliceEnded(slice_.lease))
             if self._slice is not None:  # else `run` waits for messages next
                 self._receive()
 
@@ -283,7 +291,7 @@ class Driver:
     def listen(self, lease: int, timeout_s: float) -> None:
         with self._listening(lease):
             if self._socket.poll(min(timeout_s, LISTEN_S)):
-                self._receive()
+                self._receive(is_readable=True)
             self._log_forwarder.send_lines()
 
     def report_stalled(self, lease: int, members: tuple[int, ...], text: str) -> None:
@@ -316,13 +324,13 @@ class Driver:
                 if self._over.wait(pause_s):
                     return
                 # Looks before it takes the lock, for which the main thread would have to wait between two steps.
-                due = self._machine.deadline()
-                if (due is None or time.monotonic() < due) and not self._log_forwarder.has_lines:
+                due = self._machine.due
+                if (due is None or time.monotonic() < due) and not self._log_forwarder.lines:
                     continue
                 with self._lock:
                     if self._log_forwarder.fault is not None:
                         return  # the connection is lost; the main thread raises the error
-                    due = self._machine.deadline()
+                    due = self._machine.due
                     run, slice_ = self._run, self._slice
                     try:
                         if run is not None and slice_ is not None and due and time.monotonic() >= due:
@@ -347,7 +355,10 @@ class Driver:
                     self._reports.store(cache_pass, message)
                 if isinstance(message, msg.Results):
                     message = self._reports.measured(message)
-                self._log_forwarder.send_lines()  # first: these results may end the run, and with it all listeners
+                if (
+                    self._log_forwarder.lines
+                ):  # first: these results may end the run, and with it all listeners
+                    self._log_forwarder.send_lines()
                 # No timeout: a slow reader is back-pressure. No copy: `take_ownership` has made the payload exclusive.
                 self._socket.send(message, self._reports.payload, copy=False, timeout_s=math.inf)
             case Execute():
@@ -401,9 +412,10 @@ class Driver:
                 assert_never(message)
 
     def _drop_lease(self, lease: int) -> None:
-        if self._leases.overlapping.drop(lease):
+        if self._leases.overlapping.runs and self._leases.overlapping.drop(lease):
             return
-        self._beginning = deque(begin for begin in self._beginning if begin.lease != lease)
+        if self._beginning:
+            self._beginning = deque(begin for begin in self._beginning if begin.lease != lease)
         if self._slice is not None and self._slice.lease == lease:
             self._slice = None
         if lease in self._reports.recalls:

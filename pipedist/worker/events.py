@@ -75,6 +75,15 @@ class LeaveRequested(Struct, frozen=True):
     reason: str
 
 
+class LeaseFinished(Struct, frozen=True):
+    """The last calls of a lease returned, and its slice has ended: `CallsFinished`, then `SliceEnded`."""
+
+    lease: int
+    lo: int
+    hi: int
+    busy_ns: int
+
+
 class SliceEnded(Struct, frozen=True):
     """The driver has ended an Execute, and reported all finished calls."""
 
@@ -97,6 +106,7 @@ Event = (
     | CollectiveOverdue
     | RestartNeeded
     | LeaveRequested
+    | LeaseFinished
     | SliceEnded
     | TimePassed
 )
@@ -147,7 +157,7 @@ TRANSITIONS: dict[ProtocolState, dict[type, frozenset[ProtocolState]]] = {
     },
     _EXECUTING: {
         **_to(_EXECUTING, on=(*_STORED, *_ASSIGNED, *_REPORTED)),
-        **_to(_EXECUTING, _READY, on=(*_OVER, msg.Unbind, msg.Cancel, SliceEnded)),
+        **_to(_EXECUTING, _READY, on=(*_OVER, msg.Unbind, msg.Cancel, LeaseFinished, SliceEnded)),
         **_to(_STOPPING, on=(*_LAST, RestartNeeded)),
     },
     _STOPPING: {},

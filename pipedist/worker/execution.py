@@ -224,16 +224,23 @@ class PassExecutor:
         token = current.set(ctx)
         call.in_user_code = True
         try:
-            result = stage.call(value, ctx, call.replica)
-            if hasattr(type(result), "__await__"):
-                result = wait(result)
-            values = [self._end(call, result)]
-            del result  # `take_ownership` would count it as another reference
+            box = [stage.call(value, ctx, call.replica)]
+            if hasattr(type(box[0]), "__await__"):
+                box[0] = wait(box[0])
         finally:
             if process_setup.is_copy:
                 process_setup.end_copy(stage.name)
             current.reset(token)
-        return self._emit(call, None, values, False)
+        gang, sole = call.gang, self._sole
+        if sole is None or gang is None or gang.variables is not None:
+            return self._emit(call, None, [self._end(call, box.pop())], False)
+        call.in_user_code = False
+        call.permanent = True
+        try:
+            owned, size = take_ownership(box, sole.objects_max)
+        except UnsendableError as error:
+            raise self._labelled(error, sole) from error
+        return {sole.slot: owned}, size
 
     @property
     def is_plain(self) -> bool:

@@ -21,7 +21,7 @@ from pipedist.collectives.channel import Channel, GangAborted
 from pipedist.collectives.gang import LocalGang
 from pipedist.collectives.options import CommunicationOptions, Implementation
 from pipedist.collectives.requests import CollectiveRequest, UnawaitedCollectives
-from pipedist.collectives.segment import GangSegment, GangSegments
+from pipedist.collectives.segment import GangSegments
 from pipedist.collectives.thread_pool import ReplicaThreadPool
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError, UsageError
@@ -52,8 +52,8 @@ class GangRunFactory:
         self._loops = [loop]
         self._threads = ReplicaThreadPool()
         self._segments = GangSegments()
-        self._shared: tuple[GangSegment, int, int, SharedChannel] | None = None
-        """The channel of the latest gang that shared memory, by segment, member and members."""
+        self._shared: tuple[tuple[str, int, int], SharedChannel] | None = None
+        """The channel of the latest gang that shared memory, after its segment's name, member and members."""
         self._devices = Devices()
 
     def new_run(
@@ -70,12 +70,13 @@ class GangRunFactory:
     ) -> GangRun:
         """Return the run of a lease, or raise DevicesUnseen, and PipedistError if it cannot be executed."""
         program, lo, hi = executor.program, assigned.lo, assigned.hi
-        local = local_replicas(lo, hi, program.replicas, assigned.member, assigned.members)
+        replicas, first = program.replicas, lo % program.replicas
+        local = local_replicas(first, hi - lo, replicas, assigned.member, assigned.members)
         devices = program.devices
         if devices:
             self._devices.show(devices[local.start : local.stop])
         options = _options(*program.communication)
-        channel = self._channel(assigned, program.replicas, options.implementation, buffer)
+        channel = self._channel(assigned, replicas, options.implementation, buffer)
 
         def new_gang() -> LocalGang:
             return LocalGang(
@@ -108,20 +109,21 @@ class GangRunFactory:
         if assigned.members == 1:
             return None
         if assigned.segment and implementation is not Implementation.TRANSPORT:
+            shared = self._shared
+            key = assigned.segment, assigned.member, assigned.members
+            if shared is not None and shared[0] == key:  # the members of the gang before: the common case
+                shared[1].begin(assigned.serial)
+                return shared[1]
             return self._shared_channel(assigned, replicas)
         if implementation is Implementation.SHARED:
             raise UsageError(NOT_SHARED)
         return RelayChannel(self._client, assigned.lease, buffer, assigned.member, assigned.members)
 
     def _shared_channel(self, assigned: AssignGang, replicas: int) -> SharedChannel:
-        """Return a channel through the gang's segment: the latest one, if the members are the same."""
-        segment = self._segments.get(assigned.segment)
-        key = segment, assigned.member, assigned.members
-        if self._shared is not None and self._shared[:3] == key:
-            channel = self._shared[3]
-            channel.begin(assigned.serial)
-            return channel
+        """Return a new channel through the gang's segment."""
         from pipedist.collectives.shared import SharedChannel  # as large as the rest of the package
+
+        segment = self._segments.get(assigned.segment)
 
         channel = SharedChannel(
             segment,
@@ -129,7 +131,7 @@ class GangRunFactory:
             member=assigned.member,
             spans=[range(a, b) for a, b in spans(replicas, assigned.members)],
         )
-        self._shared = *key, channel
+        self._shared = (assigned.segment, assigned.member, assigned.members), channel
         return channel
 
     def close(self) -> None:
@@ -144,12 +146,14 @@ def _options(bytes_per_pack: int, timeout_s: float | None, implementation: str) 
     return CommunicationOptions(bytes_per_pack, timeout_s, Implementation.of(implementation))
 
 
-def local_replicas(lo: int, hi: int, replicas: int, member: int, members: int) -> range:
-    """Return the replicas of a gang's calls [lo, hi); RemoteProtocolError if they are another member's."""
-    local = range(lo % replicas, lo % replicas + hi - lo)
+@lru_cache(maxsize=256)
+def local_replicas(first: int, count: int, replicas: int, member: int, members: int) -> range:
+    """Return the replicas of a member's calls; RemoteProtocolError if they are another member's."""
+    local = range(first, first + count)
     if members > replicas or local != range(*spans(replicas, members)[member]):
         raise RemoteProtocolError(
-            f"calls [{lo}, {hi}) do not belong to member {member} of {members}, with {replicas} replicas"
+            f"calls of {count} replicas from {first} do not belong to member {member} of {members}, with "
+            f"{replicas} replicas"
         )
     return local
 
@@ -279,7 +283,8 @@ class GangRun:
     def _run(self, call: Call, collectives: ReplicaCollectives, loop: PersistentLoop) -> Result:
         def wait(awaitable: Awaitable[Any]) -> Any:
             result = loop.run(await_result(awaitable), collectives.outside)
-            collectives.unawaited.check()
+            if collectives.unawaited is not None:
+                collectives.unawaited.check()
             return result
 
         self.begin(call.number)
@@ -301,6 +306,8 @@ class ReplicaCollectives:
     turn belongs to the thread of that collective, and the event loop continues without it.
     """
 
+    is_async = False  # it executes those of a plain function itself; `of` returns what serves an async one
+
     def __init__(self, run: GangRun, replica: int, number: int) -> None:
         self._run = run
         self._replica = replica
@@ -308,10 +315,13 @@ class ReplicaCollectives:
         self._thread: ThreadPoolExecutor | None = None
         self._under_way = 0  # collectives of async functions that are not over
         self._lock = threading.Lock()  # guards `_under_way`
-        self.unawaited = UnawaitedCollectives()  # requested by async functions, but not awaited
+        self.unawaited: UnawaitedCollectives | None = None  # requested by an async function, but not awaited
 
     def of(self, is_async: bool) -> Collectives:
-        return _Calls(self, is_async)
+        if not is_async:
+            return self
+        self.unawaited = UnawaitedCollectives()
+        return _AsyncCalls(self, self.unawaited)
 
     def call(self, request: CollectiveRequest) -> Tree:
         options = request.options
@@ -372,20 +382,21 @@ class ReplicaCollectives:
 
     def close(self) -> None:
         """Wait for a collective whose await was cancelled: others take part in it."""
-        self.unawaited.drop()
+        if self.unawaited is not None:
+            self.unawaited.drop()
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
 
 @dataclass(slots=True, eq=False)
-class _Calls:
+class _AsyncCalls:
     _collectives: ReplicaCollectives
-    is_async: bool
+    _unawaited: UnawaitedCollectives
 
-    def call(self, request: CollectiveRequest) -> Tree | Awaitable[Tree]:
-        if self.is_async:
-            return self._collectives.unawaited.add(request, self._collectives.later(request))
-        return self._collectives.call(request)
+    is_async = True
+
+    def call(self, request: CollectiveRequest) -> Awaitable[Tree]:
+        return self._unawaited.add(request, self._collectives.later(request))
 
 
 def _was_aborted(error: BaseException) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from msgspec import Struct
 
@@ -30,8 +29,7 @@ class WorkerLimits(Struct, frozen=True):
     states_max: int = 4096
 
 
-@dataclass(slots=True)
-class AssignedLease:
+class AssignedLease(Struct):
     """An assigned range of calls."""
 
     id: int
@@ -60,7 +58,12 @@ class LeaseQueue:
         """Add a lease; return whether it executes at once."""
         if not 0 <= lease.next < lease.hi:
             raise RemoteProtocolError(f"lease {lease.id} has the calls [{lease.next}, {lease.hi})")
-        if self.find(lease.id) is not None:
+        active = self.active
+        if (
+            (active is not None and active.id == lease.id)
+            or lease.id in self._waiting
+            or lease.id in self.overlapping
+        ):
             raise RemoteProtocolError(f"lease {lease.id} was assigned twice")
         if lease.overlaps:
             if len(self.overlapping) >= self._limits.leases_overlapping_max:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from pipedist.errors import PipedistError, ProtocolError
@@ -16,7 +17,6 @@ from pipedist.worker.progress import StageClock
 
 if TYPE_CHECKING:
     from pipedist.protocol.code_archive import CodeStore
-    from pipedist.protocol.program import Program
     from pipedist.worker.gangs import GangRun, GangRunFactory
     from pipedist.worker.relay_channel import RelayBuffer, RelayClient
     from pipedist.worker.variables.replica import BoundVariables
@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     Run = LeaseRun | RejectedLeaseRun | GangRun
 
 
-def gang_run_of(program: Program) -> type[GangRun]:
-    """Return the class that executes the gang leases of a program."""
-    if program.jax is not None:
+@cache
+def gang_run_of(jax: bool) -> type[GangRun]:
+    """Return the class that executes the gang leases of a program, whose replicas `jax` may compile."""
+    if jax:
         from pipedist.worker.jax_run import JaxRun  # of an extra
 
         return JaxRun
@@ -178,7 +179,7 @@ class Leases:
             bound=bound,
             begin=begin,
             on_success=on_success,
-            kind=gang_run_of(executor.program),
+            kind=gang_run_of(executor.program.jax is not None),
         )
 
     def close(self) -> None:

@@ -243,17 +243,13 @@ class LogForwarder:
     def __init__(self, socket: Socket, lock: threading.Lock) -> None:
         self._socket = socket
         self._lock = lock
-        self._lines: deque[LogLine | Retried] = deque(maxlen=LOG_LINES_WAITING_MAX)
+        self.lines: deque[LogLine | Retried] = deque(maxlen=LOG_LINES_WAITING_MAX)
         self._closed = False
         self.fault: BaseException | None = None  # of the connection; the main thread raises it afterwards
 
-    @property
-    def has_lines(self) -> bool:
-        return bool(self._lines)
-
     def put(self, line: LogLine | Retried) -> None:
         """Send a line at once if the socket is free, else queue it."""
-        self._lines.append(line)
+        self.lines.append(line)
         if self.fault is None and self._lock.acquire(blocking=False):
             try:
                 self.send_lines()
@@ -264,8 +260,8 @@ class LogForwarder:
 
     def send_lines(self) -> None:
         """Send the waiting lines; the caller holds the lock."""
-        while self._lines and not self._closed:
-            self._socket.send(self._lines.popleft(), timeout_s=math.inf)
+        while self.lines and not self._closed:
+            self._socket.send(self.lines.popleft(), timeout_s=math.inf)
 
     def close(self) -> None:
         """Send no more lines; the caller holds the lock."""

@@ -3,7 +3,7 @@
 Rules
 -----
 * `handle(event, now)` takes a message from the scheduler, or an event of this process, and returns
-  commands; `deadline()` returns when the next TimePassed is due. No clock, no socket, no data: the driver
+  commands; `due` is the time when the next TimePassed is due. No clock, no socket, no data: the driver
   keeps programs, shards and results, and finds them by pass and lease.
 * The calls of a lease are reported in order and without gaps, each exactly once, as finished or as raised.
   So the unreported calls are always the rest of the range.
@@ -39,7 +39,7 @@ executed in SLICES: `Execute` requests calls from the driver until `flush_s` has
 results have gathered. Then the driver reports the finished calls (`CallsFinished`, `CallRaised`), sends
 `SliceEnded`, and gets the next `Execute`, for the rest of the lease or for the next one. It handles received
 messages before it begins. So a Cancel or Stop takes effect between calls, after one slice at the latest.
-If a call outlasts the slice, the driver reports the calls before it when `deadline()` has passed.
+If a call outlasts the slice, the driver reports the calls before it when `due` has passed.
 
 A gang's lease takes one slice to execute, however long, and may take more to be reported. While its
 replicas wait for other members, the driver continues to handle messages: one `CollectiveReached` for each
@@ -70,7 +70,8 @@ class WorkerMachine:
         self._cached_passes: set[int] = set()  # bound passes with a key
         self._spaces: set[int] = set()  # states with stored values
         self._leases = LeaseQueue(self._limits)  # one is active if and only if the state is EXECUTING
-        self._due: float | None = None  # in JOINING, of the reply to Hello; in EXECUTING, of the next report
+        self.due: float | None = None
+        """When TimePassed (in JOINING: the reply to Hello) or a report (in EXECUTING) is due; None: no deadline."""
 
     def handle(self, event: ev.Event, now: float) -> list[cmd.Command]:
         """Handle one event; return the commands to execute, in order."""
@@ -86,24 +87,20 @@ class WorkerMachine:
             )
         return commands
 
-    def deadline(self) -> float | None:
-        """Return when TimePassed or a report is due; None: no deadline."""
-        return self._due
-
     # -- joining and leaving ---------------------------------------------------------
 
     def _on_started(self, _event: ev.Started, now: float) -> list[cmd.Command]:
-        self._due = now + self._limits.join_s
+        self.due = now + self._limits.join_s
         return [cmd.Send(self._hello)]
 
     def _on_time_passed(self, _event: ev.TimePassed, now: float) -> list[cmd.Command]:
-        if self.state is not ProtocolState.JOINING or self._due is None or now < self._due:
+        if self.state is not ProtocolState.JOINING or self.due is None or now < self.due:
             return []
         return self._leave(cmd.Ending.UNANSWERED, f"no reply within {self._limits.join_s:g} s")
 
     def _on_welcome(self, event: msg.Welcome, _now: float) -> list[cmd.Command]:
         self.state = ProtocolState.READY
-        self._due = None
+        self.due = None
         return [cmd.Apply(event)]
 
     def _on_refuse(self, event: msg.Refuse, _now: float) -> list[cmd.Command]:
@@ -124,7 +121,7 @@ class WorkerMachine:
 
     def _leave(self, ending: cmd.Ending, reason: str) -> list[cmd.Command]:
         self.state = ProtocolState.STOPPING
-        self._due = None
+        self.due = None
         self._leases.clear()
         self._passes.clear()
         self._cached_passes.clear()
@@ -260,7 +257,7 @@ class WorkerMachine:
         """Become executing if there is a lease that executes, else ready."""
         executes = self._leases.active is not None or bool(self._leases.overlapping)
         self.state = ProtocolState.EXECUTING if executes else ProtocolState.READY
-        self._due = now + self._limits.flush_s if executes else None
+        self.due = now + self._limits.flush_s if executes else None
 
     def _on_calls_finished(self, event: ev.CallsFinished, now: float) -> list[cmd.Command]:
         lease = self._leases.report(event.lease, event.lo, event.hi)
@@ -268,6 +265,14 @@ class WorkerMachine:
         cache_pass = lease.pass_id if lease.cached else 0
         send = cmd.SendResults(msg.Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)
         return [send, *_end_of(lease)]
+
+    def _on_lease_finished(self, event: ev.LeaseFinished, now: float) -> list[cmd.Command]:
+        lease = self._leases.report(event.lease, event.lo, event.hi)
+        if lease.next < lease.hi or lease.overlaps:
+            raise LocalProtocolError(f"{lease} was reported as finished")
+        cache_pass = lease.pass_id if lease.cached else 0
+        send = cmd.SendResults(msg.Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)
+        return [send, cmd.DropLease(lease.id), *self._execute(self._leases.next(), now)]
 
     def _on_elements_finished(self, event: ev.ElementsFinished, _now: float) -> list[cmd.Command]:
         lease = self._leases.find(event.lease)
@@ -318,7 +323,7 @@ class WorkerMachine:
             return "too many states are stored"
         if self.state is ProtocolState.STOPPING and (self._passes or self._spaces):
             return "a stopping worker has passes or states"
-        if executing and self._due is None:
+        if executing and self.due is None:
             return "an executing worker has no report due"
         return self._leases.broken_invariant(self._passes)
 
@@ -354,5 +359,6 @@ _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[cmd.Command]]] 
     ev.CallRaised: WorkerMachine._on_call_raised,
     ev.CollectiveReached: WorkerMachine._on_collective_reached,
     ev.CollectiveOverdue: WorkerMachine._on_collective_overdue,
+    ev.LeaseFinished: WorkerMachine._on_lease_finished,
     ev.SliceEnded: WorkerMachine._on_slice_ended,
 }

@@ -77,13 +77,8 @@ class StageClock:
 
     def __init__(self, cells: memoryview | None = None) -> None:
         self._cells = memoryview(bytearray(_BYTES)).cast("q") if cells is None else cells
-        self._timed: dict[int, _Timed] = {}
+        self.timed: dict[int, _Timed] = {}  # the functions with a time limit that run
         self._lock = threading.Lock()  # needed in gangs, whose replicas are threads
-
-    @property
-    def is_timing(self) -> bool:
-        """Whether a function with a time limit runs."""
-        return bool(self._timed)
 
     def enter(self, stage: int) -> None:
         """Record the stage of the running call; 0: unknown."""
@@ -93,26 +88,26 @@ class StageClock:
         """Record the start of a function; `key` names it if a call has several at the same time."""
         with self._lock:
             timed = _Timed(call, stage, time.monotonic_ns(), limit_ns, lease)
-            self._timed[call if key is None else key] = timed
+            self.timed[call if key is None else key] = timed
             self._write(timed)
 
     def stop(self, key: int) -> None:
         """Record the end of the function, if a start was recorded."""
         with self._lock:
-            if self._timed.pop(key, None) is not None:
+            if self.timed.pop(key, None) is not None:
                 self._write_first()
 
     def pause(self, key: int) -> None:
         """Stop the time of the function while it waits for other replicas."""
         with self._lock:
-            timed = self._timed.get(key)
+            timed = self.timed.get(key)
             if timed is not None:
                 timed.paused_ns = time.monotonic_ns()
                 self._write_first()
 
     def resume(self, key: int) -> None:
         with self._lock:
-            timed = self._timed.get(key)
+            timed = self.timed.get(key)
             if timed is not None:
                 timed.began_ns += time.monotonic_ns() - timed.paused_ns
                 timed.paused_ns = 0
@@ -121,7 +116,7 @@ class StageClock:
     def step(self, key: int) -> None:
         """Record which one of several overlapping calls has the thread."""
         with self._lock:
-            timed = self._timed.get(key)
+            timed = self.timed.get(key)
             if timed is not None:
                 self._write(timed)
 
@@ -131,7 +126,7 @@ class StageClock:
             self._write_first()
 
     def _write_first(self) -> None:
-        running = [(x.began_ns + x.limit_ns, key, x) for key, x in self._timed.items() if not x.paused_ns]
+        running = [(x.began_ns + x.limit_ns, key, x) for key, x in self.timed.items() if not x.paused_ns]
         if running:
             self._write(min(running, key=lambda x: x[:2])[2])
         else:
@@ -169,10 +164,11 @@ class CallProgress:
 
     def idle(self) -> None:
         """Record that no call runs, unless calls with a time limit wait."""
-        if self.clock.is_timing:
+        if self.clock.timed:
             return
-        self._cells[_LIMIT] = 0
-        self._cells[_LEASE] = self._cells[_CALL] = _IDLE
+        cells = self._cells
+        cells[_LIMIT] = 0
+        cells[_LEASE] = cells[_CALL] = _IDLE
 
     def of_lease(self, lease: int) -> Callable[[int], None]:
         """Return a function that records the running call of a lease."""

@@ -27,7 +27,7 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
 from pipedist.protocol.messages import CACHED_RANGES_MAX, Failed, Results
 from pipedist.worker.commands import Execute
-from pipedist.worker.events import CallRaised, CallsFinished, ElementsFinished, Event
+from pipedist.worker.events import CallRaised, CallsFinished, ElementsFinished, Event, LeaseFinished
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.lease_run import LeaseRun, RejectedLeaseRun
 
@@ -155,11 +155,13 @@ class ResultReporter:
 
     # -- executed calls ------------------------------------------------------------------
 
-    def finished(self, lease: int, run: Run) -> None:
+    def finished(self, lease: int, run: Run, *, ends_at: int = -1) -> bool:
+        """Report calls that returned; return True if the last one is before `ends_at`: then the lease is over, too."""
         lo, outcomes, busy_ns = run.take()
         if not outcomes or isinstance(run, RejectedLeaseRun):
-            return
+            return False
         hi = lo + len(outcomes)
+        is_over = False
         self._executor = run.executor
         try:
             self.payload = encode(outcomes)
@@ -171,8 +173,10 @@ class ResultReporter:
                 self.payload = encode([outcome])
                 self._handle(CallsFinished(lease, call, call + 1, busy_ns if call == lo else 0))
         else:
-            self._handle(CallsFinished(lease, lo, hi, busy_ns))
+            is_over = hi == ends_at
+            self._handle((LeaseFinished if is_over else CallsFinished)(lease, lo, hi, busy_ns))
         self.payload, self._executor = (), None
+        return is_over
 
     def measured(self, results: Results) -> Results:
         """Return results that are being reported with the costs of executing them."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from pipedist.core import functions
 from pipedist.core.types import Tree
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from pipedist.worker.variables.replica import ReplicaVariables
 
 
-class GangCallContext(NamedTuple):
+class GangCallContext(Struct, frozen=True):
     """The context of a call in a gang."""
 
     collectives: Callable[[bool], Collectives]  # of an async (True) or a plain function
@@ -33,8 +34,7 @@ class CallHeld(Exception):
     """Ends a call whose next attempt or element does not begin, because its pass drains."""
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(Struct, eq=False):
     """One call while it runs; `number` counts in the pass."""
 
     number: int
@@ -147,7 +147,9 @@ class Stage:
         form = self._program.form
         if form == "apply" and not (self._values or self.is_class or self._program.kwargs):
             args, own = value
-            return self.call_with(args, dict(own), ctx, fn)
+            if self._wants_ctx and "ctx" not in own:
+                return fn(*args, ctx=ctx, **own)
+            return fn(*args, **own)
         kwargs = {} if self.is_class else self._kwargs.fresh()
         if form == "shard":
             if self._program.given_as:

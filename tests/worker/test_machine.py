@@ -75,10 +75,10 @@ def raised(lease: int, call: int) -> events.CallRaised:
 def test_a_worker_joins_with_hello_and_welcome() -> None:
     scenario = Scenario()
     assert scenario.handle(events.Started()) == [commands.Send(HELLO)]
-    assert scenario.machine.deadline() == 105
+    assert scenario.machine.due == 105
     assert scenario.handle(events.TimePassed()) == []
     assert scenario.handle(WELCOME) == [commands.Apply(WELCOME)]
-    assert scenario.machine.deadline() is None
+    assert scenario.machine.due is None
 
 
 def test_a_worker_leaves_if_no_scheduler_replies() -> None:
@@ -104,7 +104,7 @@ def test_a_lease_is_executed_in_slices_and_reported_in_order() -> None:
         commands.Apply(Assign(7, 1, 10, 14, 0)),
         execute(7, 10, 14),
     ]
-    assert scenario.machine.deadline() == 100.5
+    assert scenario.machine.due == 100.5
     assert scenario.handle(events.CallsFinished(7, 10, 12, 99)) == [
         commands.SendResults(Results(7, 10, 12, 99))
     ]
@@ -113,11 +113,11 @@ def test_a_lease_is_executed_in_slices_and_reported_in_order() -> None:
     ]
     scenario.now = 101.0
     assert scenario.handle(events.SliceEnded(7)) == [execute(7, 13, 14)]
-    assert scenario.machine.deadline() == 101.5
+    assert scenario.machine.due == 101.5
     scenario.handle(events.CallsFinished(7, 13, 14, 1))
     assert scenario.handle(events.SliceEnded(7)) == [commands.DropLease(7)]
     assert scenario.machine.state is events.ProtocolState.READY
-    assert scenario.machine.deadline() is None
+    assert scenario.machine.due is None
 
 
 def confirmed(lease: int) -> commands.Send:
@@ -134,12 +134,31 @@ def test_leases_wait_in_order() -> None:
     assert scenario.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(9, 2, 3)]
 
 
+def test_the_last_report_of_a_lease_ends_it_with_one_event() -> None:
+    scenario, apart = ready(), ready()
+    for each in (scenario, apart):
+        each.handle(Assign(7, 1, 10, 14, 0))
+        each.handle(Assign(8, 1, 2, 3, 0))
+        each.handle(raised(7, 10))
+    separately = apart.handle(events.CallsFinished(7, 11, 14, 5)) + apart.handle(events.SliceEnded(7))
+    assert scenario.handle(events.LeaseFinished(7, 11, 14, 5)) == separately
+    assert separately == [
+        commands.SendResults(Results(7, 11, 14, 5)),
+        commands.DropLease(7),
+        execute(8, 2, 3),
+    ]
+    with pytest.raises(LocalProtocolError, match="was reported as finished"):
+        Scenario(events.Started(), WELCOME, Bind(1), Assign(7, 1, 0, 2, 0)).handle(
+            events.LeaseFinished(7, 0, 1, 1)
+        )
+
+
 def test_a_report_moves_the_deadline() -> None:
     scenario = ready()
     scenario.handle(Assign(7, 1, 0, 3, 0))
     scenario.now = 100.5
     scenario.handle(events.CallsFinished(7, 0, 1, 1))
-    assert scenario.machine.deadline() == 101.0
+    assert scenario.machine.due == 101.0
 
 
 @pytest.mark.parametrize("order", [Cancel(7), Unbind(1)])
@@ -152,7 +171,7 @@ def test_a_lease_is_dropped_whether_its_execution_has_begun_or_not(order: Messag
         then = confirmed(7) if isinstance(order, Cancel) else commands.Apply(Unbind(1))
         assert scenario.handle(order) == [commands.DropLease(7), then]
         assert scenario.machine.state is events.ProtocolState.READY
-        assert scenario.machine.deadline() is None
+        assert scenario.machine.due is None
         with pytest.raises(LocalProtocolError):
             scenario.handle(events.CallsFinished(7, 0, 1, 1))
 
@@ -163,7 +182,7 @@ def test_the_next_lease_replaces_one_that_is_dropped_before_its_start() -> None:
     scenario.handle(Assign(8, 1, 9, 10, 0))
     scenario.now = 101.0
     assert scenario.handle(Cancel(7)) == [commands.DropLease(7), confirmed(7), execute(8, 9, 10)]
-    assert scenario.machine.deadline() == 101.5
+    assert scenario.machine.due == 101.5
 
 
 def test_leases_that_overlap_begin_at_once_and_are_reported_in_any_order() -> None:
@@ -183,7 +202,7 @@ def test_leases_that_overlap_begin_at_once_and_are_reported_in_any_order() -> No
     assert scenario.machine.state is events.ProtocolState.EXECUTING
     assert scenario.handle(Cancel(2)) == [commands.DropLease(2), confirmed(2)]
     assert scenario.machine.state is events.ProtocolState.READY
-    assert scenario.machine.deadline() is None
+    assert scenario.machine.due is None
 
 
 def test_leases_that_overlap_end_with_their_pass() -> None:
@@ -343,7 +362,7 @@ def test_stop_ends_the_worker(executing: bool) -> None:
         commands.Send(Goodbye("w0", 2, "enough")),
         commands.Leave(commands.Ending.STOPPED, "enough"),
     ]
-    assert scenario.machine.deadline() is None
+    assert scenario.machine.due is None
 
 
 @pytest.mark.parametrize(
