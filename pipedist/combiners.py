@@ -36,8 +36,6 @@ To combine other components by key, define an instance of `ByKey` in your module
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -45,33 +43,22 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
-from pipedist.reduction import exact_integers
+from pipedist.reduction.keyed.combiners import (
+    Counter,
+    CounterByKey,
+    KeyedCombiner,
+    MomentsByKey,
+    QuantilesByKey,
+    Reduced,
+    UniqueByKey,
+    array_of,
+    check_real,
+)
+from pipedist.reduction.keyed.keys import Key, group, values_of
+from pipedist.reduction.keyed.table import KeyedTable as KeyedTable
+from pipedist.reduction.keyed.values import MOMENTS, merged_moments, variance
 
-Key = str | int
 Component = Mapping[Any, Any]
-
-
-class Counter:
-    """Counts the occurrences of each value: `{value: count}`."""
-
-    def of(self, values: Iterable[Key] | NDArray[Any]) -> dict[Key, int]:
-        """Return the number of occurrences of each value.
-
-        Args:
-            values: text, integers or bools, in an array of any shape or in a list; a bool counts
-                as 0 or 1.
-
-        Raises:
-            TypeError: a value has another type; round floats, or convert them to text, first.
-        """
-        array = _keys_array(values)
-        found, counts = np.unique(array, return_counts=True)
-        return dict(zip(found.tolist(), counts.tolist(), strict=True))
-
-    def __call__(self, a: Component, b: Component) -> dict[Key, int]:
-        """Add the counts of two components."""
-        _check_dicts("counter", a, b)
-        return {key: a.get(key, 0) + b.get(key, 0) for key in sorted_keys({**a, **b})}
 
 
 class Moments:
@@ -82,8 +69,6 @@ class Moments:
     Components are merged by Chan's formula, which does not cancel as a sum of squares does. NaN
     propagates into all fields except the counts; with `skip_missing` it is skipped and counted.
     """
-
-    _FIELDS = frozenset({"count", "missing", "mean", "m2", "min", "max"})
 
     def of(self, values: ArrayLike, *, skip_missing: bool = False) -> dict[str, Any]:
         """Return the moments of rows.
@@ -97,8 +82,7 @@ class Moments:
             ValueError: the values are a scalar, not rows.
         """
         given = np.asarray(values)
-        if given.dtype.kind not in "iuf" and given.dtype.name != "bfloat16":
-            raise TypeError(f"moments needs real numbers, got {given.dtype}")
+        check_real("moments", given)
         if given.ndim == 0:
             raise ValueError("moments needs rows, got a scalar: pass an array with a leading axis")
         x = given.astype(np.float64)
@@ -129,26 +113,13 @@ class Moments:
     def __call__(self, a: Component, b: Component) -> dict[str, Any]:
         """Return the moments of the rows of both components."""
         for part in (a, b):
-            if not isinstance(part, Mapping) or set(part) != self._FIELDS:
+            if not isinstance(part, Mapping) or set(part) != MOMENTS:
                 raise TypeError("moments combines what moments.of(values) returned")
         if np.shape(a["mean"]) != np.shape(b["mean"]):
             raise ValueError(
                 f"moments of rows of shapes {np.shape(a['mean'])} and {np.shape(b['mean'])} can't be combined"
             )
-        n_a, n_b = np.asarray(a["count"]), np.asarray(b["count"])
-        count = n_a + n_b
-        with np.errstate(all="ignore"):
-            some = np.maximum(count, 1)
-            delta = np.asarray(b["mean"]) - a["mean"]
-            merged = {
-                "mean": a["mean"] + delta * (n_b / some),
-                "m2": np.asarray(a["m2"]) + b["m2"] + delta * delta * (n_a / some * n_b),
-                "min": np.minimum(a["min"], b["min"]),
-                "max": np.maximum(a["max"], b["max"]),
-            }
-        for name, value in merged.items():
-            merged[name] = np.where(n_a == 0, b[name], np.where(n_b == 0, a[name], value))
-        return _numbers({"count": count, "missing": np.asarray(a["missing"]) + b["missing"], **merged})
+        return _numbers(merged_moments(a, b))
 
     def mean(self, component: Component) -> Any:
         """Return the mean; NaN without rows."""
@@ -161,10 +132,7 @@ class Moments:
             component: the result of `of` or of a reduction.
             ddof: delta degrees of freedom: the divisor is count - ddof; 1 for a sample's variance.
         """
-        divisor = np.asarray(component["count"]) - ddof
-        with np.errstate(all="ignore"):
-            value = np.where(divisor > 0, component["m2"] / np.maximum(divisor, 1), np.nan)
-        return value if value.ndim else float(value)
+        return variance(component, ddof=ddof)
 
     def std(self, component: Component, *, ddof: int = 0) -> Any:
         """Return the standard deviation; see `variance`."""
@@ -223,9 +191,11 @@ class ByKey:
 
     Args:
         name: the name of this object in its module, for errors.
-        combine: combines two components of one key.
+        combine: combines two components of one key; not by key itself: several key columns make that of one table.
         of: makes the component of one key's rows; default: `combine.of`.
     """
+
+    name: str
 
     def __init__(
         self,
@@ -233,7 +203,12 @@ class ByKey:
         combine: Callable[[Any, Any], Any],
         of: Callable[[NDArray[Any]], Any] | None = None,
     ) -> None:
-        self._name = name
+        if isinstance(combine, KeyedCombiner | ByKey):
+            raise TypeError(
+                f"{name}: {combine.name} combines by key already: pass it several key columns, as in "
+                f"{combine.name}.of((outer, inner), values)"
+            )
+        self.name = name
         self._combine = combine
         self._of: Callable[[NDArray[Any]], Any] = getattr(combine, "of", None) if of is None else of  # type: ignore[assignment]
 
@@ -254,64 +229,25 @@ class ByKey:
             ValueError: keys and values differ in their number of rows.
             TypeError: a key is neither text nor an integer.
         """
-        names = _keys_array(keys)
         rows = np.asarray(values)
-        if names.ndim != 1 or rows.shape[:1] != names.shape:
+        grouping = group([array_of(keys)])
+        if rows.shape[:1] != grouping.codes.shape:
             raise ValueError(
-                f"{self._name}: keys of shape {names.shape} do not match values of shape {rows.shape}"
+                f"{self.name}: keys of shape {grouping.codes.shape} do not match values of shape {rows.shape}"
             )
-        found, inverse = np.unique(names, return_inverse=True)
-        order = np.argsort(inverse, kind="stable")
-        ends = np.cumsum(np.bincount(inverse, minlength=len(found)))
-        groups = np.split(rows[order], ends[:-1]) if len(found) else []
-        return {key: self._of(group, **options) for key, group in zip(found.tolist(), groups, strict=True)}
+        order = np.argsort(grouping.codes, kind="stable")
+        ends = np.cumsum(np.bincount(grouping.codes, minlength=grouping.count))
+        groups = np.split(rows[order], ends[:-1]) if grouping.count else []
+        found = values_of(grouping.columns[0], 0, grouping.count)
+        return {key: self._of(each, **options) for key, each in zip(found, groups, strict=True)}
 
     def __call__(self, a: Component, b: Component) -> dict[Key, Any]:
         """Combine components of common keys, and keep the others."""
-        _check_dicts(self._name, a, b)
+        _check_dicts(self.name, a, b)
         return {
             key: self._combine(a[key], b[key]) if key in a and key in b else a[key] if key in a else b[key]
             for key in sorted_keys({**a, **b})
         }
-
-
-def _keys_array(values: Iterable[Key] | NDArray[Any]) -> NDArray[Any]:
-    array = values if isinstance(values, np.ndarray) else _listed(list(values))
-    if array.size == 0:
-        return array.astype(np.int64) if array.dtype.kind == "f" else array
-    if array.dtype.kind == "b":
-        return array.astype(np.int64)
-    if array.dtype.kind == "T":
-        array = array.astype(object)
-    is_plain = array.dtype.kind in "iuU" or (
-        array.dtype.kind == "O" and {str}.issuperset(map(type, array.flat))
-    )
-    if not is_plain and not _are_integers(array):
-        raise TypeError(
-            f"keys must be text or integers, got {array.dtype}: round floats, or convert them to text"
-        )
-    return array
-
-
-def _listed(keys: list[Any]) -> NDArray[Any]:
-    """Return keys as an array, unconverted: NumPy would convert numbers to text if mixed."""
-    if keys and {str}.issuperset(map(type, keys)):
-        return ragged.of_texts(keys)
-    array = np.asarray(keys)
-    if array.dtype.kind == "U" and (
-        other := [key for key in keys if isinstance(key, Number | bytes | np.bool_)]
-    ):
-        raise TypeError(
-            f"some keys are text, and others are not, as {other[0]!r}: convert them to one type first, "
-            "for example [str(key) for key in keys]"
-        )
-    if array.dtype.kind == "f" and all(isinstance(key, int) for key in keys):
-        return np.array(keys, object)  # NumPy converts integers on both sides of 2**63 to floats
-    return array
-
-
-def _are_integers(array: NDArray[Any]) -> bool:
-    return array.dtype.kind == "O" and all(isinstance(key, int) for key in array.flat)
 
 
 def _check_dicts(name: str, a: Any, b: Any) -> None:
@@ -337,44 +273,13 @@ def _numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if np.ndim(value) else np.asarray(value).item() for name, value in fields.items()}
 
 
-def _add(a: Any, b: Any) -> Any:
-    with np.errstate(all="ignore"):
-        total = a + b
-    if isinstance(total, np.ndarray) and total.dtype == np.int64 and ((a ^ total) & (b ^ total) < 0).any():
-        raise OverflowError("a sum does not fit int64: add floats instead")
-    return total
-
-
-def _sum_rows(rows: NDArray[Any]) -> Any:
-    """Add rows: Python's own exact integers, or float64; arrays as int64, or at least float32."""
-    if rows.ndim == 1:
-        return sum(rows.tolist())
-    if rows.dtype.kind in "iu":
-        return exact_integers.cast_sum(exact_integers.sum_rows(rows, (0,))[0], np.dtype(np.int64))
-    with np.errstate(all="ignore"):
-        return rows.sum(axis=0, dtype=np.result_type(rows.dtype, np.float32))
-
-
-def _extreme_row(ufunc: np.ufunc, rows: NDArray[Any]) -> Any:
-    return _plain(ufunc.reduce(rows, axis=0))
-
-
-def _extreme(ufunc: np.ufunc, of_integers: Callable[[int, int], int], a: Any, b: Any) -> Any:
-    if type(a) is int and type(b) is int:  # may exceed int64
-        return of_integers(a, b)
-    return _plain(ufunc(a, b))
-
-
-def _plain(value: Any) -> Any:
-    """Return a NumPy number as a Python number; keep dates, which some units convert to integers."""
-    return value if np.ndim(value) or value.dtype.kind in "mM" else value.item()
-
-
-counter = Counter()
+counter = Counter("counter", "counter")
 moments = Moments()
 top_k = TopK()
-by_key = by_key_sum = ByKey("by_key_sum", _add, _sum_rows)
-by_key_min = ByKey("by_key_min", partial(_extreme, np.minimum, min), partial(_extreme_row, np.minimum))
-by_key_max = ByKey("by_key_max", partial(_extreme, np.maximum, max), partial(_extreme_row, np.maximum))
-by_key_counter = ByKey("by_key_counter", counter)
-by_key_moments = ByKey("by_key_moments", moments)
+by_key = by_key_sum = Reduced("by_key_sum", "sum", np.add)
+by_key_min = Reduced("by_key_min", "min", np.minimum)
+by_key_max = Reduced("by_key_max", "max", np.maximum)
+by_key_moments = MomentsByKey("by_key_moments", "moments")
+by_key_counter = CounterByKey("by_key_counter", "counts")
+by_key_nunique = UniqueByKey("by_key_nunique", "unique")
+by_key_quantiles = QuantilesByKey("by_key_quantiles", "quantiles")

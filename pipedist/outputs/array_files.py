@@ -24,6 +24,7 @@ from pipedist.errors import OutputError
 from pipedist.outputs import encoding
 from pipedist.outputs.sink import Sink
 from pipedist.outputs.spool import Array, ArraySpool, Leaves
+from pipedist.reduction.keyed.table import KeyedTable
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -113,7 +114,7 @@ class NpzSink(Sink):
             self._info(name)
 
     def _storables(self, value: Tree, leaves: Leaves) -> dict[str, Array]:
-        arrays = leaves.take(value)
+        arrays = leaves.take(value.columns() if isinstance(value, KeyedTable) else value)
         return {
             name: _storable(array, f"{self.label}: leaf {name!r}")
             for name, array in zip(leaves.names, arrays, strict=True)

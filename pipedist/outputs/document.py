@@ -3,7 +3,7 @@
 In a run with an output folder, a value of more than INLINE_BYTES_MAX has a file in `.pipedist/values/RUN/`, and the
 document has a reference: `file`, an absolute path, and for arrays `dtype` and `shape`. The file is a `.npy` or
 `.npz`, with the values of steps or epochs stacked, or a `.json` if the value has other leaves than arrays and
-numbers, or too many of them.
+numbers, or too many of them. A table by key is a `.csv`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pipedist.errors import CallError, OutputError
 from pipedist.outputs.encoding import Json, text, to_json
 from pipedist.outputs.formats import open_sink
 from pipedist.outputs.run_record import writing
+from pipedist.reduction.keyed.table import KeyedTable
 
 FORMAT = 1
 
@@ -112,6 +113,8 @@ def store_large(results: Mapping[str, Tree], folder: Path, pers: Mapping[str, st
 
 
 def _is_large(name: str, value: Tree) -> bool:
+    if isinstance(value, KeyedTable) and value.nbytes > INLINE_BYTES_MAX:
+        return True
     return _array_bytes(value) > INLINE_BYTES_MAX or len(text(to_json(value, (name,)))) > INLINE_BYTES_MAX
 
 
@@ -125,14 +128,21 @@ def _stored(path: Path, value: Tree, series: Sequence[Tree] | None) -> Json:
         path.parent.mkdir(parents=True, exist_ok=True)
     leaves = len(trees.flatten(series[0] if series else value)[0])
     has_arrays = leaves <= MEMBERS_MAX and _array_bytes(value) > INLINE_BYTES_MAX
-    for ending in (".npy", ".npz", ".json") if has_arrays else (".json",):
+    endings = (
+        (".csv",)
+        if isinstance(value, KeyedTable)
+        else (".npy", ".npz", ".json")
+        if has_arrays
+        else (".json",)
+    )
+    for ending in endings:
         sink = open_sink(path.with_suffix(ending), shape="run" if series is None else "per", gather=False)
         try:
             for one in [value] if series is None else series:
                 sink.append(one)
             return _reference(sink.finish())
         except OutputError:
-            if ending == ".json":
+            if ending == endings[-1]:
                 raise
         finally:
             sink.abort()
@@ -140,7 +150,7 @@ def _stored(path: Path, value: Tree, series: Sequence[Tree] | None) -> Json:
 
 
 def _reference(path: Path) -> Json:
-    if path.suffix == ".json":
+    if path.suffix in (".json", ".csv"):
         return {"file": str(path)}
     from pipedist.outputs.array_files import members
 

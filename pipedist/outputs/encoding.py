@@ -4,7 +4,8 @@ Arrays are nested lists; floats have the shortest decimal text that gives the sa
 their own dtype (`float32(0.1)` is `0.1`); NaN and the infinities are the strings "NaN",
 "Infinity", "-Infinity"; bytes are base64; complex numbers are `[real, imaginary]`; dates and
 durations are NumPy's text for them (ISO 8601; "5 days"). Dataclasses and namedtuples are
-objects, tuples lists, integer keys strings. `longdouble` is rounded to float64, as
+objects, tuples lists, integer keys strings. A table by key whose keys are dates or tuples is a list of
+objects, one for each row. `longdouble` is rounded to float64, as
 readers of JSON do.
 """
 
@@ -23,6 +24,7 @@ import numpy.typing as npt
 
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
+from pipedist.reduction.keyed.table import KeyedTable
 
 Json = Any  # a value for `json.dumps`: dict with str keys, list, str, int, finite float, bool, None
 
@@ -88,6 +90,8 @@ def text(value: Json, *, sort_keys: bool = True) -> str:
 
 def node(tree: Tree) -> tuple[Literal["object"], list[tuple[Any, Tree]]] | tuple[Literal["list"], Any] | None:
     """Return a container's JSON type and its children; None for a leaf and for None."""
+    if isinstance(tree, KeyedTable) and not tree.has_plain_keys:
+        return "list", tree.records()
     if isinstance(tree, Mapping):
         return "object", list(tree.items())
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

@@ -22,6 +22,8 @@ from pipedist.errors import OutputError
 from pipedist.outputs import encoding
 from pipedist.outputs.sink import Mode, Sink
 from pipedist.outputs.spool import Array, Columns, Leaves
+from pipedist.reduction.keyed.keys import TextColumn
+from pipedist.reduction.keyed.table import KeyedTable
 
 _QUOTED = re.compile('[",\r\n]')
 _ROWS = 4096  # rows of a block that is read from temporary files
@@ -55,9 +57,19 @@ class RowSink(Sink):
             return
         if type(value) is list and not value:  # no records
             return
+        if isinstance(value, KeyedTable) and self._mode == "one":
+            self._table_by_key(value)
+            return
         columns = self._columns(value, self._leaves, self._keys)
         self._check(columns, self._dtypes)
         self._rows(columns)
+
+    def _table_by_key(self, value: KeyedTable) -> None:
+        """Append a table by key, some rows at a time."""
+        for block in value.blocks(_GROUP_ROWS):
+            columns = _spread(block) if self.plain else block
+            self._check(columns, self._dtypes)
+            self._rows(columns)
 
     def check(self, value: Tree) -> None:
         if value is not None:
@@ -233,6 +245,10 @@ class ParquetSink(RowSink):
             for name, array in columns.items():
                 self._column(name, array[:1])
 
+    def _table_by_key(self, value: KeyedTable) -> None:
+        for block in value.blocks(_GROUP_ROWS, texts=True):
+            self._rows(block)
+
     def _rows(self, columns: dict[str, Array]) -> None:
         table = self._arrow.table({name: self._column(name, array) for name, array in columns.items()})
         self._schema = table.schema
@@ -249,7 +265,16 @@ class ParquetSink(RowSink):
             self._open(self._typed(self._schema) if self._schema is not None else self._arrow.schema([]))
         self._writer.close()
 
-    def _column(self, name: str, array: Array) -> Any:
+    def _column(self, name: str, array: Array | TextColumn) -> Any:
+        if isinstance(array, TextColumn):
+            ends = array.texts.ends
+            offsets = np.zeros(len(ends) + 1, np.int64)
+            offsets[1:] = ends
+            buffers = [None, self._arrow.py_buffer(offsets), self._arrow.py_buffer(array.texts.data)]
+            texts = self._arrow.LargeStringArray.from_buffers(len(ends), buffers[1], buffers[2])
+            return (texts if array.codes is None else texts.take(self._arrow.array(array.codes))).cast(
+                "string"
+            )
         try:
             return arrow_column(self._arrow, array)
         except (self._arrow.ArrowException, ValueError, TypeError, OverflowError) as error:

@@ -18,6 +18,7 @@ import numpy as np
 
 from pipedist.core.types import Tree
 from pipedist.outputs import encoding
+from pipedist.reduction.keyed.table import NUMBERS, KeyedTable
 
 INLINE_SIZE_MAX = 16  # elements of an array that is shown in full
 INLINE_CHARACTERS_MAX = 120  # of the text of a tree that is shown in full
@@ -26,6 +27,7 @@ ENTRIES_MAX = INLINE_SIZE_MAX + 1  # entries of one container that are visited; 
 COUNTED_MAX = 1_000  # nodes that are visited to count the leaves that are not listed
 CELL_DIGITS = 7  # significant digits of a float in a table of records
 SCANNED_BYTES_MAX = 4 * 2**20  # size of a text file whose rows are counted
+LARGEST_MAX = 10  # counts of a table of counts that are shown, the largest
 RECORDS_MAX = 20  # rows of a table of records that are shown
 FIELDS_MAX = 32  # columns of a table of records
 
@@ -44,6 +46,8 @@ def summarize(value: Tree) -> str:
         return _array(value)
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"
+    if isinstance(value, KeyedTable) and len(value) > INLINE_SIZE_MAX:
+        return counted(len(value), "key")
     if encoding.node(value) is None:
         return _scalar(encoding.to_json(value))
     leaves = [leaf for _, leaf in islice(_leaves(value), INLINE_SIZE_MAX + 1)]
@@ -168,6 +172,8 @@ def records(value: Tree) -> Records | None:
     A record is an object of at most `FIELDS_MAX` single values; all that are shown have the same names. Floats are
     rounded to `CELL_DIGITS` digits: the exact values are in the file, or in `--json`.
     """
+    if isinstance(value, KeyedTable):
+        return _records_by_key(value)
     outer = ("object", value.items()) if isinstance(value, Mapping) else encoding.node(value)
     if outer is None or len(outer[1]) < 2:
         return None
@@ -191,6 +197,32 @@ def records(value: Tree) -> Records | None:
     if count > RECORDS_MAX:
         rows.append([f"... {count - RECORDS_MAX:,} more", *([""] * len(names))])
     return Records(count, names, rows)
+
+
+def _records_by_key(table: KeyedTable) -> Records | None:
+    """Return the first rows of a table by key, or the largest counts of a counter that is not shown in full."""
+    if len(table) < 2 or (table.kind in NUMBERS and len(table) <= INLINE_SIZE_MAX):
+        return None
+    if table.kind == "counter":
+        largest = table.largest(LARGEST_MAX)
+        rows = [[_key(key), f"{count:,}"] for key, count in largest]
+        total, names = len(table), ["count"]
+    else:
+        total = table.rows if table.kind == "counts" else len(table)
+        head = table.columns(0, min(total, RECORDS_MAX))
+        keys, names = list(head)[: len(table.names)], list(head)[len(table.names) :]
+        if any(head[name].ndim > 1 for name in names):
+            return None
+        cells = zip(*(head[name].tolist() for name in (*keys, *names)), strict=True)
+        rows = [[_key(row[: len(keys)]), *map(_cell, row[len(keys) :])] for row in cells]
+    if total > len(rows):
+        more = "smaller ones" if table.kind == "counter" else "more"
+        rows.append([f"... {total - len(rows):,} {more}", *([""] * len(names))])
+    return Records(total, names, rows)
+
+
+def _key(key: Any) -> str:
+    return ", ".join(map(str, key)) if isinstance(key, tuple) else str(key)
 
 
 def _cell(value: Tree) -> str:

@@ -1,16 +1,13 @@
-"""Results of the stock combine functions by key as tables, with one row per key.
+"""Results of combine functions by key as tables, with one row per key.
 
 | combine function | columns |
 |---|---|
-| `by_key_sum`, `by_key_min`, `by_key_max` | `key`, `value` |
-| `by_key_moments`, and any other `ByKey(name, combine)` | `key`, and one for each leaf path of a component |
-| `counter` | `value`, `count` |
-| `by_key_counter` | `key`, `value`, `count`: one row for each value of each key |
+| `by_key_sum` and the other tables by key of `pipedist.combiners` | those of the table |
+| `ByKey(name, combine)` | `key`, and one for each leaf path of a component |
 | `top_k` | `value`, and one for each leaf path of the rows (`row` if bare), the largest value first |
 | `ByKey(name, top_k)` | `key`, and these: one row for each value of each key |
 
-Rows are ordered by key, then by value. Keys are text (`<U`) or integers (int64; uint64 if they exceed its
-range). A `ByKey` of a `ByKey` is written as a tree.
+Rows are ordered by key, then by value. Keys are text (`<U`) or integers (int64; uint64 if they exceed its range).
 """
 
 from __future__ import annotations
@@ -20,10 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from pipedist.combiners import ByKey, Counter, Moments, TopK, sorted_keys
+from pipedist.combiners import ByKey, Moments, TopK, sorted_keys
 from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.outputs.spool import Array, Columns
+from pipedist.reduction.keyed.combiners import KeyedCombiner
 
 Table = Callable[[Tree], Columns]
 """Return the table of a value.
@@ -35,14 +33,11 @@ _EXACT_MAX = 2**53  # integers up to this are exact in float64
 
 
 def table_of(combine: object) -> Table | None:
-    """Return the conversion to a table, None if the result stays a tree."""
-    if isinstance(combine, Counter):
-        return _counts
+    """Return the conversion to a table, None if the result stays a tree, or is a table by key already."""
     if isinstance(combine, TopK):
         return _largest
-    if isinstance(combine, ByKey) and not isinstance(combine.combine, ByKey):
-        of_keys = {Counter: _counts_by_key, TopK: _largest_by_key}
-        return of_keys.get(type(combine.combine), _components)
+    if isinstance(combine, ByKey):
+        return _largest_by_key if isinstance(combine.combine, TopK) else _components
     return None
 
 
@@ -53,10 +48,10 @@ def misfit(combine: object, suffix: str, per: str) -> str | None:
         suffix: the ending of the file.
         per: the scope of a value: "run", "epoch" or "step".
     """
-    if not isinstance(combine, Counter | Moments | TopK | ByKey):
+    if not isinstance(combine, KeyedCombiner | Moments | TopK | ByKey):
         return None
-    names = {Counter: "counter", TopK: "top_k", Moments: "moments"}
-    name = combine._name if isinstance(combine, ByKey) else names[type(combine)]
+    names = {TopK: "top_k", Moments: "moments"}
+    name = combine.name if isinstance(combine, ByKey | KeyedCombiner) else names[type(combine)]
     if suffix == ".npy":
         return f"a `.npy` file holds one array, but the value of {name} has several: write .npz or .json"
     if per == "run" or isinstance(combine, Moments) or suffix in (".json", ".jsonl"):
@@ -66,12 +61,6 @@ def misfit(combine: object, suffix: str, per: str) -> str | None:
             return None
         return f"a row for each {per} can't hold the k values of {name}: write .jsonl or .json"
     return f"the keys of {name} differ from {per} to {per}, but a `{suffix}` file has the same ones: write .jsonl"
-
-
-def _counts(value: Tree) -> Columns:
-    counts = _mapping(value)
-    found = sorted_keys(counts)
-    return {"value": _keys(found), "count": _column("count", [np.asarray(counts[each]) for each in found])}
 
 
 def _largest(value: Tree) -> Columns:
@@ -101,18 +90,6 @@ def _largest_by_key(value: Tree) -> Columns:
         columns[name] = ragged.concatenate([table[name] for table in tables])
     keys = [key for key, table in zip(found, tables, strict=True) for _ in table["value"]]
     return {"key": _keys(keys), **columns}
-
-
-def _counts_by_key(value: Tree) -> Columns:
-    by_key = _mapping(value)
-    keys, values, counts = [], [], []
-    for key in sorted_keys(by_key):
-        component = _mapping(by_key[key])
-        for each in sorted_keys(component):
-            keys.append(key)
-            values.append(each)
-            counts.append(np.asarray(component[each]))
-    return {"key": _keys(keys), "value": _keys(values), "count": _column("count", counts)}
 
 
 def _components(value: Tree) -> Columns:

@@ -58,6 +58,7 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
         called = {name: _called(spec, name, ref) for name, ref in functions.items()}
         classes = frozenset(name for name, (is_class, _) in called.items() if is_class)
         asynchronous = frozenset(name for name, (_, is_async) in called.items() if is_async)
+        keyed = frozenset(name for name, ref in functions.items() if _is_keyed(spec, name, ref))
         plan = Plan(
             spec,
             workers,
@@ -70,6 +71,7 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
             asynchronous,
             classes,
             finishes,
+            keyed,
         )
         problems += [*_check_gangs(plan), *_check_communication(plan), *_check_gpus(plan)]
         problems += [
@@ -163,6 +165,16 @@ def _called(spec: Spec, name: str, ref: FunctionRef) -> tuple[bool, bool]:
     fn = load(ref, [str(spec.code)]) if ref.name else stage.run
     is_class = inspect.isclass(fn)
     return is_class, is_async(call_of(fn) if inspect.isclass(fn) else fn)
+
+
+def _is_keyed(spec: Spec, name: str, ref: FunctionRef) -> bool:
+    stage = spec.stages[name]
+    if not isinstance(stage, ReduceSpec):
+        return False
+    from pipedist.reduction.keyed.combiners import KeyedCombiner  # most specs have no combine function
+
+    combine = load(ref, [str(spec.code)]) if ref.name else stage.combine
+    return isinstance(combine, KeyedCombiner)
 
 
 def _check_waiting(plan: Plan) -> Iterator[Problem]:

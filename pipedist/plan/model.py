@@ -104,6 +104,7 @@ class Plan(Struct, frozen=True):
     classes: frozenset[str] = frozenset()  # the runs whose function is a class
     finishes: Mapping[str, FunctionRef] = {}
     """The functions that finish the values of reduces and gathers, by stage."""
+    keyed: frozenset[str] = frozenset()  # the reduces whose combine function merges tables by key
     opened: ExitStack = field(default_factory=ExitStack)
     """Closed with the plan: its sources, and its modules' folder on `sys.path`."""
 

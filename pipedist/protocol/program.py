@@ -86,6 +86,9 @@ class Emit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     stored: bool = False
     # Limit of the value's leaves and containers; ELEMENTS_MAX if only functions read it
     objects_max: int = RESULT_OBJECTS_MAX
+    # The value is sent as a component of this combine function, by its method `component(value)`, so that dicts
+    # of Python objects do not travel
+    combine: FunctionRef | None = None
 
 
 class ReaderConfig(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -240,7 +240,7 @@ class PassExecution:
             quarantine=quarantine,
             on_quarantine=self.quarantine.add,
             feed=self._feed,
-            on_arrival=_announcer(self._subscription, self._replicas),
+            on_arrival=_announcer(self._plan, self._subscription),
             stamp=stamp,
             record=self._record,
         )
@@ -520,7 +520,7 @@ class PassExecution:
     ) -> None:
         """Append steps to the spools, in a thread; nothing else uses the spools meanwhile."""
         for name, spool in self._spools.items():
-            for at, parts in enumerate(parts_of(slot_of(name, self._plan.spec.stages[name]), steps)):
+            for at, parts in enumerate(parts_of(slot_of(self._plan, name), steps)):
                 ids, skipped, removed = places[at]
                 spool.append(parts, ids, elements=counts[at], epoch=epoch, skipped=skipped, removed=removed)
         for name, spool in list(self._stored.items()):
@@ -542,7 +542,7 @@ class PassExecution:
     ) -> None:
         """Give the values of steps to the passes of the phase that read them."""
         for name, feeds in self._readers.items():
-            for at, parts in enumerate(parts_of(slot_of(name, self._plan.spec.stages[name]), steps)):
+            for at, parts in enumerate(parts_of(slot_of(self._plan, name), steps)):
                 ids, skipped, removed = places[at]
                 for hole in skipped:
                     parts.insert(hole, None)
@@ -579,16 +579,16 @@ class PassExecution:
             self._participant.leave()
 
 
-def _announcer(subscription: Subscription | None, replicas: int) -> Arrival | None:
+def _announcer(plan: Plan, subscription: Subscription | None) -> Arrival | None:
     """Return a callback that streams results of calls as they arrive."""
     if subscription is None or subscription.kind != "parts":
         return None
-    slots = [(name, slot_of(name, stage)) for name, stage in subscription.streamed.items()]
+    slots = [(name, slot_of(plan, name)) for name in subscription.streamed]
 
     def announce(chunk: Chunk) -> None:
         size = chunk.size // (len(chunk.calls) * len(slots))
         for call, values in enumerate(chunk.calls, chunk.lo):
-            step, replica = divmod(call, replicas)
+            step, replica = divmod(call, plan.spec.replicas)
             for name, slot in slots:
                 if slot in values:  # not the case for an empty shard
                     subscription.put(Part(name, step, replica, values[slot]), size)

@@ -94,7 +94,7 @@ class PassFolds:
         self._unwritten = unwritten
         self._durable = durable
         self._recorder = recorder
-        self._slots = {name: slot_of(name, plan.spec.stages[name]) for name in (*pass_.runs, *pass_.folds)}
+        self._slots = {name: slot_of(plan, name) for name in (*pass_.runs, *pass_.folds)}
         self._folds: dict[str, Fold] = {}
         self._sinks: dict[str, StageSink] = {}
 
@@ -124,7 +124,10 @@ class PassFolds:
         if stage.op is not None:
             return ReduceFold(name, stage.per, reduction_of(stage), sink, **options)
         call = self._fold_call(name, stack)
-        return CombineFold(name, stage.per, call, sink, calls_max=FOLD_CALLS_MAX, **options)
+        fold = CombineFold
+        if name in self._plan.keyed:
+            from pipedist.runs.keyed_fold import KeyedFold as fold  # rarely needed
+        return fold(name, stage.per, call, sink, calls_max=FOLD_CALLS_MAX, **options)
 
     def _is_logged(self, name: str) -> bool:
         """Return whether a fold has a log; one of an earlier process is continued."""

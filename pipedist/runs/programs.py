@@ -34,7 +34,6 @@ from pipedist.spec import (
     ReduceSpec,
     RunSpec,
     StageRef,
-    StageSpec,
     StateRef,
     UpdateSpec,
     substitute,
@@ -56,8 +55,11 @@ FINISH = ".finish"
 ENDS = "ends"  # the slot of the value that `until` returned
 
 
-def slot_of(name: str, stage: StageSpec) -> str:
+def slot_of(plan: Plan, name: str) -> str:
     """Return the slot of a stage's parts; equal values share one."""
+    stage = plan.spec.stages[name]
+    if name in plan.keyed:
+        return name
     if isinstance(stage, RunSpec):
         return _VALUE + name
     if isinstance(stage, ReduceSpec) and stage.op is not None:
@@ -131,7 +133,9 @@ def pass_program(
         stage = spec.stages[name]
         if isinstance(stage, ReduceSpec) and stage.op is not None:
             reduction = reduction_of(stage)
-            emits.append(Emit(slot_of(name, stage), index[stage.of], reduction.op.value, reduction.axis))
+            emits.append(Emit(name, index[stage.of], reduction.op.value, reduction.axis))
+        elif name in plan.keyed:
+            emits.append(Emit(name, index[stage.of], combine=plan.functions[name]))
         else:
             (combined if isinstance(stage, ReduceSpec) else whole).add(stage.of)
     for name in sorted(whole | combined):

@@ -182,7 +182,7 @@ class _Lookup:
         lo = key.step * plan.spec.replicas + (0 if pass_.gang else key.replica)
         call = CallReplay(
             stage=plan.spec.stages[key.stage],
-            slot=slot_of(key.stage, plan.spec.stages[key.stage]),
+            slot=slot_of(plan, key.stage),
             program=pass_program(plan, pass_, feed.reader, values, shown),
             emitted=frozenset(e.slot for e in pass_program(plan, pass_, feed.reader, values, ()).emits),
             lo=lo,

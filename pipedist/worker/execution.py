@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from operator import lt
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from pipedist.core import dlpack, ragged, trees
+from pipedist.core import dlpack, functions, ragged, trees
 from pipedist.core.types import Tree
 from pipedist.errors import NonDeterministicError, PipedistError
 from pipedist.protocol.codec import UnsendableError, encode
@@ -105,8 +105,8 @@ class PassExecutor:
         )
         self.finder = ShardFinder(program.reader, program.replicas, program.code)
         emits = [emit for emit in program.emits if emit.of >= -1]
-        self._reduced = [(e, Reduction.of(e.op, e.axis)) for e in emits if e.op]
-        self._whole = [e for e in emits if not e.op and not e.stored]
+        self._reduced = [(e, self._to_partial(e)) for e in emits if e.op or e.combine]
+        self._whole = [e for e in emits if not (e.op or e.combine or e.stored)]
         self._stored = [e for e in emits if e.stored]
         self._times_stages = bool(self._stored) or len(self._stages) > 1
         self._stages_s = [0.0] * len(self._stages)  # since `take_costs`
@@ -132,6 +132,14 @@ class PassExecutor:
             and not (self._shard_is_shared or self._records_stage or self._stored or program.verify)
         )
         """Whether a call is one function of values that came with its lease: a step of a training loop."""
+
+    def _to_partial(self, emit: Emit) -> Callable[[Tree], Tree]:
+        """Return the function that makes the partial of a value for a reduction."""
+        if emit.combine is None:
+            return Reduction.of(emit.op, emit.axis).partial
+        loaded = cache(partial(functions.load, emit.combine, self.program.code))
+        # None: its combine function reports it, unless all values are None
+        return lambda value: None if value is None else loaded().component(value)  # type: ignore[attr-defined]
 
     def stage_of(self, slot: str) -> str:
         return next((self._stage_name(e) for e in self.program.emits if e.slot == slot), self.first_stage)
@@ -524,17 +532,17 @@ class PassExecutor:
             return {self._sole.slot: value}, size
         outcome: Outcome = dict.fromkeys(self._slots)
         size = 0
-        for emit, reduction in self._reduced:
-            call.stage = emit.slot
+        for emit, to_partial in self._reduced:
+            call.stage = emit.slot if emit.op else self._stage_name(emit)
             value = values[emit.of] if emit.of >= 0 else _ABSENT if empty else shard
             if value is _ABSENT:
                 del outcome[emit.slot]
                 continue
-            if emit.of >= 0 and isinstance(value, (dict, list, tuple)):
+            if emit.op and emit.of >= 0 and isinstance(value, (dict, list, tuple)):
                 check_objects(trees.structure(value), RESULT_OBJECTS_MAX)
-            outcome[emit.slot], bytes_ = take_ownership(
-                [reduction.partial(dlpack.to_host(without_frames(value)))]
-            )
+            if not emit.combine:  # which takes dicts of millions of keys
+                value = dlpack.to_host(without_frames(value))
+            outcome[emit.slot], bytes_ = take_ownership([to_partial(value)])
             del value
             size += bytes_
         owned: dict[int, Tree] = {}

@@ -205,6 +205,9 @@ class _Kwargs:
 
 def _fold(fn: Callable[..., Tree], groups: Sequence[Sequence[Tree]], kwargs: dict[str, Tree]) -> Tree:
     """Fold groups by `fn(a, b)` in the fixed tree: first each group's components, then the results."""
+    merge_groups: Callable[..., Tree] | None = getattr(fn, "merge_groups", None)
+    if merge_groups is not None:  # it does that at once, for all keys
+        return merge_groups(groups)
 
     def combine(a: Tree, b: Tree) -> Tree:
         return fn(a, b, **kwargs)

@@ -143,8 +143,8 @@ def test_sums_of_arrays_by_key_do_not_wrap() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: counter.of([1.5]), TypeError, "keys must be text or integers"),
-        (lambda: counter.of([1, 2**63, 0.5]), TypeError, "keys must be text or integers"),
+        (lambda: counter.of([1.5]), TypeError, "keys must be text, integers or dates"),
+        (lambda: counter.of([1, 2**63, 0.5]), TypeError, "keys must be text, integers or dates"),
         (lambda: counter.of(["7", 7]), TypeError, "some keys are text, and others are not, as 7"),
         (lambda: by_key_sum.of([1.5, "a"], [1, 2]), TypeError, "some keys are text, and others are not"),
         (lambda: counter(3, {}), TypeError, "counter combines dicts"),
@@ -173,5 +173,5 @@ def test_keys_are_texts_of_any_length() -> None:
     keys = np.array(["a\0", "a", "x" * 100_000, *["b"] * 99, "a"], object)
     assert counter.of(keys) == counter.of(list(keys)) == {"a": 2, "a\0": 1, "b": 99, "x" * 100_000: 1}
     assert by_key_sum.of(keys, np.ones(len(keys), int)) == counter.of(keys)
-    with pytest.raises(TypeError, match="keys must be text or integers, got object"):
+    with pytest.raises(TypeError, match="keys must be text, integers or dates, got object"):
         counter.of(np.array(["a", None], object))

@@ -14,7 +14,6 @@ import pipedist
 from pipedist.combiners import (
     ByKey,
     by_key_counter,
-    by_key_max,
     by_key_moments,
     by_key_sum,
     counter,
@@ -24,7 +23,7 @@ from pipedist.combiners import (
 from pipedist.outputs.tables import table_of
 
 by_key_top_2 = ByKey("by_key_top_2", top_k, lambda rows: top_k.of(rows, 2))
-nested = ByKey("nested", by_key_sum, lambda rows: by_key_sum.of(["x"] * len(rows), rows))
+plain = ByKey("plain", max)
 M = "tests.values.test_tables"
 
 
@@ -50,7 +49,7 @@ def largest(x: np.ndarray) -> dict[str, Any]:
 
 
 def deep(x: np.ndarray) -> dict[str, Any]:
-    return nested.of(x % 2, x)
+    return by_key_sum.of((x % 2, ["x"] * len(x)), x)
 
 
 def written(tmp_path: Path, run: str, combine: str, **more: Any) -> dict[str, Path]:
@@ -126,10 +125,10 @@ def test_a_combine_function_of_ones_own_by_key(tmp_path: Path) -> None:
     assert files["csv"].read_text() == "key,value\n0,9\n0,6\n1,10\n1,7\n2,11\n2,8\n"
 
 
-def test_other_trees_and_other_values_are_as_they_were(tmp_path: Path) -> None:
+def test_several_key_columns_are_columns(tmp_path: Path) -> None:
     assert table_of(moments) is None
-    files = written(tmp_path, "deep", f"{M}:nested", endings=("csv",))
-    assert files["csv"].read_text() == "0/x,1/x\n30,36\n"
+    files = written(tmp_path, "deep", "pipedist.combiners:by_key", endings=("csv",))
+    assert files["csv"].read_text() == "key/0,key/1,value\n0,x,30\n1,x,36\n"
 
 
 def test_a_value_for_each_step_is_a_row_for_each_step(tmp_path: Path) -> None:
@@ -138,7 +137,7 @@ def test_a_value_for_each_step_is_a_row_for_each_step(tmp_path: Path) -> None:
 
 
 def test_no_keys_and_one_component_whose_keys_have_another_order() -> None:
-    table = table_of(by_key_sum)
+    table = table_of(plain)
     assert table is not None
     assert {name: len(column) for name, column in table({}).items()} == {"key": 0}
     columns = table({"b": 1, "a": 2})
@@ -157,7 +156,7 @@ def test_no_keys_and_one_component_whose_keys_have_another_order() -> None:
     ],
 )
 def test_a_column_has_the_dtype_of_its_values(values: list[Any], dtype: str) -> None:
-    table = table_of(by_key_max)
+    table = table_of(plain)
     assert table is not None
     column = table(dict(enumerate(values)))["value"]
     assert column.dtype == dtype
@@ -179,7 +178,7 @@ def test_a_column_has_the_dtype_of_its_values(values: list[Any], dtype: str) -> 
     ],
 )
 def test_a_value_that_fits_no_table_is_an_error(value: Any, text: str) -> None:
-    table = table_of(by_key_sum)
+    table = table_of(plain)
     assert table is not None
     with pytest.raises(ValueError, match=text):
         table(value)
@@ -189,10 +188,17 @@ def test_what_is_no_table_costs_its_file_alone(tmp_path: Path) -> None:
     spec = {
         "pipedist": 1,
         "dataset": {"range": 2, "batch": 2},
-        "stages": {"t": {"reduce": "pipedist.combiners:by_key", "of": "dataset"}},
+        "stages": {"t": {"reduce": f"{M}:plain", "of": "dataset"}},
         "outputs": {"t": "t.csv"},
     }
     with pytest.raises(
         pipedist.OutputError, match=r"outputs\.t \(t\.csv\): expected a dict by key, got ndarray"
     ):
         pipedist.run(spec, workers=1, output=tmp_path)
+    del spec["outputs"]
+    spec["stages"]["t"]["reduce"] = "pipedist.combiners:by_key"
+    wrong = (
+        "stage t, step 0, replica 0, worker .*: by_key_sum combines dicts and by_key_sum.of.*, not ndarray"
+    )
+    with pytest.raises(pipedist.CallError, match=wrong):
+        pipedist.run(spec, workers=1)

@@ -1,0 +1,376 @@
+"""Key columns: text, integers or dates, and the grouping of rows by several of them.
+
+A column of a table is an array of integers or dates, or a `TextColumn`. A column is RANKED for grouping: each row
+gets the place of its key among the sorted distinct ones. The ranks of several columns are packed into one integer,
+so rows are grouped by sorting integers, whatever the columns are.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipedist.reduction.keyed import texts
+from pipedist.reduction.keyed.texts import Ints, Texts
+
+Key = str | int | np.datetime64 | datetime.date
+
+_PACKED_MAX = 1 << 62
+_RADIX_BITS_MAX = 48  # more digits take longer than comparisons
+_DENSE_ROWS = 1024
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TextColumn:
+    """A column of text.
+
+    Args:
+        texts: the distinct texts, sorted.
+        codes: the place of each row's text among them, int32[rows]; None: each row has its own, in order.
+    """
+
+    texts: Texts
+    codes: NDArray[np.int32] | None
+
+    def __len__(self) -> int:
+        return len(self.texts if self.codes is None else self.codes)
+
+
+KeyColumn = NDArray[Any] | TextColumn
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Rows by key.
+
+    Args:
+        columns: the key columns of the distinct keys, sorted.
+        codes: the place of each row's key among them, int64[rows].
+        count: the number of distinct keys.
+    """
+
+    columns: list[KeyColumn]
+    codes: Ints
+    count: int
+
+
+def group(columns: Sequence[Iterable[Any] | Texts]) -> Grouping:
+    """Group rows by the keys in one or several columns of one length, in the order of the keys.
+
+    Raises:
+        TypeError: a key is neither text, nor an integer, nor a date.
+        ValueError: the columns differ in length.
+    """
+    ranked = [_rank(column) for column in columns]
+    if len({len(codes) for _, codes in ranked}) > 1:
+        raise ValueError(
+            f"key columns of different lengths: {', '.join(str(len(codes)) for _, codes in ranked)}"
+        )
+    if len(ranked) == 1:
+        distinct, codes = ranked[0]
+        found: KeyColumn = TextColumn(distinct, None) if isinstance(distinct, Texts) else distinct
+        return Grouping([found], codes, len(distinct))
+    packed, size = pack([(codes, len(distinct)) for distinct, codes in ranked])
+    codes, first = _dense(packed, size)
+    found_columns: list[KeyColumn] = [
+        TextColumn(distinct, own[first].astype(np.int32))
+        if isinstance(distinct, Texts)
+        else distinct[own[first]]
+        for distinct, own in ranked
+    ]
+    return Grouping(found_columns, codes, len(first))
+
+
+def _rank(values: Iterable[Any] | Texts) -> tuple[Texts | NDArray[Any], Ints]:
+    """Return the sorted distinct keys, and the place of each row's key among them."""
+    if isinstance(values, Texts):
+        codes, first = texts.ranks(values)
+        return values.take(first), codes
+    array = values if isinstance(values, np.ndarray) else _listed(list(values))
+    if isinstance(array, list):
+        return texts.distinct_strings(array)
+    array = array.reshape(-1)
+    kind = array.dtype.kind
+    if kind == "U":
+        return _rank(texts.of_unicode(array))
+    if kind in "OT":
+        return _rank(_listed(array.tolist()))
+    if kind == "M":
+        distinct, codes = _rank(array.view(np.int64))
+        assert isinstance(distinct, np.ndarray)
+        return distinct.view(array.dtype), codes
+    if kind == "f" and not array.size:
+        array = array.astype(np.int64)
+    elif kind not in "iub":
+        raise TypeError(
+            f"keys must be text, integers or dates, got {array.dtype}: round floats, or convert them to text"
+        )
+    return _rank_integers(_integers(array))
+
+
+def _integers(array: NDArray[Any]) -> NDArray[Any]:
+    """Return integers as int64; as uint64 if one exceeds it."""
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        return array
+    return array.astype(np.int64, copy=False)
+
+
+def _rank_integers(array: NDArray[Any]) -> tuple[NDArray[Any], Ints]:
+    if not array.size:
+        return array, np.empty(0, np.int64)
+    low = int(array.min())
+    size = int(array.max()) - low + 1
+    if size > _PACKED_MAX:
+        distinct, codes = np.unique(array, return_inverse=True)
+        return distinct, codes.astype(np.int64, copy=False)
+    offsets = (array - array.dtype.type(low)).astype(np.int64, copy=False)
+    codes, first = _dense(offsets, size)
+    return array[first], codes
+
+
+def _listed(keys: list[Any]) -> NDArray[Any] | list[str]:
+    """Return a list of keys as a list of text, or an array of integers or dates."""
+    types = set(map(type, keys))
+    if types and all(issubclass(cls, str) for cls in types):
+        return keys if types == {str} else list(map(str.__str__, keys))
+    if any(issubclass(cls, str) for cls in types):
+        other = next(key for key in keys if not isinstance(key, str))
+        if isinstance(other, Number | bytes | np.generic | datetime.date):
+            raise TypeError(
+                f"some keys are text, and others are not, as {other!r}: convert them to one type first, "
+                "for example [str(key) for key in keys]"
+            )
+        raise TypeError(f"keys must be text, integers or dates, got object: convert {other!r} to text")
+    if types and all(issubclass(cls, datetime.date | np.datetime64) for cls in types):
+        return np.array(keys, "M8[us]") if datetime.datetime in types else np.array(keys, "M8")
+    if types and all(issubclass(cls, int | np.integer | np.bool_) for cls in types):
+        low, high = int(min(keys)), int(max(keys))
+        for dtype in (np.int64, np.uint64):
+            if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+                return np.array(keys, dtype)
+        raise TypeError(
+            f"integers as keys have at most 64 bits, got both {low} and {high}: convert them to text"
+        )
+    array = np.asarray(keys)
+    if array.dtype.kind not in "iubMUf":
+        raise TypeError(
+            f"keys must be text, integers or dates, got {array.dtype}: round floats, or convert them to text"
+        )
+    return array
+
+
+def _unsuitable(array: NDArray[Any]) -> TypeError:
+    return TypeError(
+        f"keys must be text, integers or dates, got {array.dtype}: round floats, or convert them to text"
+    )
+
+
+# -- integers ----------------------------------------------------------------------------------------
+
+
+def pack(ranked: Sequence[tuple[Ints, int]]) -> tuple[Ints, int]:
+    """Pack the ranks of several columns into one integer for each row, which compares as the keys do.
+
+    Args:
+        ranked: ranks of each column, and a number that is larger than all of them.
+
+    Returns:
+        The integers int64[rows], and a number that is larger than all of them.
+    """
+    packed, size = ranked[0]
+    for codes, count in ranked[1:]:
+        count = max(1, count)
+        if size * count > _PACKED_MAX:
+            packed, first = _dense(packed, size)
+            size = len(first)
+        packed, size = packed * count + codes, size * count
+    return packed, size
+
+
+def _dense(packed: Ints, size: int) -> tuple[Ints, Ints]:
+    """Return the rank of each integer in [0, size) among the distinct ones, and the first row of each of these."""
+    n = len(packed)
+    if size <= 4 * n + _DENSE_ROWS:
+        first = np.full(size, -1)
+        first[packed[::-1]] = np.arange(n - 1, -1, -1)
+        present = first >= 0
+        rank = np.cumsum(present) - 1
+        return rank[packed], first[present]
+    order = stable_order(packed, size)
+    fresh = starts_of_runs(packed[order])
+    codes = np.empty(n, np.int64)
+    codes[order] = np.cumsum(fresh) - 1
+    return codes, order[fresh]
+
+
+def starts_of_runs(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return for each place of sorted values whether its value is another one than that before it."""
+    fresh = np.ones(len(values), bool)
+    fresh[1:] = values[1:] != values[:-1]
+    return fresh
+
+
+def stable_order(packed: Ints, size: int, *, has_runs: bool = False) -> Ints:
+    """Return the rows in the order of integers in [0, size); among equal ones, in their own order.
+
+    Args:
+        has_runs: whether they are a few sorted runs, which NumPy's stable sort of numbers merges.
+    """
+    bits, row_bits = (size - 1).bit_length(), len(packed).bit_length()
+    if has_runs or bits > _RADIX_BITS_MAX:
+        if bits + row_bits > 62:
+            return np.argsort(packed, kind="stable")
+        keyed = packed << row_bits
+        keyed |= np.arange(len(packed))
+        keyed.sort(kind="stable")
+        keyed &= (1 << row_bits) - 1
+        return keyed
+    order: Ints | None = None
+    for shift in range(0, max(bits, 1), 16):  # NumPy sorts 16 bits by radix
+        rest = packed if order is None else packed[order]
+        inner = np.argsort((rest >> shift).astype(np.uint16), kind="stable")
+        order = inner if order is None else order[inner]
+    assert order is not None  # there is at least one digit
+    return order
+
+
+# -- columns of tables -------------------------------------------------------------------------------
+
+
+def kind_of(column: KeyColumn) -> str:
+    """Return the type of a key column, for errors and comparisons."""
+    if isinstance(column, TextColumn):
+        return "text"
+    return "integers" if column.dtype.kind in "iu" else "dates"
+
+
+def take(column: KeyColumn, rows: NDArray[Any]) -> KeyColumn:
+    """Return some rows of a column, in the order of the keys."""
+    if isinstance(column, np.ndarray):
+        found: NDArray[Any] = column[rows]
+        return found
+    if column.codes is None:
+        return TextColumn(column.texts.take(rows), None)
+    return TextColumn(column.texts, column.codes[rows])
+
+
+def part(column: KeyColumn, lo: int, hi: int) -> KeyColumn:
+    """Return the rows [lo, hi) of a column, with all texts of the column."""
+    if not isinstance(column, TextColumn):
+        return column[lo:hi]
+    if column.codes is None:
+        return TextColumn(column.texts.cut(lo, hi), None)
+    return TextColumn(column.texts, column.codes[lo:hi])
+
+
+def cut(column: KeyColumn, lo: int, hi: int) -> KeyColumn:
+    """Return the rows [lo, hi) of a column, without texts that these do not have."""
+    if not isinstance(column, TextColumn) or column.codes is None:
+        return part(column, lo, hi)
+    codes = column.codes[lo:hi]
+    used = np.zeros(len(column.texts), bool)
+    used[codes] = True
+    rank = np.cumsum(used, dtype=np.int32) - np.int32(1)
+    return TextColumn(column.texts.take(np.flatnonzero(used)), rank[codes])
+
+
+def merge_columns(parts: Sequence[KeyColumn]) -> tuple[KeyColumn, Ints, int]:
+    """Concatenate the parts of one column, and rank its rows.
+
+    Returns:
+        The column; codes int64[rows] that compare as the keys do; and a number that is larger than all of them. The
+        column of texts has a code for each row.
+    """
+    if isinstance(parts[0], TextColumn):
+        columns = [part for part in parts if isinstance(part, TextColumn)]
+        union, places = texts.union([part.texts for part in columns])
+        codes = np.concatenate(
+            [
+                place if part.codes is None else place[part.codes]
+                for part, place in zip(columns, places, strict=True)
+            ]
+        )
+        return TextColumn(union, codes.astype(np.int32)), codes, len(union)
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    column = _concatenated(arrays)
+    numbers = column.view(np.int64) if column.dtype.kind == "M" else column
+    low = int(numbers.min())
+    size = int(numbers.max()) - low + 1
+    if size <= _PACKED_MAX:
+        return column, (numbers - numbers.dtype.type(low)).astype(np.int64, copy=False), size
+    distinct, codes = _rank_integers(numbers)
+    return column, codes, len(distinct)
+
+
+def _concatenated(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    dtypes = {array.dtype for array in arrays}
+    if dtypes == {np.dtype(np.int64), np.dtype(np.uint64)}:
+        if any(array.dtype == np.int64 and array.min() < 0 for array in arrays):
+            raise TypeError("some keys are negative, and others exceed int64: convert them to text")
+        arrays = [array.astype(np.uint64, copy=False) for array in arrays]
+    return np.concatenate(arrays)
+
+
+def joined(parts: Sequence[KeyColumn], *, is_sole: bool) -> KeyColumn:
+    """Concatenate the parts of a column whose keys are in order; `is_sole`: it is the only one of its table."""
+    if is_sole and isinstance(parts[0], TextColumn):
+        columns = [part.texts for part in parts if isinstance(part, TextColumn)]
+        return TextColumn(texts.concatenate(columns), None)
+    if isinstance(parts[0], TextColumn):
+        return merge_columns(parts)[0]
+    return _concatenated([part for part in parts if isinstance(part, np.ndarray)])
+
+
+def values_of(column: KeyColumn, lo: int, hi: int) -> list[Any]:
+    """Return the keys of rows [lo, hi) as Python's text and integers, or as dates."""
+    if isinstance(column, TextColumn):
+        if column.codes is None:
+            return column.texts.strings(lo, hi)
+        codes = column.codes[lo:hi]
+        used, places = np.unique(codes, return_inverse=True)
+        strings = column.texts.take(used).strings()
+        return [strings[place] for place in places.tolist()]
+    return dates(column[lo:hi]) if column.dtype.kind == "M" else column[lo:hi].tolist()
+
+
+def dates(array: NDArray[Any]) -> list[Any]:
+    """Return dates as Python's, and those that Python cannot have as NumPy's."""
+    found = array.tolist()
+    return list(array) if any(isinstance(each, int) for each in found) else found
+
+
+def span(column: KeyColumn, key: object, lo: int, hi: int) -> tuple[int, int]:
+    """Return the rows that have a key, among the sorted rows [lo, hi); an empty range at its place if none has it."""
+    if isinstance(column, TextColumn):
+        if not isinstance(key, str):
+            return lo, lo
+        place = column.texts.find(key)
+        is_there = place >= 0
+        place = place if is_there else -1 - place
+        if column.codes is None:
+            place = min(max(place, lo), hi)
+            return place, min(place + is_there, hi)
+        rows: NDArray[Any] = column.codes[lo:hi]
+        left = lo + int(np.searchsorted(rows, np.int32(place)))
+        return left, lo + int(np.searchsorted(rows, np.int32(place), side="right")) if is_there else left
+    rows = column[lo:hi]
+    if column.dtype.kind == "M":
+        if not isinstance(key, datetime.date | np.datetime64):
+            return lo, lo
+        wanted: Any = np.datetime64(key).astype(column.dtype)
+        if wanted != np.datetime64(key):
+            return lo, lo
+    else:
+        if not isinstance(key, int | float | np.generic) or key != (number := int(key)):
+            return lo, lo
+        limits = np.iinfo(column.dtype)
+        if not limits.min <= number <= limits.max:
+            return (lo, lo) if number < limits.min else (hi, hi)
+        wanted = column.dtype.type(number)
+    return lo + int(np.searchsorted(rows, wanted)), lo + int(np.searchsorted(rows, wanted, side="right"))

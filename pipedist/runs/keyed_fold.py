@@ -1,0 +1,148 @@
+"""The fold of tables by key, which may have millions of rows.
+
+A large fold is divided into ranges of keys, which workers merge at the same time. The value of a key depends on its
+own rows alone, so the ranges never show in the result. Tables that wait in this process for their fold are written to
+temporary files beyond MEMORY_BYTES_MAX, and read from there range by range; so is a value of that size.
+"""
+
+from __future__ import annotations
+
+import mmap
+import tempfile
+from collections.abc import Sequence
+from typing import Any, Unpack
+from weakref import WeakSet
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from pipedist.core import trees
+from pipedist.core.types import Tree
+from pipedist.errors import OutputError
+from pipedist.outputs.sink import Sink
+from pipedist.reduction.keyed.table import KeyedTable, join, ranges
+from pipedist.runs.folds import CombineFold, FoldCall, FoldOptions, Per
+
+MEMORY_BYTES_MAX = 64 * 2**20  # of tables that wait for their fold, in memory
+RANGE_BYTES_MAX = 16 * 2**20  # of the tables of a fold call; a larger fold is divided into ranges
+RANGE_CALLS_MAX = 4  # fold calls of large folds at a time
+_ALIGNMENT_BYTES = 64
+
+
+class KeyedFold(CombineFold):
+    """The fold of a combine function by key."""
+
+    def __init__(
+        self,
+        name: str,
+        per: Per,
+        call: FoldCall,
+        sink: Sink | None,
+        *,
+        calls_max: int,
+        **options: Unpack[FoldOptions],
+    ) -> None:
+        super().__init__(name, per, call, sink, calls_max=calls_max, **options)
+        self._range_room = anyio.CapacityLimiter(RANGE_CALLS_MAX)
+        self._held: dict[int, tuple[list[Tree], int]] = {}  # groups in memory, and their bytes, by identity
+        self._maps: WeakSet[mmap.mmap] = WeakSet()  # of temporary files
+        self._spilling = anyio.Lock()
+
+    async def _put(self, level: int, group: list[Tree]) -> None:
+        self._held[id(group)] = group, sum(map(_size, group))
+        if sum(size for _, size in self._held.values()) > MEMORY_BYTES_MAX:
+            async with self._spilling:
+                groups = [held for held, _ in self._held.values()]
+                self._held.clear()
+                await anyio.to_thread.run_sync(self._spill, groups)
+        await super()._put(level, group)
+
+    async def _fold(self, groups: list[list[Tree]]) -> list[Tree]:
+        try:
+            return await self._folded(groups)
+        finally:
+            for group in groups:
+                self._held.pop(id(group), None)
+
+    async def _folded(self, groups: list[list[Tree]]) -> list[Tree]:
+        tables = [part for group in groups for part in group if isinstance(part, KeyedTable) and part.rows]
+        size = sum(table.nbytes for table in tables)
+        if (
+            size <= RANGE_BYTES_MAX
+            or len(tables) < 2
+            or any(part is None for group in groups for part in group)
+        ):
+            return await super()._fold(groups)
+        count = -(-size // RANGE_BYTES_MAX)
+        bounds = await anyio.to_thread.run_sync(ranges, tables, count)
+        cuts = {id(table): rows for table, rows in zip(tables, bounds, strict=True)}
+        pieces: list[KeyedTable | None] = [None] * count
+
+        def part(place: int) -> list[list[Tree]]:
+            parts = [[(each, cuts.get(id(each), [0] * (count + 1))) for each in group] for group in groups]
+            return [[each.cut(rows[place], rows[place + 1]) for each, rows in group] for group in parts]
+
+        async def merge(place: int) -> None:
+            async with self._range_room:
+                found = await anyio.to_thread.run_sync(part, place)
+                pieces[place] = await self._call(found)
+
+        async with anyio.create_task_group() as tasks:
+            for place in range(count):
+                tasks.start_soon(merge, place, name=f"range {place} of a fold of {self.name}")
+        whole = await anyio.to_thread.run_sync(join, [piece for piece in pieces if piece is not None])
+        self._leave_pages()
+        return [whole]
+
+    async def _scope_value(self) -> Tree:
+        value = await super()._scope_value()
+        self._held.clear()
+        if isinstance(value, KeyedTable) and value.nbytes > MEMORY_BYTES_MAX:
+            group: list[Tree] = [value]
+            del value
+            await anyio.to_thread.run_sync(self._spill, [group])
+            return group[0]
+        return value
+
+    def _spill(self, groups: Sequence[list[Tree]]) -> None:
+        """Write the tables in groups to a temporary file without a name, and replace them by views of it."""
+        places = [
+            (group, at) for group in groups for at, part in enumerate(group) if isinstance(part, KeyedTable)
+        ]
+        flat = [trees.flatten(group[at]) for group, at in places]
+        arrays = [
+            leaf for leaves, _ in flat for leaf in leaves if isinstance(leaf, np.ndarray) and leaf.nbytes
+        ]
+        if not arrays:
+            return
+        try:
+            with tempfile.TemporaryFile(prefix="pipedist-") as file:
+                offsets = []
+                for array in arrays:
+                    offsets.append(file.seek(-(-file.tell() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES))
+                    file.write(np.ascontiguousarray(array).view(np.uint8).data)
+                file.flush()
+                pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise OutputError(
+                f"can't store tables of stage {self.name} in {tempfile.gettempdir()} (TMPDIR): "
+                f"{error.strerror or error}"
+            ) from error
+        self._maps.add(pages)
+        views = iter(
+            np.ndarray(array.shape, array.dtype, pages, offset)
+            for array, offset in zip(arrays, offsets, strict=True)
+        )
+        for (group, at), (leaves, treedef) in zip(places, flat, strict=True):
+            found = [next(views) if isinstance(leaf, np.ndarray) and leaf.nbytes else leaf for leaf in leaves]
+            group[at] = trees.unflatten(treedef, found)
+
+    def _leave_pages(self) -> None:
+        """Give back the memory of pages that were read; they are read from the files again when they are needed."""
+        for pages in self._maps:
+            pages.madvise(mmap.MADV_DONTNEED)
+
+
+def _size(part: Any) -> int:
+    return part.nbytes if isinstance(part, KeyedTable) else 0

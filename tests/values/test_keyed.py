@@ -1,0 +1,334 @@
+"""Tables by key: the same bits as folds of plain dicts in the fixed tree, however the merges are divided."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pipedist
+from pipedist.combiners import (
+    KeyedTable,
+    by_key_counter,
+    by_key_max,
+    by_key_min,
+    by_key_moments,
+    by_key_nunique,
+    by_key_quantiles,
+    by_key_sum,
+    counter,
+    moments,
+)
+from pipedist.outputs import summary
+from pipedist.outputs.encoding import to_json
+from pipedist.protocol.codec import decode, encode
+from pipedist.reduction.keyed import texts
+from pipedist.reduction.keyed.keys import stable_order
+from pipedist.reduction.keyed.table import join, merge, ranges
+from pipedist.reduction.keyed.values import RELATIVE_ERROR, buckets_of, middles
+from pipedist.reduction.tree import FoldTree
+from pipedist.runs import keyed_fold
+
+M = "tests.values.test_keyed"
+
+TEXT = st.one_of(
+    st.sampled_from(["", "a", "ab", "abcdefgh", "abcdefghi", "é", "a\0", "\ud800", "😀"]),
+    st.text(max_size=20),
+)
+KEYS = st.one_of(
+    st.lists(TEXT, max_size=8),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=8),
+    st.lists(st.integers(0, 2**64 - 1), max_size=8),
+    st.lists(st.dates(), max_size=8),
+)
+
+
+@settings(max_examples=40)
+@given(st.lists(TEXT, max_size=20))
+def test_texts_are_ranked_and_found_as_python_sorts_them(strings: list[str]) -> None:
+    found = texts.of_strings(strings)
+    codes, first = texts.ranks(found)
+    distinct = found.take(first)
+    assert distinct.strings() == sorted(set(strings))
+    assert [distinct.strings()[code] for code in codes] == strings
+    for text in [*strings, "b"]:
+        place = distinct.find(text)
+        assert sorted({*strings, text})[place if place >= 0 else -1 - place] == text
+        assert (place >= 0) == (text in strings)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 2**62 - 1), min_size=1, max_size=30), st.sampled_from([4, 16, 40, 62]))
+def test_integers_are_ordered_stably(values: list[int], bits: int) -> None:
+    packed = np.array([value % (1 << bits) for value in values])
+    for has_runs in (False, True):
+        order = stable_order(packed, 1 << bits, has_runs=has_runs)
+        assert order.tolist() == np.argsort(packed, kind="stable").tolist()
+
+
+@settings(max_examples=40)
+@given(KEYS, st.lists(st.integers(0, 7), max_size=30), st.integers(1, 3))
+def test_a_table_is_a_dict_whose_keys_are_sorted(keys: list[Any], picks: list[int], width: int) -> None:
+    if any(isinstance(key, str) and "\ud800" in key for key in keys):
+        keys = [*map(str, keys)]
+    rows = [keys[pick % len(keys)] for pick in picks] if keys else []
+    columns = [rows, [str(pick) for pick in picks[: len(rows)]], picks[: len(rows)]][:width]
+    counts = counter.of(tuple(columns)) if width > 1 else counter.of(rows)
+    plain = Counter(zip(*columns, strict=True)) if width > 1 else Counter(rows)
+    assert dict(counts) == plain == counts
+    assert list(counts) == sorted(plain)
+    assert [counts[key] for key in plain] == list(plain.values())
+    assert all(key in counts for key in plain)
+    assert (("x",) * width) not in counts
+    assert counter(dict(plain), {}) == counts
+    assert decode(encode(counts), may_import=True) == counts
+    assert counts.largest(3) == sorted(counts.items(), key=lambda item: -item[1])[:3]
+
+
+FLOATS = st.floats(-1e6, 1e6) | st.sampled_from([0.1, 1e16, -1e16, np.inf, np.nan, -0.0])
+CALLS = st.lists(  # steps of calls of rows
+    st.lists(st.lists(st.tuples(st.sampled_from("abcde"), FLOATS), max_size=5), max_size=3),
+    min_size=1,
+    max_size=9,
+)
+
+
+def add(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    return {k: a[k] + b[k] if k in a and k in b else a.get(k, b.get(k)) for k in {**a, **b}}  # type: ignore[misc]
+
+
+def folded(combine: Any, groups: list[list[Any]]) -> Any:
+    nodes: FoldTree[Any] = FoldTree(combine)
+    for place, group in enumerate(groups):
+        node: FoldTree[Any] = FoldTree(combine)
+        for index, part in enumerate(group):
+            node.push(index, part)
+        if group:
+            nodes.push(place, node.result())
+    return nodes.result()
+
+
+def bits(mapping: Any) -> dict[str, Any]:
+    return {key: np.float64(value).tobytes() for key, value in mapping.items() if value == value}
+
+
+@settings(max_examples=40)
+@given(CALLS, st.integers(1, 4))
+def test_floats_have_the_bits_of_a_fold_of_dicts_in_the_fixed_tree(calls: Any, count: int) -> None:
+    def plain(rows: Any) -> dict[str, float]:
+        sums: dict[str, float] = {}
+        for key, x in rows:
+            sums[key] = sums.get(key, 0.0) + x
+        return sums
+
+    groups = [[by_key_sum.of([k for k, _ in rows], [x for _, x in rows]) for rows in step] for step in calls]
+    if not any(rows for step in calls for rows in step):
+        return
+    expected = folded(add, [[plain(rows) for rows in step] for step in calls])
+    whole = by_key_sum.merge_groups(groups)
+    assert bits(whole) == bits(expected)
+    tables = [part for group in groups for part in group]
+    cuts = iter(ranges(tables, count))
+    rows = [[next(cuts) for _ in group] for group in groups]
+    pieces = [
+        merge(
+            [
+                [t.cut(r[p], r[p + 1]) for t, r in zip(*pair, strict=True)]
+                for pair in zip(groups, rows, strict=True)
+            ]
+        )
+        for p in range(count)
+    ]
+    assert bits(join(pieces)) == bits(expected)
+
+
+@settings(max_examples=40)
+@given(CALLS)
+def test_moments_by_key_have_the_bits_of_a_fold_of_dicts(calls: Any) -> None:
+    groups = [
+        [by_key_moments.of([k for k, _ in rows], np.array([x for _, x in rows])) for rows in step]
+        for step in calls
+    ]
+    if not any(groups):
+        return
+
+    def combine(a: Any, b: Any) -> Any:
+        return {k: moments(a[k], b[k]) if k in a and k in b else a.get(k, b.get(k)) for k in {**a, **b}}
+
+    result = by_key_moments.merge_groups(groups)
+    expected = folded(combine, [[dict(part) for part in group] for group in groups])
+    for key, found in result.items():
+        assert repr(sorted(found.items())) == repr(sorted(expected[key].items()))
+    assert list(result) == sorted(expected)
+    np.testing.assert_array_equal(
+        by_key_moments.std(result, ddof=1), [moments.std(result[key], ddof=1) for key in result]
+    )
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.lists(st.tuples(st.sampled_from("ab"), st.integers(-(2**90), 2**90)), max_size=4), max_size=4)
+)
+def test_sums_of_integers_of_any_size_are_exact(parts: Any) -> None:
+    whole = [row for part in parts for row in part]
+    result = by_key_sum.merge_groups([[{}, *({k: n} for k, n in whole)]])
+    assert result == {key: sum(n for k, n in whole if k == key) for key in sorted({k for k, _ in whole})}
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from("ab"), st.integers(-3, 3)), max_size=9), min_size=1, max_size=4
+    ),
+    st.sampled_from([0.0, 0.25, 0.5, 0.99, 1.0]),
+)
+def test_distinct_values_and_quantiles_are_those_of_all_rows(parts: Any, level: float) -> None:
+    whole: dict[str, list[float]] = defaultdict(list)
+    for key, value in (row for part in parts for row in part):
+        whole[key].append(10.0**value)
+    split = [([k for k, _ in part], [10.0**v for _, v in part]) for part in parts]
+    unique = by_key_nunique.merge_groups(
+        [[by_key_nunique.of(k, np.array(v).view(np.int64)) for k, v in split]]
+    )
+    assert unique == {key: len(set(values)) for key, values in sorted(whole.items())}
+    sketch = by_key_merge_groups([[by_key_of(k, v) for k, v in split]])
+    for (key, values), found in zip(
+        sorted(whole.items()), by_key_quantiles.quantile(sketch, [level]), strict=True
+    ):
+        exact = sorted(values)[int(np.floor(level * (len(values) - 1)))]
+        assert abs(found[0] - exact) <= exact * RELATIVE_ERROR
+        assert sketch[key]["count"] == len(values)
+
+
+def test_buckets_are_ordered_and_near_their_values() -> None:
+    x = np.array([-np.inf, -1e300, -2.0, -0.0, 5e-324, 1e-300, 1.0, 1.99, 1e300, np.inf, np.nan])
+    buckets = buckets_of(x)
+    assert (np.diff(buckets) >= 0).all()
+    found = middles(buckets)
+    finite = np.isfinite(x)
+    assert (np.abs(found[finite] - x[finite]) <= np.abs(x[finite]) / 128 + 1e-300).all()
+    assert found[~finite].tolist()[:2] == [-np.inf, np.inf]
+    assert np.isnan(by_key_of(["a", "a"], [1.0, np.nan])["a"]["p50"])
+    assert by_key_of(["a", "b"], [1.0, np.nan], skip_missing=True)["a"]["count"] == 1
+
+
+def test_keys_of_several_columns_have_names_and_dates() -> None:
+    day = datetime.date(2024, 2, 29)
+    table = by_key_min.of(
+        {"day": [day, day, datetime.date(2023, 1, 1)], "hub": ["JFK", "JFK", "EWR"]}, [3, 1, 2]
+    )
+    assert table[day, "JFK"] == 1
+    assert table == {(datetime.date(2023, 1, 1), "EWR"): 2, (day, "JFK"): 1}
+    assert list(table.columns()) == ["day", "hub", "value"]
+    assert to_json(table)[1] == {"day": "2024-02-29", "hub": "JFK", "value": 1}
+    days = counter.of([day, day])
+    assert (days[day], days[np.datetime64(day)], "2024-02-29" in days) == (2, 2, False)
+    assert by_key_max({day: 1}, {day: 2}) == {day: 2}
+    pairs = counter.of(zip(["a", "a"], ["b", "b"], strict=True))
+    assert (pairs["a", "b"], pairs.get(("a", "x")), pairs.get("a")) == (2, None, None)
+    assert pickle.loads(pickle.dumps(pairs)) == pairs
+    assert repr(counter.of("abcde")) == "<5 keys: {'a': 1, 'b': 1, 'c': 1, 'd': 1, ...}>"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: counter({"a": 1}, {1: 1}),
+            TypeError,
+            "keys are text in some components, and integers in others",
+        ),
+        (lambda: counter({"a": 0.5}, {}), TypeError, "use by_key_sum"),
+        (lambda: counter(by_key_moments.of(["a"], [1.0]), {}), TypeError, "not a table of moments"),
+        (lambda: by_key_sum(counter.of((["a"], ["b"])), {"a": 1}), ValueError, "the key columns"),
+        (lambda: counter.of((["a"], [1, 2])), ValueError, "key columns of different lengths"),
+        (lambda: counter.of([("a", 1), ("a",)]), TypeError, "have another length"),
+        (lambda: counter.of([-1, 2**63]), TypeError, "at most 64 bits"),
+        (lambda: by_key_sum({"a": np.zeros(2)}, {"a": np.zeros(3)}), ValueError, "shapes"),
+        (lambda: by_key_quantiles({"a": 1}, {}), TypeError, "not dicts"),
+        (lambda: by_key_min({"a": -1}, {"a": 2**64 - 1}), OverflowError, "return floats"),
+        (lambda: by_key_moments.of(["a"], ["x"]), TypeError, "needs real numbers"),
+    ],
+)
+def test_misuse_is_an_error(call: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        call()
+
+
+# -- in runs
+
+
+def counted(x: np.ndarray) -> Any:
+    """Return another type of result in each call, of one meaning."""
+    words = [f"w{each % 1000}" for each in x * x]
+    plain: dict[str, int] = defaultdict(int)
+    for word in words:
+        plain[word] += 1
+    return [Counter(words), plain, counter.of(words), dict(plain)][x[0] % 4]
+
+
+def summed(x: np.ndarray) -> Any:
+    return by_key_sum.of((x * x % 997, [f"{each % 13}" for each in x]), 0.1 * x)
+
+
+def fails_once(x: np.ndarray, marker: str) -> Any:
+    if 700 in x and not Path(marker).exists():
+        Path(marker).touch()
+        import os
+
+        os.kill(os.getpid(), 9)
+    return summed(x)
+
+
+def test_bits_do_not_depend_on_workers_deaths_ranges_or_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec: dict[str, Any] = {
+        "pipedist": 1,
+        "name": "keyed",
+        "replicas": 2,
+        "dataset": {"range": 2000, "batch": 50},
+        "stages": {
+            "words": {"run": f"{M}:counted"},
+            "counts": {"reduce": "pipedist.combiners:counter", "of": "words"},
+            "sums": {"run": f"{M}:summed"},
+            "by_key": {"reduce": "pipedist.combiners:by_key_sum", "of": "sums"},
+        },
+        "outputs": {"counts": "counts.csv", "by_key": "by_key.csv"},
+    }
+    plain = pipedist.run(spec, workers=1, output=tmp_path / "plain")
+    monkeypatch.setattr(keyed_fold, "RANGE_BYTES_MAX", 20_000)
+    monkeypatch.setattr(keyed_fold, "MEMORY_BYTES_MAX", 10_000)
+    spec["stages"]["sums"] = {"run": f"{M}:fails_once", "with": {"marker": str(tmp_path / "marker")}}
+    divided = pipedist.run(spec, workers=3, output=tmp_path / "divided")
+    assert (tmp_path / "marker").exists()
+    for name in ("counts.csv", "by_key.csv"):
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "divided" / name).read_bytes()
+    assert divided["counts"] == plain["counts"] == Counter(f"w{x * x % 1000}" for x in range(2000))
+    assert bits(divided["by_key"]) == bits(plain["by_key"])
+    assert divided["by_key"].value_columns["value"].base is not None  # a view of a file
+    assert isinstance(divided["counts"], KeyedTable)
+
+
+def test_a_summary_shows_the_largest_counts_and_the_first_rows() -> None:
+    counts = counter.of([x * x % 100 for x in range(1000)])
+    found = summary.records(counts)
+    assert found is not None
+    assert (found.count, found.rows[0], found.rows[-1]) == (22, ["0", "100"], ["... 12 smaller ones", ""])
+    assert summary.summarize(counts) == "22 keys"
+    assert summary.summarize(counter.of(["a"])) == '{"a": 1}'
+    of_pairs = by_key_counter.of((["a", "b"], [1, 2]), ["x", "y"])
+    assert to_json(of_pairs) == [
+        {"key/0": "a", "key/1": 1, "value": "x", "count": 1},
+        {"key/0": "b", "key/1": 2, "value": "y", "count": 1},
+    ]
+    rows = summary.records(of_pairs)
+    assert rows is not None
+    assert rows.rows == [["a, 1", "x", "1"], ["b, 2", "y", "1"]]
