@@ -126,7 +126,9 @@ class PassFolds:
         call = self._fold_call(name, stack)
         fold = CombineFold
         if name in self._plan.keyed:
-            from pipedist.runs.keyed_fold import KeyedFold as fold  # rarely needed
+            from pipedist.runs.keyed_fold import KeyedFold  # rarely needed
+
+            fold = KeyedFold
         return fold(name, stage.per, call, sink, calls_max=FOLD_CALLS_MAX, **options)
 
     def _is_logged(self, name: str) -> bool:

@@ -198,7 +198,7 @@ def test_distinct_values_and_quantiles_are_those_of_all_rows(parts: Any, level: 
         [[by_key_nunique.of(k, np.array(v).view(np.int64)) for k, v in split]]
     )
     assert unique == {key: len(set(values)) for key, values in sorted(whole.items())}
-    sketch = by_key_merge_groups([[by_key_of(k, v) for k, v in split]])
+    sketch = by_key_quantiles.merge_groups([[by_key_quantiles.of(k, v) for k, v in split]])
     for (key, values), found in zip(
         sorted(whole.items()), by_key_quantiles.quantile(sketch, [level]), strict=True
     ):
@@ -215,8 +215,8 @@ def test_buckets_are_ordered_and_near_their_values() -> None:
     finite = np.isfinite(x)
     assert (np.abs(found[finite] - x[finite]) <= np.abs(x[finite]) / 128 + 1e-300).all()
     assert found[~finite].tolist()[:2] == [-np.inf, np.inf]
-    assert np.isnan(by_key_of(["a", "a"], [1.0, np.nan])["a"]["p50"])
-    assert by_key_of(["a", "b"], [1.0, np.nan], skip_missing=True)["a"]["count"] == 1
+    assert np.isnan(by_key_quantiles.of(["a", "a"], [1.0, np.nan])["a"]["p50"])
+    assert by_key_quantiles.of(["a", "b"], [1.0, np.nan], skip_missing=True)["a"]["count"] == 1
 
 
 def test_keys_of_several_columns_have_names_and_dates() -> None:
