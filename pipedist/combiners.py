@@ -1,8 +1,7 @@
 """Stock combine functions for `reduce: "pipedist.combiners:NAME"`.
 
-Each has two parts: `NAME.of(...)` makes the component that a replica function returns, and
-`NAME(a, b)` combines two components. A component is a plain tree, which is sent and written to files like
-any other; accessors such as `moments.std(tree)` read it.
+Each has two parts: `NAME.of(...)` makes the component that a replica function returns, and `NAME(a, b)` combines two
+components.
 
     # flights.py
     from pipedist.combiners import by_key_moments
@@ -15,21 +14,27 @@ any other; accessors such as `moments.std(tree)` read it.
       delays: {run: "flights:delays"}
       by_carrier: {reduce: "pipedist.combiners:by_key_moments", of: delays}
 
-| name | component | combined |
+| name | value | combined |
 |---|---|---|
 | `counter` | {value: count} | added |
+| `by_key` = `by_key_sum`, `by_key_min`, `by_key_max` | {key: number or array} | key by key |
+| `by_key_moments` | {key: count, missing, mean, m2, min, max} | as if of all rows of the key; `std` reads it |
+| `by_key_counter` | {key: {value: count}} | added |
+| `by_key_nunique` | {key: number of different values} | exactly |
+| `by_key_quantiles` | {key: count, p1, ..., p99} | within 1/128 of the value; `quantile` reads other levels |
 | `moments` | count, missing, mean, m2, min, max | as if of all rows together |
 | `top_k` | the k largest values, with their rows | the k largest of both |
-| `by_key` = `by_key_sum`, `by_key_min`, `by_key_max` | {key: number or array} | key by key |
-| `by_key_counter`, `by_key_moments` | {key: component of counter or moments} | key by key |
 
-All are associative (`moments` up to rounding; the engine's fixed tree makes its bits reproducible),
-and keys are sorted. In a `.csv`, `.parquet` or `.jsonl` file a value combined by key is a table with one
-row per key: `key`, and `value` or a column for each leaf path of a component (`count`, `mean`,
-...); for `counter` it is `value, count`, for `by_key_counter` `key, value, count`, for `top_k` a row per
-value: `value` and the columns of its rows.
+Values by key are tables (`KeyedTable`): sorted columns with the access of a dict. They are made and merged as columns,
+in ranges of keys on the workers, and on disk beyond 64 MiB, so millions of keys are no problem. Keys are text, integers
+or dates, in one or several columns: `of(values)` and `of(keys, values)` take a tuple or a dict of columns, or a list of
+tuples. A replica function may also return a plain dict, `collections.Counter` or `defaultdict`.
 
-To combine other components by key, define an instance of `ByKey` in your module:
+`moments` and sums of floats are associative up to rounding; the engine's fixed tree makes their bits reproducible. In
+a `.csv`, `.parquet` or `.jsonl` file a value by key has a row per key; for `top_k` a row per value: `value` and the
+columns of its rows.
+
+To combine other components by key, as dicts, define an instance of `ByKey` in your module:
 `by_key_top_k = ByKey("by_key_top_k", top_k)`, `reduce: "mymodule:by_key_top_k"`.
 """
 
@@ -55,6 +60,7 @@ from pipedist.reduction.keyed.combiners import (
     check_real,
 )
 from pipedist.reduction.keyed.keys import Key, group, values_of
+from pipedist.reduction.keyed.keys import encode_text as encode_text
 from pipedist.reduction.keyed.table import KeyedTable as KeyedTable
 from pipedist.reduction.keyed.values import MOMENTS, merged_moments, variance
 

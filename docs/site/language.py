@@ -210,9 +210,10 @@ every value is inline. Values per step or epoch that feed an update have no valu
 | `.npz` | the leaves of a tree by their paths, joined with `/`; a bare array is `data` |
 | `.csv`, `.parquet`, `.jsonl` | a row per index of axis 0, a column per leaf path; for `by_key`, a row per key |
 
-With `per: run`, the value of `pipedist.combiners.by_key` and similar functions is a table: `key`, and `value` or
-a column for each leaf path of a component. `by_key_moments` gives
-`key,count,m2,max,mean,min,missing`; `counter` gives `value,count`; `by_key_counter` gives `key,value,count`.
+With `per: run`, the value of `pipedist.combiners.by_key` and similar functions is a table: `key`, or a column for each
+key column, and the values. `by_key_moments` gives `key,count,m2,max,mean,min,missing`; `counter` gives `value,count`;
+`by_key_counter` gives `key,value,count`; `by_key_quantiles` gives `key,count,p1,...,p99`. In `.npz` a table has an array
+for each column.
 
 A mapping in place of the path writes parts of one value: `features: {{hists: hists.npy, table: table.parquet}}`
 needs a value with the keys `hists` and `table`. A part is named by its path in the value, as the members of a

@@ -124,7 +124,7 @@ class PassFolds:
         if stage.op is not None:
             return ReduceFold(name, stage.per, reduction_of(stage), sink, **options)
         call = self._fold_call(name, stack)
-        fold = CombineFold
+        fold: type[CombineFold] = CombineFold
         if name in self._plan.keyed:
             from pipedist.runs.keyed_fold import KeyedFold  # rarely needed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipedist.reduction.keyed.keys import Grouping, group
+from pipedist.reduction.keyed.keys import Grouping, TextColumn, group
 from pipedist.reduction.keyed.table import NUMBERS, KeyedTable, merge
 from pipedist.reduction.keyed.texts import Texts
 from pipedist.reduction.keyed.values import (
@@ -124,6 +125,8 @@ class Counter(KeyedCombiner):
             TypeError: a value has another type; round floats, or convert them to text, first.
         """
         names, columns = columns_of(values, self._base)
+        if len(columns) == 1 and isinstance(columns[0], list) and {str}.issuperset(map(type, columns[0][:1])):
+            return self._of_dict(collections.Counter(columns[0]))  # faster than to number the texts
         grouping = group(columns)
         counts = np.bincount(grouping.codes, minlength=grouping.count)
         return KeyedTable(self.kind, names, grouping.columns, {"value": counts})
@@ -304,11 +307,7 @@ def columns_of(keys: Any, base: str) -> tuple[list[str], list[Any]]:
         if not keys:
             raise ValueError("keys as a dict of columns need at least one column")
         return list(map(str, keys)), [array_of(column) for column in keys.values()]
-    if (
-        isinstance(keys, tuple)
-        and keys
-        and not any(isinstance(each, str | bytes) or np.ndim(each) == 0 for each in keys)
-    ):
+    if isinstance(keys, tuple) and keys and not any(map(_is_single, keys)):
         columns = [array_of(column) for column in keys]
     else:
         keys = array_of(keys)
@@ -322,12 +321,14 @@ def columns_of(keys: Any, base: str) -> tuple[list[str], list[Any]]:
 
 
 def _is_single(key: object) -> bool:
+    if isinstance(key, list | Texts | TextColumn):
+        return False
     return isinstance(key, str | bytes) or np.ndim(key) == 0  # type: ignore[arg-type]
 
 
 def array_of(column: Any) -> Any:
     """Return a column as a list or an array."""
-    if isinstance(column, np.ndarray | list | Texts):
+    if isinstance(column, np.ndarray | list | Texts | TextColumn):
         return column
     return np.asarray(column) if hasattr(column, "__array__") else list(column)
 

@@ -41,6 +41,11 @@ class TextColumn:
     def __len__(self) -> int:
         return len(self.texts if self.codes is None else self.codes)
 
+    def __getitem__(self, rows: slice | NDArray[Any]) -> TextColumn:
+        """Return some rows: a slice, or an array of positions or of bools."""
+        codes = np.arange(len(self), dtype=np.int32) if self.codes is None else self.codes
+        return TextColumn(self.texts, codes[rows])
+
 
 KeyColumn = NDArray[Any] | TextColumn
 
@@ -60,7 +65,7 @@ class Grouping:
     count: int
 
 
-def group(columns: Sequence[Iterable[Any] | Texts]) -> Grouping:
+def group(columns: Sequence[Iterable[Any] | Texts | TextColumn]) -> Grouping:
     """Group rows by the keys in one or several columns of one length, in the order of the keys.
 
     Raises:
@@ -87,20 +92,28 @@ def group(columns: Sequence[Iterable[Any] | Texts]) -> Grouping:
     return Grouping(found_columns, codes, len(first))
 
 
-def _rank(values: Iterable[Any] | Texts) -> tuple[Texts | NDArray[Any], Ints]:
+def _rank(values: Iterable[Any] | Texts | TextColumn) -> tuple[Texts | NDArray[Any], Ints]:
     """Return the sorted distinct keys, and the place of each row's key among them."""
     if isinstance(values, Texts):
         codes, first = texts.ranks(values)
         return values.take(first), codes
-    array = values if isinstance(values, np.ndarray) else _listed(list(values))
-    if isinstance(array, list):
-        return texts.distinct_strings(array)
+    if isinstance(values, TextColumn):
+        column = _used(values)
+        return column.texts, np.arange(len(column)) if column.codes is None else column.codes.astype(np.int64)
+    if not isinstance(values, np.ndarray):
+        values = values if isinstance(values, list) else list(values)
+        if values and isinstance(values[0], str):
+            try:
+                return texts.encode(values)
+            except TypeError:  # others are no text; `_listed` raises the error
+                pass
+    array = values if isinstance(values, np.ndarray) else _listed(values)
     array = array.reshape(-1)
     kind = array.dtype.kind
     if kind == "U":
         return _rank(texts.of_unicode(array))
     if kind in "OT":
-        return _rank(_listed(array.tolist()))
+        return _rank(array.tolist())
     if kind == "M":
         distinct, codes = _rank(array.view(np.int64))
         assert isinstance(distinct, np.ndarray)
@@ -134,11 +147,9 @@ def _rank_integers(array: NDArray[Any]) -> tuple[NDArray[Any], Ints]:
     return array[first], codes
 
 
-def _listed(keys: list[Any]) -> NDArray[Any] | list[str]:
-    """Return a list of keys as a list of text, or an array of integers or dates."""
+def _listed(keys: list[Any]) -> NDArray[Any]:
+    """Return a list of keys that are not text as an array of integers or dates."""
     types = set(map(type, keys))
-    if types and all(issubclass(cls, str) for cls in types):
-        return keys if types == {str} else list(map(str.__str__, keys))
     if any(issubclass(cls, str) for cls in types):
         other = next(key for key in keys if not isinstance(key, str))
         if isinstance(other, Number | bytes | np.generic | datetime.date):
@@ -271,13 +282,42 @@ def part(column: KeyColumn, lo: int, hi: int) -> KeyColumn:
 
 def cut(column: KeyColumn, lo: int, hi: int) -> KeyColumn:
     """Return the rows [lo, hi) of a column, without texts that these do not have."""
-    if not isinstance(column, TextColumn) or column.codes is None:
-        return part(column, lo, hi)
-    codes = column.codes[lo:hi]
+    found = part(column, lo, hi)
+    return _used(found) if isinstance(found, TextColumn) else found
+
+
+def _used(column: TextColumn) -> TextColumn:
+    """Return a column without texts that no row has."""
+    if column.codes is None:
+        return column
     used = np.zeros(len(column.texts), bool)
-    used[codes] = True
+    used[column.codes] = True
+    if used.all():
+        return column
     rank = np.cumsum(used, dtype=np.int32) - np.int32(1)
-    return TextColumn(column.texts.take(np.flatnonzero(used)), rank[codes])
+    return TextColumn(column.texts.take(np.flatnonzero(used)), rank[column.codes])
+
+
+def encode_text(strings: Iterable[str]) -> TextColumn:
+    """Return texts as a column of distinct texts and codes.
+
+    A function that uses texts for several key columns encodes them once: slices of the column, and rows that an array
+    of bools or positions selects, are columns too.
+
+    Args:
+        strings: [rows] of text.
+
+    Raises:
+        TypeError: one of them is no text.
+
+    Example:
+        >>> from pipedist.combiners import counter, encode_text
+        >>> words = encode_text(["to", "be", "or", "not", "to", "be"])
+        >>> counter.of((words[:-1], words[1:]))["to", "be"]
+        2
+    """
+    distinct, codes = texts.encode(strings)
+    return TextColumn(distinct, codes.astype(np.int32))
 
 
 def merge_columns(parts: Sequence[KeyColumn]) -> tuple[KeyColumn, Ints, int]:

@@ -7,9 +7,10 @@ by their next word. A word is filled up with zeros, so texts that contain a zero
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import numpy as np
@@ -195,12 +196,18 @@ def _sorted_by_python(texts: Texts) -> tuple[Ints, NDArray[np.bool_]]:
     return np.array(rows, np.int64), np.array(fresh)
 
 
-def distinct_strings(strings: Iterable[str]) -> tuple[Texts, Ints]:
-    """Return the sorted distinct ones of Python's texts, and the place of each text among them."""
-    places: dict[str, int] = {}
-    rows = strings if isinstance(strings, list) else list(strings)
-    found = dict.fromkeys(rows)
-    places = dict(zip(found, range(len(found)), strict=True))
-    texts = of_strings(list(found))
-    codes, first = ranks(texts)
-    return texts.take(first), codes[np.fromiter(map(places.__getitem__, rows), np.int64, len(rows))]
+def encode(strings: Iterable[str]) -> tuple[Texts, Ints]:
+    """Return the sorted distinct ones of Python's texts, and the place of each text among them.
+
+    Raises:
+        TypeError: one of them is no text.
+    """
+    places: defaultdict[str, int] = defaultdict(count().__next__)  # numbers texts as they come
+    rows = np.fromiter(map(places.__getitem__, strings), np.int64)
+    if not {str}.issuperset(map(type, places)):
+        other = next((text for text in places if not isinstance(text, str)), None)
+        if other is not None:
+            raise TypeError(f"expected text, got {other!r}")
+    found = of_strings(list(places))
+    codes, first = ranks(found)
+    return found.take(first), codes[rows]
