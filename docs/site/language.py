@@ -212,7 +212,7 @@ every value is inline. Values per step or epoch that feed an update have no valu
 
 With `per: run`, the value of `pipedist.combiners.by_key` and similar functions is a table: `key`, or a column for each
 key column, and the values. `by_key_moments` gives `key,count,m2,max,mean,min,missing`; `counter` gives `value,count`;
-`by_key_counter` gives `key,value,count`; `by_key_quantiles` gives `key,count,p1,...,p99`. In `.npz` a table has an array
+`by_key_counter` gives `key,value,count`; `by_key_quantiles` gives `key,count,p1,...,p99`. A `.npz` has an array
 for each column.
 
 A mapping in place of the path writes parts of one value: `features: {{hists: hists.npy, table: table.parquet}}`
