@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, convert
 
 from pipedist.core.functions import reference
 from pipedist.core.types import FunctionRef, Tree
-from pipedist.datasets.sources.paths import expand
+from pipedist.datasets.sources.paths import DataFile, expand
 from pipedist.errors import PipedistError, UsageError
 from pipedist.journal.log_format import packed, unpacked
 from pipedist.plan import Plan
@@ -154,7 +154,7 @@ def stamps(
     for name, dataset in spec.datasets.items():
         fingerprint = plan.sources[name].fingerprint
         by_files = "path" in dataset.config and not fingerprint
-        files = expand(dataset.config["path"], folder) if by_files else ()
+        files = expand(dataset.config["path"], folder) if by_files else _database(plan, name)
         plain: dict[str, Stamp] = {file.path: [file.size_bytes, file.mtime_ns] for file in files}
         plain |= {FINGERPRINT: [fingerprint]} if fingerprint else {}
         with_ = None if by_files or fingerprint else dataset.config.get("with")
@@ -182,6 +182,12 @@ def stamps(
                 read_bytes += read[path][0]
             files_there[path] = read[path]
     return {place: files for place, files in found.items() if files}
+
+
+def _database(plan: Plan, name: str) -> list[DataFile]:
+    """Return the file that a query reads, of a dataset without a `path`."""
+    config = plan.sources[name].config
+    return convert(config["files"], list[DataFile]) if config.get("kind") == "sql" else []
 
 
 def _paths_in(value: object, folder: Path) -> Iterator[str]:

@@ -1,9 +1,10 @@
 """Datasets: where the elements come from, and how they are divided into steps."""
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from pipedist.spec.fields import (
     BATCH_ELEMENTS_MAX,
@@ -14,9 +15,11 @@ from pipedist.spec.fields import (
     Function,
     Int64,
     Paths,
+    PathText,
     Section,
     filled_mapping,
     mapping,
+    one_or_more,
     satisfies,
     summary,
 )
@@ -48,6 +51,29 @@ def _unpacked() -> Any:
 _UnpackedBytes = Annotated[
     int, Field(ge=1, le=UNPACKED_BYTES_MAX), Expected("a positive whole number of bytes")
 ]
+
+
+_Text = Annotated[
+    str, satisfies(bool), WithJsonSchema({"type": "string", "minLength": 1}), Expected("a name")
+]
+_Names = Annotated[
+    tuple[_Text, ...],
+    ExpectedShape(
+        "a name or a list of names", one_or_more, _Text | Annotated[list[_Text], Field(min_length=1)]
+    ),
+]
+
+_OwnColumns = Annotated[dict[str, Literal[ColumnType, "own"]], ExpectedShape(_COLUMNS_EXPECTED, mapping)]
+
+
+def _own_columns() -> Any:
+    return Field(
+        default=None,
+        description="The columns to read, and their types; `own` is the column's type in the file, which may "
+        "also be a date, binary, a list or a struct. Only these are read from the file. Default: all columns, each "
+        "with its own type.",
+        examples=[{"carrier": "str", "dep_delay": "float32", "day": "own"}],
+    )
 
 
 class RangeSource(Section):
@@ -101,16 +127,156 @@ class ParquetSource(FileSource):
 
     Lists of a fixed size are array[n, size]; binary, other lists, and structs are object arrays (see Text, bytes,
     lists and records). A null is NaN in floats, "" in `str`, NaT in dates, an empty list, None for a struct, and an
-    error in other types; a time with a zone is read in UTC.
+    error in other types; a time with a zone is read in UTC. A folder `key=value` in the path of a file is a column of
+    its rows (hive partitions): int64 if all values are integers, else text, or the type in `columns`.
+    """
+
+    columns: _OwnColumns | None = _own_columns()
+
+
+class ArrowSource(FileSource):
+    """Arrow IPC files (Feather version 2), with or without compression. A shard of n elements is a dict of columns.
+
+    Columns, their types, nulls and folders `key=value` are as in `parquet`. Needs pipedist[arrow].
+    """
+
+    columns: _OwnColumns | None = _own_columns()
+
+
+class Hdf5Source(FileSource):
+    """Datasets in HDF5 files, divided along the first axis. A shard of n elements is array[n, ...].
+
+    With several datasets of one length it is a dict of them, by their paths. Needs pipedist[hdf5].
+    """
+
+    dataset: _Names = Field(
+        description="The path of the dataset in each file, or a list of paths.", examples=["images"]
+    )
+
+
+class ZarrSource(Section):
+    """A zarr array, divided along the first axis. A shard of n elements is array[n, ...].
+
+    For a group it is a dict of its arrays, which must have one length, or of those in `arrays`. A chunk that the store
+    does not have is its fill value, as zarr defines. Needs pipedist[zarr].
+    """
+
+    path: PathText = Field(
+        description="The folder of the array or group, relative to the spec's folder, or a URL.",
+        examples=["climate.zarr"],
+    )
+    arrays: _Names | None = Field(
+        default=None,
+        description="The arrays of a group to read. Default: all of them.",
+        examples=[["temperature", "time"]],
+    )
+
+
+class ImagesSource(FileSource):
+    """Image files, decoded with Pillow; each file is an element. Needs pipedist[images].
+
+    A shard of n elements is `{image, path, label}`: uint8[n, height, width, channels] with `size`, and an object array
+    of uint8[height, width, channels] without it, because images may differ; `L` has no axis of channels. `path` is
+    text. `label`, if it is asked for, is text too.
+    """
+
+    size: (
+        Annotated[
+            list[Annotated[int, Field(ge=1, le=65_536)]],
+            Field(min_length=2, max_length=2),
+            Expected("a list of height and width, in pixels"),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="The height and width to which every image is resized (bilinear), in pixels. Default: its own.",
+        examples=[[224, 224]],
+    )
+    mode: Literal["L", "RGB", "RGBA"] = Field(
+        default="RGB", description="The color mode to which every image is converted.", examples=["L"]
+    )
+    label: Literal["folder"] | None = Field(
+        default=None,
+        description="`folder`: the name of the folder of each file is its label.",
+        examples=["folder"],
+    )
+
+
+class TarSource(FileSource):
+    """Tar archives in WebDataset's naming: files with one name up to the first dot are one element.
+
+    A shard of n elements is a dict: `key`, the common name, and a column for each ending. By default these are object
+    arrays of bytes. A part that an element lacks is a missing value. Archives are read by offset, so they can be
+    shuffled; `.tar.gz` is unpacked first.
     """
 
     columns: (
-        Annotated[dict[str, Literal[ColumnType, "own"]], ExpectedShape(_COLUMNS_EXPECTED, mapping)] | None
+        Annotated[
+            dict[str, Literal[ColumnType, "bytes", "json"]], ExpectedShape(_COLUMNS_EXPECTED, filled_mapping)
+        ]
+        | None
     ) = Field(
         default=None,
-        description="The columns to read, and their types; `own` is the column's type in the file, which may "
-        "also be a date, binary, a list or a struct. Default: all columns, each with its own type.",
-        examples=[{"carrier": "str", "dep_delay": "float32", "day": "own"}],
+        description="The parts to read, by ending, and their types. Default: all parts, as `bytes`.",
+        examples=[{"jpg": "bytes", "cls": "int64", "json": "json"}],
+    )
+    unpacked_bytes_max: _UnpackedBytes | None = _unpacked()
+
+
+def _is_ordered(query: str) -> bool:
+    """Return whether a query has an ORDER BY of its own, not only one inside brackets, quotes or comments."""
+    text = re.sub(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|--[^\n]*|/\*.*?\*/", " ", query, flags=re.DOTALL)
+    while (inner := re.sub(r"\([^()]*\)", " ", text)) != text:
+        text = inner
+    return re.search(r"\border\s+by\b", text, re.IGNORECASE) is not None
+
+
+class SqlSource(Section):
+    """Rows of a query to SQLite, or to DuckDB with pipedist[duckdb]. A shard of n elements is a dict of columns.
+
+    Rows are read by ranges, with LIMIT and OFFSET, in every worker; the database must not change. A column of SQLite is
+    int64, float64, text or bytes, as its values in all rows are; NULL is NaN, "" or empty bytes, and makes integers
+    float64. DuckDB's columns are as in `parquet`.
+    """
+
+    url: Annotated[
+        str,
+        satisfies(lambda url: bool(re.fullmatch(r"(sqlite|duckdb):///[^\0]+", url))),
+        WithJsonSchema({"type": "string", "minLength": 1}),
+        Expected("sqlite:///PATH or duckdb:///PATH"),
+    ] = Field(
+        description="The database file; a path after three slashes is relative to the spec's folder.",
+        examples=["sqlite:///flights.db"],
+    )
+    query: Annotated[
+        str, satisfies(_is_ordered), Expected("a query with an ORDER BY, which numbers its rows")
+    ] = Field(
+        description="The query. Its ORDER BY must leave no ties, so that every worker sees the same order.",
+        examples=["SELECT carrier, dep_delay FROM flights ORDER BY id"],
+    )
+
+
+class HuggingfaceSource(Section):
+    """A dataset of Hugging Face. A shard of n elements is a dict of columns, as in `parquet`.
+
+    An image or audio file is a dict of its `bytes` and `path`. Needs pipedist[huggingface].
+    """
+
+    path: PathText = Field(
+        description="A folder that `save_to_disk` wrote, relative to the spec's folder, or the name of a dataset of "
+        "the hub, which is downloaded to its cache on every host.",
+        examples=["reviews"],
+    )
+    name: Annotated[str, Expected("a text")] | None = Field(
+        default=None, description="The configuration of a dataset of the hub.", examples=["default"]
+    )
+    split: Annotated[str, Expected("the name of a split")] | None = Field(
+        default=None,
+        description="The split to read; required if there are several.",
+        examples=["train"],
+    )
+    columns: _Names | None = Field(
+        default=None, description="The columns to read. Default: all of them.", examples=[["text", "label"]]
     )
 
 
@@ -185,9 +351,16 @@ SOURCES: Final[Mapping[str, type[Section]]] = {
     "npz": NpzSource,
     "csv": CsvSource,
     "parquet": ParquetSource,
+    "arrow": ArrowSource,
     "jsonl": JsonlSource,
     "text": TextSource,
     "files": FilesSource,
+    "images": ImagesSource,
+    "tar": TarSource,
+    "hdf5": Hdf5Source,
+    "zarr": ZarrSource,
+    "sql": SqlSource,
+    "huggingface": HuggingfaceSource,
     "function": FunctionSource,
     "source": ClassSource,
     "arrays": ArraysSource,
@@ -216,9 +389,20 @@ class DatasetSpec(Section):
         CsvSource, {"path": "flights*.csv", "columns": {"carrier": "str", "dep_delay": "float32"}}
     )
     parquet: ParquetSource = _source(ParquetSource, {"path": "trips.parquet"})
+    arrow: ArrowSource = _source(ArrowSource, {"path": "trips/*.arrow"})
     jsonl: JsonlSource = _source(JsonlSource, {"path": "events.jsonl"})
     text: TextSource = _source(TextSource, {"path": "logs/**/*.log"})
     files: FilesSource = _source(FilesSource, {"path": "pages/*.html"})
+    images: ImagesSource = _source(
+        ImagesSource, {"path": "photos/*/*.jpg", "size": [224, 224], "label": "folder"}
+    )
+    tar: TarSource = _source(TarSource, {"path": "shards/*.tar", "columns": {"jpg": "bytes", "cls": "int64"}})
+    hdf5: Hdf5Source = _source(Hdf5Source, {"path": "runs/*.h5", "dataset": "events"})
+    zarr: ZarrSource = _source(ZarrSource, {"path": "climate.zarr"})
+    sql: SqlSource = _source(
+        SqlSource, {"url": "sqlite:///flights.db", "query": "SELECT * FROM flights ORDER BY id"}
+    )
+    huggingface: HuggingfaceSource = _source(HuggingfaceSource, {"path": "reviews", "split": "train"})
     function: FunctionSource = _source(FunctionSource, {"call": "digits:load", "with": {"seed": 1}})
     source: ClassSource = _source(ClassSource, {"class": "readers:Scans", "with": {"folder": "scans"}})
     arrays: Annotated[ArraysSource, ExpectedShape("a tree of arrays", lambda value: {"arrays": value})] = (
@@ -260,7 +444,7 @@ class DatasetSpec(Section):
         fields = type(section).model_fields
         values = {field.alias or name: getattr(section, name) for name, field in fields.items()}
         return {
-            name: list(value) if name == "path" else value
+            name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
             if value is not None or name == "arrays"
         }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import difflib
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -171,7 +172,8 @@ class ReaderSource(Source):
         self.length: int = length
         self.config = config
         if isinstance(reader, ElementReader):
-            self.element_spec, self.fingerprint = reader.element_spec, reader.fingerprint()
+            self.element_spec = reader.element_spec
+        self.fingerprint = config.get("fingerprint", "")
         self._reader = reader
         self._on_close = on_close
 
@@ -181,6 +183,15 @@ class ReaderSource(Source):
     def close(self) -> None:
         self._reader.close()
         self._on_close()
+
+
+def imported(module: str, kind: str, extra: str) -> Any:
+    """Return a module of another package, which a source needs, or raise SourceError with the command to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0].replace("PIL", "pillow")
+        raise SourceError(f"`{kind}` needs {package}: pip install 'pipedist[{extra}]'") from error
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

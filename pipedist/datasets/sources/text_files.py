@@ -206,10 +206,9 @@ class RawFilesSource(ReaderSource):
 
     by_id = False
 
-    def __init__(self, files: Sequence[DataFile]) -> None:
+    def __init__(self, files: Sequence[DataFile], config: Config, reader: Reader) -> None:
         self._files = tuple(files)
-        config = {"kind": "files"}
-        super().__init__(len(files), config, RawFilesReader(config))
+        super().__init__(len(files), config, reader)
 
     def locate(self, ids: Ids) -> Tree:
         rows = rows_of(ids, self.length)
@@ -241,4 +240,5 @@ def open_files(config: Config, folder: Path) -> RawFilesSource:
                 f"{file.label}: {file.size_bytes} bytes; an element has at most {FILE_BYTES_MAX}",
                 key="path",
             )
-    return RawFilesSource(files)
+    settings = {"kind": "files"}
+    return RawFilesSource(files, settings, RawFilesReader(settings))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist.datasets.sources import SourceError, open_source, parquet_files
+from pipedist.datasets.sources import SourceError, open_source, parquet_files, table_files
 from tests.datasets.sources.reading import read_elsewhere
 
 pa = pytest.importorskip("pyarrow")
@@ -36,7 +36,7 @@ def test_rows_are_read_across_row_groups_and_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
 ) -> None:
     if not cached:
-        monkeypatch.setattr(parquet_files, "ROW_GROUPS_BYTES_MAX", 0)
+        monkeypatch.setattr(table_files, "PARTS_BYTES_MAX", 0)
     _write(tmp_path / "a.parquet", 20)
     _write(tmp_path / "b.parquet", 0, 20)
     _write(tmp_path / "c.parquet", 11, 20)
@@ -262,7 +262,7 @@ def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: 
 def test_a_row_group_that_was_read_to_its_end_is_kept_if_all_of_them_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int, kept: int
 ) -> None:
-    monkeypatch.setattr(parquet_files, "ROW_GROUPS_BYTES_MAX", limit_bytes)
+    monkeypatch.setattr(table_files, "PARTS_BYTES_MAX", limit_bytes)
     _write(tmp_path / "a.parquet", 21)
     source = open_source("parquet", {"path": "a.parquet", "columns": {"i": "int64"}}, folder=tmp_path)
     reader = parquet_files.ParquetReader(source.config)
