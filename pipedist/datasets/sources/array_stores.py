@@ -39,7 +39,7 @@ Array = npt.NDArray[Any]
 Rows = npt.NDArray[np.int64]
 
 CHUNKS_BYTES_MAX = 64 << 20  # decoded chunks of one array of an HDF5 file that are cached
-FILES_STAMPED_MAX = 100_000  # of a zarr store, whose chunks are files
+FILES_STAMPED_MAX = 100_000  # most files of a zarr store that are examined
 BARE = ""  # the name of the one array of a dataset
 
 

@@ -95,7 +95,7 @@ def _load(config: Config) -> Any:
             found = datasets.load_from_disk(path)
         else:
             found = datasets.load_dataset(path, config.get("name"), split=split)
-    except Exception as error:  # of the hub, of builders, of damaged files
+    except Exception as error:  # builders and the hub raise anything
         raise SourceError(
             f"{config['label']}: can't be loaded: {type(error).__name__}: {error}", key="path"
         ) from error

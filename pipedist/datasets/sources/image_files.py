@@ -72,7 +72,7 @@ def folder_of(file: DataFile) -> str:
     return PurePosixPath(file.label.partition("::")[0]).parent.name
 
 
-class ImagesSource(RawFilesSource):
+class ImageFilesSource(RawFilesSource):
     """Image files."""
 
     def __init__(self, files: list[DataFile], config: Config) -> None:
@@ -91,7 +91,7 @@ class ImagesSource(RawFilesSource):
             self.read(self.locate(range(1)))
 
 
-def open_images(config: Config, folder: Path) -> ImagesSource:
+def open_images(config: Config, folder: Path) -> ImageFilesSource:
     """Open image files, one per element: `path`, and optional `size`, `mode` ("RGB") and `label`."""
     files = expand(config["path"], folder)
     label = config.get("label")
@@ -108,4 +108,4 @@ def open_images(config: Config, folder: Path) -> ImagesSource:
         "mode": config.get("mode", "RGB"),
         "label": label,
     }
-    return ImagesSource(files, settings)
+    return ImageFilesSource(files, settings)

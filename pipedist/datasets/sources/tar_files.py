@@ -104,7 +104,7 @@ def _column(texts: list[bytes], kind: str) -> Column:
     return ragged.objects(values)
 
 
-class TarSource(ReaderSource):
+class TarFilesSource(ReaderSource):
     """Elements of archives, with the offsets of their parts: int64[n, parts]."""
 
     by_id = False
@@ -142,7 +142,7 @@ class TarSource(ReaderSource):
             self.read(self.locate(range(1)))
 
 
-def open_tar(config: Config, folder: Path) -> TarSource:
+def open_tar(config: Config, folder: Path) -> TarFilesSource:
     """Open tar archives; `columns` (part -> type) chooses parts, by default all of them as bytes."""
     store = UnpackStore(config.get("unpacked_bytes_max"))
     try:
@@ -174,7 +174,7 @@ def open_tar(config: Config, folder: Path) -> TarSource:
             "parts": [[name, kind] for name, kind in columns.items()],
         }
         numbers = np.array([number for number, _, _ in elements], np.int64)
-        return TarSource([key for _, key, _ in elements], numbers, starts, sizes, settings, store)
+        return TarFilesSource([key for _, key, _ in elements], numbers, starts, sizes, settings, store)
     except BaseException:
         store.close()
         raise
