@@ -70,12 +70,19 @@ if TYPE_CHECKING:
     from pipedist.errors import WorkersLost as WorkersLost
     from pipedist.runs.api import open as open
     from pipedist.runs.api import run as run
+    from pipedist.runs.mapping import AsyncResults as AsyncResults
+    from pipedist.runs.mapping import Quarantined as Quarantined
+    from pipedist.runs.mapping import amap as amap
+    from pipedist.runs.mapping import imap as imap
+    from pipedist.runs.mapping import map as map
     from pipedist.runs.result import Ledger as Ledger
     from pipedist.runs.result import Progress as Progress
     from pipedist.runs.result import Result as Result
     from pipedist.runs.run import Run as Run
     from pipedist.runs.subscription import Part as Part
     from pipedist.runs.subscription import Step as Step
+    from pipedist.runs.sync_stream import SyncStream as SyncStream
+    from pipedist.runs.sync_stream import stream as stream
     from pipedist.strategy import CentralStorageStrategy as CentralStorageStrategy
     from pipedist.strategy import DistributedDataset as DistributedDataset
     from pipedist.strategy import MirroredStrategy as MirroredStrategy
@@ -125,8 +132,10 @@ _HOMES = {
     "pipedist.cluster.base": "LocalCluster",
     "pipedist.strategy.partitioners": "FixedShardsPartitioner MaxSizePartitioner MinSizePartitioner",
     "pipedist.runs.api": "open run",
+    "pipedist.runs.mapping": "AsyncResults Quarantined amap imap map",
     "pipedist.runs.result": "Ledger Progress Result",
     "pipedist.runs.run": "Run",
+    "pipedist.runs.sync_stream": "SyncStream stream",
     "pipedist.runs.subscription": "Part Step",
     "pipedist.strategy": (
         "CentralStorageStrategy DistributedDataset MirroredStrategy "
@@ -145,7 +154,8 @@ _HOMES = {
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-__all__ = [name for name in (*_HOME, "__version__") if name != "open"]  # a star import keeps the builtin
+_BUILTINS = ("map", "open")
+__all__ = [name for name in (*_HOME, "__version__") if name not in _BUILTINS]  # a star import keeps those
 
 
 def __getattr__(name: str) -> Any:
@@ -158,4 +168,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "open"])
+    return sorted([*__all__, *_BUILTINS])

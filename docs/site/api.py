@@ -12,7 +12,12 @@ PAGES = {
     "runs": (
         "Runs",
         "Execute a spec: in one call, or with its steps as they finish.",
-        "run open Run Result Ledger Progress Step Part",
+        "run open stream Run SyncStream Result Ledger Progress Step Part",
+    ),
+    "mapping": (
+        "Mapping",
+        "Call a function on data, in one line.",
+        "map imap amap AsyncResults Quarantined",
     ),
     "clusters": (
         "Clusters",
@@ -57,7 +62,7 @@ PAGES = {
 def pages() -> dict[str, Callable[[], str]]:
     """Return each page's writer by the page's name."""
     listed = [name for _, _, names in PAGES.values() for name in names.split()]
-    missing = {*pipedist.__all__, "open"} - {"__version__"} - set(listed)
+    missing = {*pipedist.__all__, "map", "open"} - {"__version__"} - set(listed)
     if missing or len(listed) != len(set(listed)):
         raise ValueError(
             f"docs/site/api.py: each public name belongs to one page; missing: {sorted(missing)}"

@@ -218,6 +218,26 @@ def _unpicklable(fn: Callable[..., Any]) -> str:
     return ""
 
 
+def pickled_value(value: object) -> bytes:
+    """Return a value that a driver sends to its workers as it sends functions, for functions that need the object.
+
+    Its class may be one of `__main__`.
+    """
+    import cloudpickle
+
+    pickled: bytes = cloudpickle.dumps(value)
+    return pickled
+
+
+def unpickled_value(data: bytes) -> Any:
+    """Return the value of `pickled_value`; only in a worker, for what its own driver sent."""
+    inside = importing.set(True)
+    try:
+        return pickle.loads(data)
+    finally:
+        importing.reset(inside)
+
+
 def _unpickled(ref: FunctionRef) -> Callable[..., Any]:
     inside = importing.set(True)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 from pipedist.cluster.launchers.server import Spare, prepare
 from pipedist.core.import_guard import caller_is_waiting, reject_during_import, without_collections
@@ -23,6 +23,23 @@ if TYPE_CHECKING:
     from pipedist.core.types import Tree
     from pipedist.runs.result import Result
     from pipedist.runs.run import Resume, Run, SpecLike
+
+
+class OpenOptions(TypedDict, total=False):
+    """The options of `open`."""
+
+    cluster: Cluster | str | None
+    workers: int | None
+    params: Mapping[str, Tree] | None
+    sets: Sequence[str]
+    output: str | os.PathLike[str] | None
+    resume: Resume
+    restart: bool
+    verify: bool
+    on_log: LogSink | None
+    progress: bool | None
+    force: bool
+    force_code: bool
 
 
 def open(
@@ -126,7 +143,6 @@ def run(
     Raises: as `open` and `Run.results`; UsageError in the event loop of the open `cluster`.
     """
     reject_during_import("pipedist.run")
-    loop = None if cluster is None or isinstance(cluster, str) else _loop_of(cluster)
 
     async def main() -> Result:
         async with open(
@@ -146,13 +162,26 @@ def run(
             return await opened.results()
 
     with _head_start(spec) if cluster in (None, "local") else Spare():
-        with without_collections():
-            import anyio
-
-        return _in_thread(main, loop) if loop is not None or running_loop() else anyio.run(main)
+        return blocking(main, cluster, "pipedist.run")
 
 
-def _loop_of(cluster: Cluster) -> asyncio.AbstractEventLoop:
+T = TypeVar("T")
+
+
+def blocking(main: Callable[[], Awaitable[T]], cluster: Cluster | str | None, what: str) -> T:
+    """Run a coroutine function that opens a run, and block until it returns.
+
+    In a running event loop it runs in a new thread; with an open cluster, in the cluster's loop. `what` is the name of
+    the caller in errors.
+    """
+    loop = None if cluster is None or isinstance(cluster, str) else loop_of(cluster, what)
+    with without_collections():
+        import anyio
+
+    return _in_thread(main, loop) if loop is not None or running_loop() else anyio.run(main)
+
+
+def loop_of(cluster: Cluster, what: str) -> asyncio.AbstractEventLoop:
     """Return the event loop of an open cluster, if a blocking call in this thread can wait for it."""
     from pipedist.errors import UsageError
 
@@ -164,7 +193,7 @@ def _loop_of(cluster: Cluster) -> asyncio.AbstractEventLoop:
     else:
         return loop
     raise UsageError(
-        f"pipedist.run {cause}. Write in a coroutine, or in a notebook's cell:\n"
+        f"{what} {cause}. Write in a coroutine, or in a notebook's cell:\n"
         "  async with pipedist.open(spec, cluster=cluster) as run:\n"
         "      result = await run.results()"
     )
@@ -177,9 +206,7 @@ def _head_start(spec: SpecLike) -> Spare:
     return prepare()
 
 
-def _in_thread(
-    main: Callable[[], Awaitable[Result]], loop: asyncio.AbstractEventLoop | None = None
-) -> Result:
+def _in_thread(main: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop | None = None) -> T:
     """Run on an event loop in a new thread, or on one that runs in another thread; block the caller."""
     import asyncio
     import concurrent.futures
@@ -189,7 +216,7 @@ def _in_thread(
 
     from pipedist.errors import RunCancelled
 
-    outcome: list[Result] = []
+    outcome: list[T] = []
     cancels: list[Callable[[], object]] = []
     is_interrupted = False
 
@@ -226,8 +253,6 @@ def _in_thread(
     return outcome[0]
 
 
-T = TypeVar("T")
-
 TURN_S = 0.5  # longest delay of a Ctrl-C that did not interrupt the wait
 
 
@@ -240,7 +265,7 @@ def in_own_thread(
     must make `work` return soon; then the interrupting error is raised. A `daemon` thread doesn't keep the process
     alive after a second Ctrl-C.
     """
-    _take_cancellation()
+    take_cancellation()
     outcome: list[T] = []
     failure: list[BaseException] = []
     interrupted, over = threading.Event(), threading.Event()
@@ -260,7 +285,7 @@ def in_own_thread(
         # signal that arrives just before the wait, or in another thread, doesn't interrupt it.
         while not over.wait(TURN_S):
             if not interrupted.is_set():
-                _take_cancellation()
+                take_cancellation()
 
     thread = threading.Thread(target=carry_out, name=name, daemon=daemon)
     try:
@@ -280,7 +305,7 @@ def in_own_thread(
     return outcome[0]
 
 
-def _take_cancellation() -> None:
+def take_cancellation() -> None:
     """Raise CancelledError if the caller's task has been cancelled.
 
     The caller blocks its loop, so the only cancellation that can be pending is asyncio's reaction to Ctrl-C.

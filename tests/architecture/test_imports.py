@@ -13,8 +13,8 @@ import pipedist
 
 
 def test_every_public_name_is_there() -> None:
-    assert {*pipedist.__all__, "open"} == {"__version__", *pipedist._HOME}
-    for name in (*pipedist.__all__, "open"):
+    assert {*pipedist.__all__, "map", "open"} == {"__version__", *pipedist._HOME}
+    for name in (*pipedist.__all__, "map", "open"):
         assert getattr(pipedist, name) is not None
 
 

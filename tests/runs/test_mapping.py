@@ -1,0 +1,187 @@
+"""`pipedist.map` and its kind: any data in, results of the same kind out, on the engine of specs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pipedist
+from pipedist.plan.compiler import compile_plan
+from pipedist.runs.identity import modules_of
+from pipedist.spec import load
+from pipedist.worker.mapped import mapped
+from tests.runs import mapping_functions as functions
+
+
+class Point:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def above(x: float) -> float:
+    if x > 2:
+        raise ValueError(f"{x} is too large")
+    return x
+
+
+@pytest.mark.asyncio
+async def test_results_have_the_kind_of_the_data(tmp_path: Path) -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+
+        async def amap(fn: Any, data: Any, **options: Any) -> Any:
+            return await pipedist.amap(fn, data, cluster=cluster, **options)
+
+        # arrays
+        doubled = await amap(lambda x: x * 2, np.arange(300))
+        assert doubled.tolist() == [*range(0, 600, 2)]
+        rows = await amap(lambda row: {"n": len(row), "sum": row.sum()}, np.ones((3, 4)), per_element=True)
+        assert {name: each.tolist() for name, each in rows.items()} == {
+            "n": [4, 4, 4],
+            "sum": [4.0, 4.0, 4.0],
+        }
+        assert (await amap(lambda d: d["a"] + d["b"], {"a": np.arange(2), "b": [3, 4]})).tolist() == [3, 5]
+        assert await amap(len, np.arange(0)) is None
+        # lists: elements and results are objects, which need not be alike
+        assert await amap(str.upper, ["a", "b"], per_element=True) == ["A", "B"]
+        assert await amap(int, ["1", "22"], per_element=True) == [1, 22]
+        assert await amap(lambda xs: [type(x) for x in xs] and [xs], [1, 2, 3], batch=2) == [[1, 2], [3]]
+        points = [Point(1), Point("b"), Point(None)]
+        assert await amap(lambda p: (p.x, [p.x] * 2), points, per_element=True) == [
+            (1, [1, 1]), ("b", ["b", "b"]), (None, [None, None]),
+        ]  # fmt: skip
+        big = [2**70, 1.5, b"x\0"]
+        assert await amap(lambda x: x, big, per_element=True) == big
+        assert await amap(lambda x: x, [b"x\0", b""], per_element=True) == [b"x\0", b""]
+        assert await amap(lambda x: np.arange(x), range(3), per_element=True) is not None
+        assert await amap(lambda x: x**2, (x for x in range(130)), per_element=True) == [
+            x**2 for x in range(130)
+        ]
+        assert await amap(len, [], per_element=True) == []
+        # functions
+        added = await amap(functions.Adder, [1, 2, 3], per_element=True, with_={"n": 10}, batch=3)
+        assert added == [(11, 1), (12, 1), (13, 1)]
+        each = await amap(functions.echoed, range(4), per_element=True, concurrency=2)
+        assert each == [{"x": x, "none": None} for x in range(4)]
+        assert await amap("math:sqrt", [4, 9], per_element=True) == [2.0, 3.0]
+        # files
+        np.save(tmp_path / "a.npy", np.arange(5))
+        (tmp_path / "j.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+        assert (await amap(lambda x: x + 1, tmp_path / "a.npy")).tolist() == [1, 2, 3, 4, 5]
+        assert (await amap(lambda row: row["a"], str(tmp_path / "*.jsonl"), per_element=True)).tolist() == [
+            1,
+            2,
+        ]
+        # quarantined elements are not lost silently
+        found = await amap(above, [1.0, 3.0, 2.0], per_element=True, on_error="quarantine")
+        assert found == [1.0, pipedist.Quarantined(1, "ValueError: 3.0 is too large"), 2.0]
+        with pytest.warns(UserWarning, match="quarantined elements have no result: 1"):
+            kept = await amap(above, np.array([1.0, 3.0, 2.0]), per_element=True, on_error="quarantine")
+        assert kept.tolist() == [1.0, 2.0]
+        # streams
+        some = pipedist.amap(lambda x: x + 1, [1, 2, 3], per_element=True, cluster=cluster)
+        assert [x async for x in some] == [2, 3, 4]
+        ready = pipedist.amap(lambda x: x + 1, np.arange(4), batch=2, ordered=False, cluster=cluster)
+        assert sorted([x.tolist() async for x in ready]) == [[1, 2], [3, 4]]
+        async for first in pipedist.amap(lambda x: x + 1, range(200), per_element=True, cluster=cluster):
+            assert first == 1
+            break
+        async with pipedist.amap(lambda x: x + 1, range(200), per_element=True, cluster=cluster) as stream:
+            async for x in stream:
+                assert x == 1
+                break
+        assert [task for task in asyncio.all_tasks() if task.get_name() == "pipedist.amap"][1:] == []
+        # errors
+        with pytest.raises(pipedist.CallError, match=r"stage map, step 1.*3\.0 is too large"):
+            await amap(above, [1.0, 3.0], per_element=True)
+        with pytest.raises(
+            pipedist.CallError, match="must return a list of results, not a value of type int"
+        ):
+            await amap(len, [1, 2])
+        with pytest.raises(pipedist.FoldError, match=r"can't be concatenated.*per_element=True"):
+            await amap(lambda x: x.sum(), np.arange(4))
+        with pytest.raises(pipedist.CallError, match=r"can't send a .*Point, as the whole value"):
+            await amap(Point, [1], per_element=True)
+
+
+@pytest.mark.parametrize("library", ["pandas", pytest.param("polars", marks=pytest.mark.slow)])
+def test_frames_give_frames(library: str) -> None:
+    frames = pytest.importorskip(library)
+    data = frames.DataFrame({"a": [1, 2, 3], "s": ["x", "yy", "z"]})
+
+    def longer(frame: Any) -> Any:
+        assert type(frame).__module__.startswith(library)
+        return frame[["s", "a"]]
+
+    found = pipedist.map(longer, data, batch=2, workers=1)
+    assert found.equals(data[["s", "a"]])
+    if library == "pandas":
+        lengths = pipedist.map(lambda row: len(row["s"]) + row["a"], data, per_element=True, workers=1)
+        assert lengths.tolist() == [2, 4, 4]
+
+
+def test_an_output_keeps_the_results_of_calls(tmp_path: Path) -> None:
+    def mapped_to(data: list[int], **options: Any) -> Any:
+        return pipedist.map(
+            functions.noted, data, per_element=True, with_={"folder": str(tmp_path)}, workers=1,
+            output=tmp_path / "out", **options,
+        )  # fmt: skip
+
+    with pytest.raises(pipedist.CallError, match="three"):
+        mapped_to([1, 2, 3, 4])
+    (tmp_path / "fixed").touch()
+    assert mapped_to([1, 2, 3, 4]) == [1.5, 3.0, 4.5, 6.0]
+    assert mapped_to([1, 2, 3, 4]) == [1.5, 3.0, 4.5, 6.0]
+    calls = (tmp_path / "calls").read_text().split()
+    assert (calls.count("1"), calls.count("2"), calls.count("3")) == (1, 1, 2)
+    with pytest.raises(pipedist.UsageError, match="another spec"):
+        mapped_to([1, 2, 5])
+    assert mapped_to([1, 2, 5], restart=True) == [1.5, 3.0, 7.5]
+
+
+def test_a_changed_module_of_a_mapped_function_is_found(tmp_path: Path) -> None:
+    run = mapped(functions.noted, is_pickled=False, per_element=True)
+    document: dict[str, Any] = {
+        "pipedist": 1,
+        "dataset": {"range": 2, "batch": 1},
+        "stages": {"map": {"run": run, "with": {"folder": ""}}},
+    }
+    plan = compile_plan(load(document), workers=1)
+    try:
+        assert "tests.runs.mapping_functions" in modules_of(plan)["stages.map"]
+    finally:
+        plan.close()
+
+
+def test_it_blocks_a_running_loop_as_in_a_notebook() -> None:
+    async def cell() -> Any:
+        return pipedist.map(lambda x: x + 1, [1, 2], per_element=True, workers=1)
+
+    assert asyncio.run(cell()) == [2, 3]
+    assert list(pipedist.imap(lambda x: x + 1, [1, 2], per_element=True, workers=1)) == [2, 3]
+
+
+def test_wrong_arguments_are_reported_before_workers_start() -> None:
+    for data, options, text in (
+        ({1, 2}, {}, r"a set has no order: pass sorted\(data\)"),
+        (3, {}, "needs an array, a frame, an iterable or a path, got a int"),
+        ([1], {"worker": 2}, "unexpected keyword argument 'worker'"),
+        ([Point(1), threading.Lock()], {}, r"element 1, a lock, can't be sent"),
+        ([1], {"columns": {"a": "int64"}}, "`columns` are for a path"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            pipedist.map(len, data, **options)  # type: ignore[call-overload]
+    for data, options, text in (
+        ("data/x.foo", {}, r"'data/x\.foo' is read by its ending, which is none of \.csv"),
+        (iter([1]), {"output": "out"}, "an iterator can't be read again"),
+    ):
+        with pytest.raises(pipedist.UsageError, match=text):
+            pipedist.map(len, data, **options)  # type: ignore[call-overload]
+    with pytest.raises(pipedist.SpecError, match="retries"):
+        pipedist.map(len, [1], retries=-1)
+    with pytest.raises(pipedist.PlanError, match=r"noted\(.*can't be called as"):
+        pipedist.map(functions.noted, [1], per_element=True, workers=1)
