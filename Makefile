@@ -168,7 +168,7 @@ bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, to check results 
 	$(BIN)/python -m pytest -q benchmarks/tests
 
 .PHONY: bench-prediction
-bench-prediction: $(INSTALLED)  ## Compare predicted and real times of five specs (3 minutes).
+bench-prediction: $(INSTALLED)  ## Compare predicted and real times of five specs, three times (4 minutes).
 	$(BIN)/python -m benchmarks.prediction $(ARGS)
 
 .PHONY: bench-jax

@@ -146,6 +146,7 @@ class Totals:
     )
     busy_ns: int = 0  # also of calls that failed
     reading_ns: int = 0  # the part of the busy time for reading shards
+    cpu_ns: int = 0  # processor time of all threads of its process
     input_wait_ns: int = 0  # idle, because the driver process was reading
     stage_wait_ns: int = 0  # idle, because the next steps needed an update, or values of another pass
     driver_wait_ns: int = 0  # idle, although steps could be executed
@@ -288,6 +289,7 @@ class PassRecord:
             if recorder.on_returned is not None:
                 recorder.on_returned(self.name, duration * 1e-9)
         totals.bytes_out += bytes_out
+        totals.cpu_ns += results.cpu_ns
         if reading_ns:
             totals.reading_ns += min(reading_ns, now - sent)
         if results.memory_bytes > state.memory_bytes * MEMORY_GROWTH:

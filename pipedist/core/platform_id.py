@@ -99,5 +99,11 @@ def _cpu_lines() -> Mapping[str, str]:
 
 def peak_memory_bytes() -> int:
     """Return the largest resident memory of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return process_usage()[0]
+
+
+def process_usage() -> tuple[int, int]:
+    """Return the largest resident memory of this process, in bytes, and its processor time in nanoseconds."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    peak = usage.ru_maxrss if sys.platform == "darwin" else usage.ru_maxrss * 1024
+    return peak, int((usage.ru_utime + usage.ru_stime) * 1e9)

@@ -256,6 +256,7 @@ class Results(Message, frozen=True, tag=9):
     reading_ns: Count = 0  # the time that reading shards from their source took since the last report
     stages_ns: Quantities = ()  # by stage, in programs of several: the time in its function since the last report
     memory_bytes: Count = 0  # the largest resident memory of the process so far
+    cpu_ns: Count = 0  # the processor time of all threads of the process since the last report
 
 
 class Elements(Message, frozen=True, tag=26):

@@ -2,8 +2,9 @@
 
 A pass is a list of calls that workers, or slots of calls that wait, take in order; the measured durations are
 repeated. Between barriers (steps whose updates the next step reads, and steps of collectives) all calls end. Passes
-of one phase share the workers; phases add up. The driver's time for each call, and a rate, are lower limits. The time
-to start and to write results is that of the measured run.
+of one phase share the workers; phases add up. The driver's time for each call, a rate, and for local workers the
+processor time of calls on the cores of this machine, are lower limits. The time to start and to write results is that
+of the measured run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 from msgspec import Struct, structs
 from numpy.typing import NDArray
 
+from pipedist.cluster.base import usable_cores
 from pipedist.core.types import Tree
 from pipedist.datasets.sources import Source
 from pipedist.datasets.sources.base import Ids
@@ -46,6 +48,7 @@ class PassCost(Struct, frozen=True):
         calls: of the run; elements, if a stage is called for each element.
         durations: of calls, seconds, in order.
         driver_s: time of the driver for a call.
+        cpu_s: processor time of the worker for a call.
         reading: the share of the durations for reading shards.
         barriers: how often all calls must have ended before the next one begins.
         gap_s: time between the calls of two barriers.
@@ -59,6 +62,7 @@ class PassCost(Struct, frozen=True):
     calls: int
     durations: tuple[float, ...]
     driver_s: float = 0.0
+    cpu_s: float = 0.0
     reading: float = 0.0
     barriers: int = 1
     gap_s: float = 0.0
@@ -76,6 +80,7 @@ class Costs(Struct, frozen=True):
         memory_bytes: largest memory of a worker, 0 if unknown.
         sampled: the number of measured calls.
         note: where the measurements are from.
+        cores: that the workers and the driver share; 0: one for each.
     """
 
     passes: tuple[PassCost, ...]
@@ -84,6 +89,7 @@ class Costs(Struct, frozen=True):
     memory_bytes: int
     sampled: int
     note: str
+    cores: int = 0
 
 
 class Forecast(Struct, frozen=True):
@@ -106,7 +112,7 @@ def forecast(costs: Costs, workers: int) -> Forecast:
     total, error = start_s, ERROR_MIN * start_s
     for phase in sorted({each.phase for each in costs.passes}):
         passes = [each for each in costs.passes if each.phase == phase]
-        seconds, limit, relative = _phase(passes, workers)
+        seconds, limit, relative = _phase(passes, workers, costs.cores)
         limits[limit] = limits.get(limit, 0.0) + seconds
         total += seconds
         error += seconds * relative
@@ -114,9 +120,11 @@ def forecast(costs: Costs, workers: int) -> Forecast:
     return Forecast(workers, total, max(0.0, total - error), total + error, bottleneck)
 
 
-def _phase(passes: Sequence[PassCost], workers: int) -> tuple[float, str, float]:
+def _phase(passes: Sequence[PassCost], workers: int, cores: int) -> tuple[float, str, float]:
     """Return the time of a phase, what limits it, and the relative error."""
     found = [(sum(each.calls * each.driver_s for each in passes), "driver")]
+    if cores:
+        found.append((sum(each.calls * (each.driver_s + each.cpu_s) for each in passes) / cores, "cores"))
     executed = [each for each in passes if not each.slots]
     work = sum(each.calls * float(np.mean(each.durations)) for each in executed)
     if len(executed) > 1:
@@ -206,7 +214,8 @@ def costs_of(
         warm_s += extra_s
     fixed_s = max(0.0, total_s - sum(windows.values()))
     memory = max((each.memory_bytes for each in measured.workers), default=0)
-    return Costs(tuple(passes), fixed_s, warm_s, memory, count, note)
+    cores = usable_cores() if plan.spec.cluster.launcher == "local" else 0
+    return Costs(tuple(passes), fixed_s, warm_s, memory, count, note, cores)
 
 
 def _cost(
@@ -241,10 +250,14 @@ def _cost(
         mean_s = stage.seconds * place / done if done >= 2 * place else stage.seconds / -(-done // place)
         if rate and done / max(1e-9, stage.seconds) > 0.8 * rate:  # the rate hides how long a call waits
             mean_s = stage.p50_s
-        cost = structs.replace(cost, calls=units, durations=(mean_s,), slots=slots)
+        cost = structs.replace(
+            cost, calls=units, durations=(mean_s,), slots=slots, cpu_s=stage.cpu_s / max(1, done)
+        )
         return (cost, 0.0) if is_by_element else _with_latencies(cost, spans, place)
     durations, warm_s = _durations(spans)
-    cost = structs.replace(cost, durations=durations)
+    # most of the additional time of a first call is processor time too: it imports modules
+    cpu_s = max(0.0, stage.cpu_s - warm_s) / max(1, stage.calls)
+    cost = structs.replace(cost, durations=durations, cpu_s=cpu_s)
     if barriers == 1:
         return cost, warm_s
     measured_barriers = max(1, round(barriers * stage.calls / calls))
@@ -438,12 +451,17 @@ def as_text(costs: Costs, rows: Iterable[Forecast]) -> str:
         "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in cells
     ]
+    hardware = (
+        f"the {costs.cores} core{'s' * (costs.cores != 1)} of this machine for the workers and the driver"
+        if costs.cores
+        else "a core for each worker and the driver, workers on one host"
+    )
     return "\n".join(
         [
             *lines,
             "",
             f"From {costs.sampled:,} calls of {costs.note}; starting and writing results takes "
             f"{brief(costs.fixed_s + costs.warm_s)} of each time.",
-            "Assumed: a core for each worker and the driver, workers on one host, no failures, and `until` never true.",
+            f"Assumed: {hardware}, no failures, and `until` never true.",
         ]
     )

@@ -61,6 +61,7 @@ class StageTimings(Struct, frozen=True):
         slowest_worker: the worker that executed it.
         bytes_in, bytes_out: bytes of messages to the workers and of their results, with the arrays in shared memory.
         stages_s: busy time by stage, if the calls execute several.
+        cpu_s: processor time of all threads of the workers, summed.
     """
 
     name: str
@@ -85,6 +86,7 @@ class StageTimings(Struct, frozen=True):
     bytes_in: int
     bytes_out: int
     stages_s: Mapping[str, float]
+    cpu_s: float = 0.0
 
     @property
     def elements_per_s(self) -> float:
@@ -309,6 +311,7 @@ def _stage(record: PassRecord, workers: Sequence[str]) -> StageTimings:
         driver_wait_s=_seconds_of(totals, "driver_wait"),
         bytes_in=sum(each.bytes_in for each in totals),
         bytes_out=sum(each.bytes_out for each in totals),
+        cpu_s=_seconds_of(totals, "cpu"),
     )
 
 

@@ -21,7 +21,7 @@ import msgpack
 from msgspec import Struct
 from msgspec.structs import astuple, replace
 
-from pipedist.core.platform_id import peak_memory_bytes
+from pipedist.core.platform_id import process_usage
 from pipedist.core.record_format import frames_of, pack, whole_records
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
@@ -151,6 +151,7 @@ class ResultReporter:
         self._keys: dict[int, str] = {}  # keys of the bound passes whose results are cached
         self.payload: Sequence[Frame] = ()  # the results that are being reported
         self._executor: PassExecutor | None = None  # that made them
+        self._cpu_ns = process_usage()[1]  # at the last report
         self.recalls: set[int] = set()  # leases whose results are cached already
 
     # -- executed calls ------------------------------------------------------------------
@@ -181,7 +182,11 @@ class ResultReporter:
     def measured(self, results: Results) -> Results:
         """Return results that are being reported with the costs of executing them."""
         reading_ns, stages_ns = (0, ()) if self._executor is None else self._executor.take_costs()
-        return replace(results, reading_ns=reading_ns, stages_ns=stages_ns, memory_bytes=peak_memory_bytes())
+        memory_bytes, cpu_ns = process_usage()
+        spent_ns, self._cpu_ns = cpu_ns - self._cpu_ns, cpu_ns
+        return replace(
+            results, reading_ns=reading_ns, stages_ns=stages_ns, memory_bytes=memory_bytes, cpu_ns=spent_ns
+        )
 
     def elements(self, lease: int, run: LeaseRun | RejectedLeaseRun) -> None:
         """Report results of elements of calls that still run; one that can't be sent fails with its call."""

@@ -88,12 +88,14 @@ def test_phases_add_up_and_passes_of_one_overlap() -> None:
         (PassCost("a", 0, 100, (1.0,), workers_max=2), 4, 50, "GPUs"),
         (PassCost("a", 0, 100, (1.0,), barriers=50, gap_s=0.5), 4, 75, "steps of 2 calls"),
         (PassCost("a", 0, 4, (1.0, 1.0, 1.0, 9.0)), 4, 9, "one slow call"),
+        (PassCost("a", 0, 100, (1.0,), driver_s=0.1, cpu_s=0.8), 8, 30, "cores"),
+        (PassCost("a", 0, 100, (1.0,), driver_s=0.1, cpu_s=0.1), 4, 25, "workers"),
         (PassCost("a", 0, 1, (0.5,)), 1, 0.5, "starting and writing results"),
     ],
 )
 def test_bottlenecks(cost: PassCost, workers: int, seconds: float, limit: str) -> None:
-    found = forecast(costs(cost), workers)
-    assert (found.seconds, found.bottleneck) == (1 + seconds, limit)
+    found = forecast(replace(costs(cost), cores=3), workers)
+    assert (found.seconds, found.bottleneck) == (pytest.approx(1 + seconds), limit)
 
 
 def test_the_spread_of_a_sample_is_a_range() -> None:
@@ -123,6 +125,9 @@ Assumed: a core for each worker and the driver, workers on one host, no failures
 def test_the_table() -> None:
     found = costs(PassCost("a", 0, 40, (1.0,), driver_s=0.2))
     assert as_text(found, as_rows(found)) == TABLE
+    assert as_text(replace(found, cores=64), []).endswith(
+        "Assumed: the 64 cores of this machine for the workers and the driver, no failures, and `until` never true."
+    )
 
 
 # -- measurements -------------------------------------------------------------------------------------
