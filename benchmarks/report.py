@@ -117,11 +117,11 @@ def _goals(figures: Mapping[Key, Figures], medians: Mapping[Key, float]) -> str:
             (
                 f"{goal.workload} {work.title}" if first else "",
                 _value(figures.get((SUBJECT, goal.workload)), work.unit) if first else "",
-                f"{best[0]} {_number(best[1])}" if first and best else "",
+                f"{best[0]} {number(best[1])}" if first and best else "",
                 _ratio(value, best[1] if best else None) if first else "",
                 _ratio(value, limit) if first else "",
                 goal.text,
-                "" if bound is None else f"{goal.relation} {_number(bound)}",
+                "" if bound is None else f"{goal.relation} {number(bound)}",
                 {True: "yes", False: "**no**", None: "not measured"}[met],
             )
         )
@@ -145,11 +145,11 @@ def _systems(figures: Mapping[Key, Figures], medians: Mapping[Key, float]) -> st
                 (
                     workload,
                     system,
-                    _number(found.median),
+                    number(found.median),
                     work.unit,
                     _ratio(found.median, best[1] if best else None),
-                    _number(min(found.values)),
-                    _number(max(found.values)),
+                    number(min(found.values)),
+                    number(max(found.values)),
                     str(len(found.values)),
                 )
             )
@@ -161,8 +161,8 @@ def _limits(figures: Mapping[Key, Figures]) -> str:
     for name, limit in LIMITS.items():
         found = figures.get((f"limit {name}", ""))
         if found is not None and found.values:
-            low, high = _number(min(found.values)), _number(max(found.values))
-            rows.append((limit.title, _number(found.median), limit.unit, low, high, str(len(found.values))))
+            low, high = number(min(found.values)), number(max(found.values))
+            rows.append((limit.title, number(found.median), limit.unit, low, high, str(len(found.values))))
     return table(rows)
 
 
@@ -171,7 +171,7 @@ def _growth(figures: Mapping[Key, Figures]) -> str:
     for (system, workload), found in figures.items():
         if workload == "W6" and found.details:
             detail = found.details[len(found.details) // 2]
-            us = ", ".join(f"{int(n):,}: {_number(v)}" for n, v in detail["us_per_call"].items())
+            us = ", ".join(f"{int(n):,}: {number(v)}" for n, v in detail["us_per_call"].items())
             rss = ", ".join(f"{int(n):,}: {v}" for n, v in detail["rss_mib"].items())
             rows.append((system, us, f"{rss} (start {detail['rss_start_mib']})"))
     return table(rows) if len(rows) > 1 else ""
@@ -182,14 +182,14 @@ def _value(found: Figures | None, unit: str) -> str:
         return "-"
     if found.outcomes:
         return found.outcomes[0].replace("\n", " ").replace("|", "/")[:90]
-    return f"{_number(found.median)} {unit}"
+    return f"{number(found.median)} {unit}"
 
 
 def _ratio(value: float | None, other: float | None) -> str:
     return "" if value is None or not other else f"{value / other:.2f}"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"
@@ -205,7 +205,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([head, rule, *body])
 
 
-def write_docs(path: Path, report: str) -> None:
+def write_section(path: Path, report: str) -> None:
     """Put a report between the marks in a page.
 
     Raises:

@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import pages, report
 from benchmarks.apps.jobs import APPS
 from benchmarks.boost import boosted
 from benchmarks.data import make_data
@@ -37,7 +37,6 @@ from benchmarks.systems import HOME, SUBJECT, SYSTEMS, Installed, installed, mpi
 from benchmarks.workloads import WORKLOADS
 
 ROOT = HOME.parent
-DOCS = ROOT / "docs" / "benchmarks.md"
 BEHIND = 4.0
 """A peer so many times behind the best one is not measured again in later rounds, unless a goal names it."""
 
@@ -270,7 +269,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=HOME / "data", help="folder of the files to read")
     parser.add_argument("--out", type=Path, default=HOME / "results" / "latest.jsonl")
     parser.add_argument("--table", type=Path, help="print the tables of an earlier run")
-    parser.add_argument("--write-docs", action="store_true", help=f"put the tables into {DOCS.name}")
+    parser.add_argument("--write-docs", action="store_true", help="write the pages of docs, and the chart")
+    parser.add_argument(
+        "--release", default="", metavar="NAME", help="with --write-docs: compare later runs with this one"
+    )
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, _end)
     if given.table is not None:
@@ -297,7 +299,7 @@ def main() -> None:
     text = report.markdown(records)
     print("\n" + text)
     if given.write_docs and not given.smoke:  # tiny sizes give no figures
-        report.write_docs(DOCS, text)
+        pages.publish(records, release=given.release)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from benchmarks import call_profile, functions, goals, limits, report, worker_profile, workloads
+from benchmarks import call_profile, functions, goals, limits, pages, report, worker_profile, workloads
 from benchmarks.adapter import Adapter, Take
 from benchmarks.data import make_data
 from benchmarks.one import MARK
@@ -135,12 +136,46 @@ def test_every_goal_names_what_is_measured() -> None:
 def test_docs_are_written_between_the_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
-    report.write_docs(page, "new")
+    report.write_section(page, "new")
     assert page.read_text() == f"before\n{report.BEGIN}\n\nnew\n{report.END}\nafter\n"
     page.write_text("no marks")
     with pytest.raises(ValueError, match="no section"):
-        report.write_docs(page, "new")
-    assert report.BEGIN in (ROOT / "docs" / "benchmarks.md").read_text()
+        report.write_section(page, "new")
+
+
+def test_the_pages_have_the_ratios_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, path in (("USER_PAGE", pages.USER_PAGE), ("METHOD_PAGE", pages.METHOD_PAGE)):
+        assert report.BEGIN in path.read_text()
+        (tmp_path / name).write_text(f"{report.BEGIN}\n{report.END}\n")
+        monkeypatch.setattr(pages, name, tmp_path / name)
+    monkeypatch.setattr(pages, "CHART", tmp_path / "chart.svg")
+    monkeypatch.setattr(
+        pages.Release, "read", lambda: pages.Release("0.1", "", "old", {"W1": 40_000.0, "W5": 0.6})
+    )
+    records = [
+        {"environment": {"date": "today", "commit": "new"}},
+        *(record(SUBJECT, name, value) for name, value in (("W1", 50_000.0), ("W5", 0.5))),
+        *(record("pool", name, value) for name, value in (("W1", 10_000.0), ("W5", 0.1))),
+        {"limit": "zmq-messages", "value": 200_000.0},
+    ]
+    pages.publish(records)
+    found = [
+        [cell.strip() for cell in line.split("|")]
+        for line in (tmp_path / "USER_PAGE").read_text().splitlines()
+    ]
+    (first,) = [cells for cells in found if cells[1:] and cells[1].startswith("W1:")]
+    assert first[2:7] == ["50,000 calls/s", "pool: 10,000", "5.00", "0.25", "1.25"]
+    (cold,) = [cells for cells in found if cells[1:] and cells[1].startswith("W5:")]
+    assert (cold[4], cold[6]) == ("0.20", "1.20"), "less time is better"
+    assert "### All systems" in (tmp_path / "METHOD_PAGE").read_text()
+    bars = [
+        each.get("class") for each in ElementTree.parse(tmp_path / "chart.svg").iter() if each.get("height")
+    ]
+    assert bars == ["better", "slower"]
+
+
+def test_the_published_release_has_workloads_that_there_are() -> None:
+    assert set(pages.Release.read().medians) <= set(WORKLOADS)
 
 
 def test_growth_counts_only_what_was_right() -> None:
