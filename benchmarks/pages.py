@@ -28,7 +28,7 @@ NOT_SHOWN = ("W1j", "W1b", "W3c", "W6", "MEM")
 """Workloads that no other system has in the same form."""
 
 _AT = {"W1s": "W1"}  # workload of the peers, if it is another one
-_ROW, _LEFT, _WIDTH, _RIGHT = 26, 300, 320, 70  # pixels
+_ROW, _LEFT, _WIDTH, _RIGHT = 26, 370, 310, 60  # pixels
 _LOW, _HIGH = 0.25, 64.0  # ratios at both ends of the chart, which is logarithmic
 
 
