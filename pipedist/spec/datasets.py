@@ -30,13 +30,18 @@ UNPACKED_BYTES_MAX = 2**40
 _COLUMNS_EXPECTED = "a mapping of column names to types"
 
 
-def _columns(**options: Any) -> Any:
+def _columns(more: str = "", **options: Any) -> Any:
     return Field(
         **options,
         description="The columns to read, and their types. In text formats a missing value (empty, `NA`, "
-        "`NaN`) is NaN in floats, an empty text in `str`, and an error with file, row and column in other types.",
+        "`NaN`) is NaN in floats, an empty text in `str`, NaT in dates, and an error with file, row and column in "
+        f"other types.{more}",
         examples=[{"carrier": "str", "dep_delay": "float32"}],
     )
+
+
+def _is_delimiter(text: str) -> bool:
+    return len(text) == 1 and text.isascii() and text not in "\r\n\0"
 
 
 def _unpacked() -> Any:
@@ -108,16 +113,39 @@ class NpzSource(FileSource):
 
 
 class CsvSource(FileSource):
-    """CSV files with a header row; fields are separated by commas only, and quoted with `"`.
+    """CSV files with a header row.
 
     `.gz` and one-member `.zip` files are read too. A missing value (empty, NA, NaN) is NaN in a float column,
-    "" in a str column, and an error with file:row:column in other columns. The first row of each file is read
-    before anything runs, unless a stage quarantines elements: `plan` finds a column whose type is not the
-    declared one. A shard of n elements is a dict of columns, array[n].
+    "" in a str column, NaT in dates and timestamps, and an error with file:row:column in other columns. The first
+    row of each file is read before anything runs, unless a stage quarantines elements: `plan` finds a column whose
+    type is not the declared one. A `date` is written as 2024-03-01 and read as datetime64[D]; a `timestamp`, as
+    2024-03-01T12:30:00.5 or with a blank for `T`, is datetime64[us], in UTC if it ends with `Z` or an offset. A shard
+    of n elements is a dict of columns, array[n].
     """
 
-    columns: Annotated[dict[str, ColumnType], ExpectedShape(_COLUMNS_EXPECTED, filled_mapping)] = _columns(
-        min_length=1
+    columns: Annotated[
+        dict[str, ColumnType],
+        ExpectedShape(
+            f"{_COLUMNS_EXPECTED}, or infer",
+            lambda value: {} if value == "infer" else filled_mapping(value),
+            Literal["infer"] | Annotated[dict[str, ColumnType], Field(min_length=1)],
+        ),
+    ] = _columns(
+        more=" `infer`: all columns, with types that fit the first 1,000 rows of the first file; `plan` prints them, "
+        "and a later cell that does not fit is an error. Numbers with leading zeros are text."
+    )
+    delimiter: Annotated[
+        str, satisfies(_is_delimiter), Expected('one character of ASCII, as in ";" or "\\t"')
+    ] = Field(default=",", description="The character between two fields.", examples=[";"])
+    quote: Annotated[
+        str,
+        satisfies(lambda text: text == "none" or _is_delimiter(text)),
+        Expected("one character of ASCII, or none"),
+    ] = Field(
+        default='"',
+        description="The character around fields that contain delimiters or line feeds; doubled in a field, it stands "
+        "for itself. `none`: quotes are text.",
+        examples=["none"],
     )
     unpacked_bytes_max: _UnpackedBytes | None = _unpacked()
 

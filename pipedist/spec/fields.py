@@ -229,6 +229,6 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1), Expected("an integer of
 
 ColumnType = Literal[
     "str", "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-    "float16", "float32", "float64",
+    "float16", "float32", "float64", "date", "timestamp",
 ]  # fmt: skip
 COLUMN_TYPES: Final[tuple[str, ...]] = get_args(ColumnType)

@@ -105,6 +105,8 @@ def test_the_example_of_the_reference(tmp_path: Path) -> None:
     assert dataset.config == {
         "path": ["data/flights*.csv"],
         "columns": {"carrier": "str", "dep_delay": "float32"},
+        "delimiter": ",",
+        "quote": '"',
     }
     delays, late, rows = spec.stages.values()
     assert isinstance(delays, RunSpec)

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from pipedist.core import ragged
-from pipedist.datasets.sources.columns import CellError, Column
+from pipedist.datasets.sources.columns import CellError, Column, dtype_of
 
 OWN_TYPE = "own"  # in place of a column's type: the type in the file
 
@@ -51,6 +51,8 @@ def readable(arrow: Any, own: Any, kind: str) -> bool:
         return bool(text or types.is_null(own))
     if kind == "bool":
         return bool(types.is_boolean(own))
+    if kind in ("date", "timestamp"):
+        return bool(types.is_date(own) or types.is_timestamp(own))
     return bool(integer or ((floating or types.is_null(own)) and kind.startswith("float")))
 
 
@@ -114,7 +116,7 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
         named = str(own) if kind == OWN_TYPE else kind
         raise CellError(row, f"a value of type {named} is missing; float columns read one as NaN")
     values: Column = column.to_numpy()
-    return values if kind == OWN_TYPE else _fitted(values, np.dtype(kind))
+    return values if kind == OWN_TYPE else _fitted(values, dtype_of(kind))
 
 
 def _lists(arrow: Any, column: Any) -> Column:
@@ -152,9 +154,12 @@ def _texts(column: Any) -> list[str | None]:
 def _fitted(values: Column, dtype: np.dtype[Any]) -> Column:
     if values.dtype == dtype:
         return values
-    if dtype.kind == "f":
+    if dtype.kind == "M":  # a date of a timestamp is its day
+        result: Column = values.astype(dtype)
+        wrong = (result.astype(values.dtype) != values) & ~np.isnat(values)
+    elif dtype.kind == "f":
         with np.errstate(over="ignore"):
-            result: Column = values.astype(dtype)
+            result = values.astype(dtype)
         wrong = np.isinf(result) & ~np.isinf(values)
     else:
         limits = np.iinfo(dtype)

@@ -3,13 +3,16 @@
 A cell that is empty, `NA` or `NaN` is a missing value: NaN in a float column, "" in a str column, an
 error in all others. Numbers are written as Python writes them (`1`, `-2.5`, `1e-3`, `inf`), with
 blanks around them but without underscores; a number that does not fit its type is an error. A
-float32 is the float64 of the text, rounded.
+float32 is the float64 of the text, rounded. Dates and timestamps are written as in ISO 8601, a timestamp also with a
+blank for `T`; one with `Z` or an offset is read in UTC; a missing one is NaT.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -95,7 +98,7 @@ def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
                 f"{file} has no column {name!r}: its header is separated by {word}, not by commas",
                 key="columns",
                 name=name,
-                expected="fields separated by commas: convert the file, or read it in a `function`",
+                expected="`delimiter: " + ("'\\t'`" if separator == "\t" else f"'{separator}'`"),
             )
     return SourceError(
         f"{file} has no column {name!r}",
@@ -106,11 +109,37 @@ def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
     )
 
 
+_TIMES = {"date": np.dtype("datetime64[D]"), "timestamp": np.dtype("datetime64[us]")}
+_INFERRED = ("int64", "float64", "bool", "date", "timestamp")  # the first that fits all cells; else "str"
+_LEADING_ZERO = re.compile(rb"\s*[+-]?0\d")
+
+
+def dtype_of(kind: str) -> np.dtype[Any]:
+    """Return the dtype of a column of a type."""
+    return _TIMES.get(kind) or np.dtype(kind)
+
+
+def inferred_type(cells: Cells) -> str:
+    """Return the type that fits cells of text: numbers, then dates, else "str"; numbers with leading zeros are text."""
+    texts = [text for text in cells.texts() if text.strip() not in MISSING]
+    if not texts or any(map(_LEADING_ZERO.match, texts)):
+        return "str"
+    for kind in _INFERRED:
+        try:
+            column_of_cells(cells, kind)
+        except CellError:
+            continue
+        return kind
+    return "str"
+
+
 def column_of_cells(cells: Cells, kind: str) -> Column:
     """Return cells of UTF-8 text as an array of their type, or raise CellError; "str" as `ragged.of_texts`."""
     if kind == "str":
         return _strings(cells)
-    dtype = np.dtype(kind)
+    dtype = dtype_of(kind)
+    if dtype.kind == "M":
+        return _times(cells, kind)
     if dtype.kind == "f":
         return _numbers(*_number_texts(cells, fill=b"nan"), float, dtype)
     return _numbers(*_number_texts(cells, fill=None), _truth if dtype.kind == "b" else int, dtype)
@@ -118,7 +147,7 @@ def column_of_cells(cells: Cells, kind: str) -> Column:
 
 def column_of_values(values: Sequence[object], kind: str) -> Column:
     """Return values of JSON objects as an array of their type, or raise CellError; None is missing, text as in csv."""
-    plain = {"s": str, "b": bool, "f": float}.get(kind[0], int)
+    plain = {"s": str, "b": bool, "f": float, "d": str, "t": str}.get(kind[0], int)
     texts = []
     for row, value in enumerate(values):
         if value is None:
@@ -130,6 +159,40 @@ def column_of_values(values: Sequence[object], kind: str) -> Column:
         else:
             raise CellError(row, f"{_short(repr(value))} is not of type {kind}")
     return column_of_cells(Cells.of(texts), kind)
+
+
+_DATE = re.compile(rb"\d{4}-\d\d-\d\d")
+_TIMESTAMP = re.compile(rb"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d(?:\.\d{1,6})?)?(Z|[+-]\d\d(?::?\d\d)?)?)?")
+
+
+def _times(cells: Cells, kind: str) -> Column:
+    pattern = _DATE if kind == "date" else _TIMESTAMP
+    texts = [text.strip() for text in cells.texts()]
+    values: list[str | datetime] = []
+    for row, text in enumerate(texts):
+        found = pattern.fullmatch(text)
+        if found is None and text not in MISSING:
+            raise CellError(row, f"{_short(repr(text.decode('utf-8', 'replace')))} is not of type {kind}")
+        if found is not None and kind == "timestamp" and found[1]:
+            values.append(_in_utc(row, text.decode()))
+        else:
+            values.append("NaT" if found is None else text.decode())
+    try:
+        return np.array(values, dtype_of(kind))
+    except ValueError:  # a month 13, or a day 31 of a month with 30
+        for row, value in enumerate(values):
+            try:
+                np.array(value, dtype_of(kind))
+            except ValueError as error:
+                raise CellError(row, f"{value!r} is not of type {kind}") from error
+        raise
+
+
+def _in_utc(row: int, text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text).astimezone(UTC).replace(tzinfo=None)
+    except (ValueError, OverflowError) as error:
+        raise CellError(row, f"{text!r} is not of type timestamp: {error}") from error
 
 
 def _strings(cells: Cells) -> Column:

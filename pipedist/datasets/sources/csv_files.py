@@ -1,7 +1,7 @@
 """Source `csv`: rows of comma-separated files with a header row.
 
-The dialect is that of Python's csv module: commas, double quotes, doubled within a quoted field; rows
-end with LF or CRLF; blank lines are skipped. NumPy finds the separating commas and line feeds; since
+The dialect is that of Python's csv module: commas or another delimiter, double or other quotes, doubled within a
+quoted field; rows end with LF or CRLF; blank lines are skipped. NumPy finds the delimiters and line feeds; since
 each row has as many fields as the header, the cells of a column are a strided slice of them. The csv
 module itself parses data with a quote in an unusual place.
 """
@@ -21,6 +21,7 @@ from pipedist.datasets.sources.columns import (
     Cells,
     Column,
     column_of_cells,
+    inferred_type,
     joined,
     no_such_column,
 )
@@ -28,9 +29,7 @@ from pipedist.datasets.sources.paths import DataFile
 from pipedist.datasets.sources.row_files import (
     BARE_RETURN,
     CARRIAGE_RETURN,
-    COMMA,
     LINE_FEED,
-    QUOTE,
     Offsets,
     RowChunk,
     RowError,
@@ -44,28 +43,62 @@ from pipedist.datasets.sources.row_files import (
     well_placed,
 )
 
+INFERRED_ROWS = 1000  # at the beginning of the first file
+
 
 def open_csv(config: Config, folder: Path) -> RowSource:
-    """Open csv files; `columns` of the config has the name and type of each column to be read."""
-    columns: dict[str, str] = config["columns"]
+    """Open csv files.
+
+    Settings: `columns`, the name and type of each column to be read, {} to infer them; `delimiter` and `quote`,
+    characters; "none" is no quote.
+    """
+    columns: dict[str, str] = dict(config["columns"])
+    note = ""
 
     def scan(rows: RowFiles) -> tuple[list[Offsets], Config]:
+        nonlocal note
         starts, tables = [], []
         for number, file in enumerate(rows.files):
             index = rows.index(number)
             if len(index) < 2:
                 raise SourceError(f"{file.label}: the file is empty", key="path", expected="a header row")
             names = _header(rows, number, int(index[0]), int(index[1]))
+            if not columns:
+                columns.update(_inferred(rows, names, index[1:]))
+                sample = min(INFERRED_ROWS, len(index) - 2)
+                note = f"the types of columns were inferred from the first {sample:,} rows of {file.label}"
             tables.append([len(names), [_position(names, name, file) for name in columns]])
             starts.append(index[1:])
-        return starts, {"columns": [[name, kind] for name, kind in columns.items()], "tables": tables}
+        dialect: Config = {key: config[key] for key in ("delimiter", "quote") if key in config}
+        return starts, {
+            "columns": [[name, kind] for name, kind in columns.items()],
+            "tables": tables,
+            **dialect,
+        }
 
-    return open_rows("csv", config, folder, CsvReader, scan)
+    source = open_rows("csv", config, folder, CsvReader, scan)
+    source.note = note
+    return source
+
+
+def _inferred(rows: RowFiles, names: list[str], index: Offsets) -> dict[str, str]:
+    """Return the types of the columns of the first file, from its first rows."""
+    file, count = rows.files[0], min(INFERRED_ROWS, len(index) - 1)
+    for name in names:
+        _position(names, name, file)  # a name that is there twice is an error
+    if not count:
+        return dict.fromkeys(names, "str")
+    begin, end = int(index[0]), int(index[count])
+    try:
+        cells = column_cells(rows.read(0, begin, end), count, len(names), range(len(names)), rows.rules)
+    except RowError as error:
+        raise SourceError(f"{rows.place(0, begin + error.offset)}: {error.message}", key="path") from error
+    return {name: inferred_type(column) for name, column in zip(names, cells, strict=True)}
 
 
 def _header(rows: RowFiles, file: int, start: int, stop: int) -> list[str]:
     try:
-        _, fields = next(lenient_rows(iter([rows.read(file, start, stop)]), start))
+        _, fields = next(lenient_rows(iter([rows.read(file, start, stop)]), start, rows.rules))
     except RowError as error:
         raise SourceError(f"{rows.place(file, start)}: {error.message}", key="path") from error
     try:
@@ -91,6 +124,14 @@ class CsvReader(RowReader):
 
     rules = RowRules(quoted=True, keep_blank=False)
 
+    @classmethod
+    def rules_of(cls, config: Config) -> RowRules:
+        """Return the dialect of the files."""
+        delimiter, quote = config.get("delimiter", ","), config.get("quote", '"')
+        if quote == "none":
+            return RowRules(quoted=False, keep_blank=False, delimiter=ord(delimiter))
+        return RowRules(quoted=True, keep_blank=False, delimiter=ord(delimiter), quote=ord(quote))
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._tables = config["tables"]
@@ -107,7 +148,7 @@ class CsvReader(RowReader):
     def _parse(self, chunk: RowChunk) -> dict[str, Column]:
         fields, positions = self._tables[chunk.file]
         try:
-            cells = column_cells(chunk.data, chunk.rows, fields, positions)
+            cells = column_cells(chunk.data, chunk.rows, fields, positions, self._rows.rules)
         except RowError as error:
             raise SourceError(
                 f"{self._rows.byte_place(chunk, error.offset)}: {error.message}", key="path"
@@ -124,15 +165,17 @@ class CsvReader(RowReader):
         return columns
 
 
-def column_cells(data: bytes, rows: int, fields: int, positions: Sequence[int]) -> list[Cells]:
+def column_cells(
+    data: bytes, rows: int, fields: int, positions: Sequence[int], rules: RowRules
+) -> list[Cells]:
     """Return the cells of the fields at some (0-based) positions, in whole rows; raise RowError for a malformed row."""
     if not rows:
         return [Cells.of(()) for _ in positions]
     array = np.frombuffer(data, np.uint8)
-    quotes = np.flatnonzero(array == QUOTE) if b'"' in data else None
-    if quotes is not None and not well_placed(array, quotes, inside=False):
-        return _leniently(data, fields, positions)
-    stops = np.flatnonzero((array == COMMA) | (array == LINE_FEED))
+    quotes = np.flatnonzero(array == rules.quote) if rules.quoted and rules.quote in data else None
+    if quotes is not None and not well_placed(array, quotes, rules, inside=False):
+        return _leniently(data, fields, positions, rules)
+    stops = np.flatnonzero((array == rules.delimiter) | (array == LINE_FEED))
     if quotes is not None:
         stops = stops[np.searchsorted(quotes, stops) & 1 == 0]
     if b"\r" in data:
@@ -145,7 +188,7 @@ def column_cells(data: bytes, rows: int, fields: int, positions: Sequence[int]) 
     else:
         starts, stops = _without_blank(array, stops, feeds, fields)
     return [
-        _cells(data, array, quotes, starts[at::fields], stops[at::fields], last=at == fields - 1)
+        _cells(data, array, quotes, starts[at::fields], stops[at::fields], rules, last=at == fields - 1)
         for at in positions
     ]
 
@@ -187,6 +230,7 @@ def _cells(
     quotes: npt.NDArray[np.intp] | None,
     starts: Offsets,
     stops: Offsets,
+    rules: RowRules,
     *,
     last: bool,
 ) -> Cells:
@@ -194,13 +238,14 @@ def _cells(
         stops = stops - ((stops > starts) & (array[stops - 1] == CARRIAGE_RETURN))
     if quotes is None:
         return Cells(data, starts, stops)
-    quoted = (stops > starts) & (array[starts] == QUOTE)
+    quoted = (stops > starts) & (array[starts] == rules.quote)
     starts, stops = starts + quoted, stops - quoted
     doubled = np.flatnonzero(np.searchsorted(quotes, stops) > np.searchsorted(quotes, starts))
     if not len(doubled):
         return Cells(data, starts, stops)
+    quote = bytes([rules.quote])
     texts = [
-        data[a:b].replace(b'""', b'"')
+        data[a:b].replace(quote * 2, quote)
         for a, b in zip(starts[doubled].tolist(), stops[doubled].tolist(), strict=True)
     ]
     plain = Cells.of(texts)
@@ -208,9 +253,9 @@ def _cells(
     return Cells(data + plain.data, starts, stops)
 
 
-def _leniently(data: bytes, fields: int, positions: Sequence[int]) -> list[Cells]:
+def _leniently(data: bytes, fields: int, positions: Sequence[int], rules: RowRules) -> list[Cells]:
     columns: list[list[bytes]] = [[] for _ in positions]
-    for offset, row in lenient_rows(iter([data]), 0):
+    for offset, row in lenient_rows(iter([data]), 0, rules):
         if not row:
             break
         if len(row) != fields:

@@ -6,7 +6,8 @@ byte ranges, so that a worker reads and parses only its own rows:
 - consecutive rows: a list of `[file, start, stop, rows]`, one for each file;
 - scattered rows: `{"files": int64[n], "starts": int64[n], "stops": int64[n]}`.
 
-Rows end at a line feed. In csv, a line feed between quotes is part of a field. If each quote is where
+Rows end at a line feed. In csv, a line feed between quotes is part of a field, and the delimiter and the quote may be
+other characters than `,` and `"`. If each quote is where
 RFC 4180 allows one, the parity of the quotes before a byte shows whether it is quoted. Python's csv
 module accepts more (`6" pipe` is a field with a quote in it) and defines the result: it scans files with
 a quote in an unusual place, more slowly.
@@ -30,6 +31,7 @@ import numpy.typing as npt
 from pipedist.core.types import Tree
 from pipedist.datasets.element import ArraySpec
 from pipedist.datasets.sources.base import Config, Ids, Reader, ReaderSource, RowLayout, SourceError, rows_of
+from pipedist.datasets.sources.columns import dtype_of
 from pipedist.datasets.sources.file_kinds import OpeningNotice, UnpackStore, refuse_binary, unpack_all
 from pipedist.datasets.sources.paths import DataFile, OpenFiles, expand
 
@@ -161,7 +163,12 @@ class RowReader(Reader):
 
     def __init__(self, config: Config) -> None:
         self._columns: dict[str, str] = dict(config.get("columns", ()))
-        self._rows = RowFiles(msgspec.convert(config["files"], list[DataFile]), self.rules)
+        self._rows = RowFiles(msgspec.convert(config["files"], list[DataFile]), self.rules_of(config))
+
+    @classmethod
+    def rules_of(cls, config: Config) -> RowRules:
+        """Return the form of the rows of a source."""
+        return cls.rules
 
     def close(self) -> None:
         self._rows.close()
@@ -180,7 +187,7 @@ class RowSource(ReaderSource):
         super().__init__(self._layout.total, config, reader, on_close)
         columns = dict(config.get("columns", ()))
         if columns:
-            self.element_spec = {name: ArraySpec(kind) for name, kind in columns.items()}
+            self.element_spec = {name: ArraySpec(dtype_of(kind)) for name, kind in columns.items()}
 
     def locate(self, ids: Ids) -> Tree:
         """Return the byte ranges of elements, as the module defines them."""
@@ -219,7 +226,7 @@ def open_rows(
     store = UnpackStore(config.get("unpacked_bytes_max"))
     try:
         files = unpack_all(expand(config["path"], folder), store)
-        with closing(RowFiles(files, reader.rules, store.notice)) as rows:
+        with closing(RowFiles(files, reader.rules_of(config), store.notice)) as rows:
             starts, settings = scan(rows)
         settings = {"kind": kind, "files": msgspec.to_builtins(files), **settings}
         return RowSource(starts, settings, reader(settings), store.close)
@@ -257,6 +264,8 @@ class RowRules:
 
     quoted: bool  # a line feed between quotes does not end the row (csv)
     keep_blank: bool  # an empty line is a row (text)
+    delimiter: int = COMMA  # the byte between two fields (csv)
+    quote: int = QUOTE  # the byte around fields with delimiters or line feeds (csv)
 
 
 class RowError(Exception):
@@ -281,7 +290,7 @@ def row_starts(blocks: Blocks, start: int, rules: RowRules) -> Offsets:
     try:
         return _scan(blocks(), start, rules)
     except _StrayQuote:
-        return np.array([begin for begin, _ in lenient_rows(blocks(), start)], np.int64)
+        return np.array([begin for begin, _ in lenient_rows(blocks(), start, rules)], np.int64)
 
 
 def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> Offsets:
@@ -293,9 +302,9 @@ def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> Offsets:
     for block in blocks:
         data = np.frombuffer(block, np.uint8)
         feeds = np.flatnonzero(data == LINE_FEED)
-        if rules.quoted and (inside or b'"' in block):
-            quotes = np.flatnonzero(data == QUOTE)
-            if not well_placed(data, quotes, inside):
+        if rules.quoted and (inside or rules.quote in block):
+            quotes = np.flatnonzero(data == rules.quote)
+            if not well_placed(data, quotes, rules, inside=inside):
                 raise _StrayQuote
             feeds = feeds[(np.searchsorted(quotes, feeds) + inside) & 1 == 0]
             inside = bool((len(quotes) + inside) & 1)
@@ -326,7 +335,9 @@ def _without_blank(begins: Offsets, stops: Offsets, data: npt.NDArray[np.uint8],
     return begins[~blank] if blank.any() else begins
 
 
-def well_placed(data: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp], inside: bool) -> bool:
+def well_placed(
+    data: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp], rules: RowRules, *, inside: bool
+) -> bool:
     """Return whether each quote opens a field at its beginning, closes it at its end, or is doubled.
 
     If so, quote parity gives the same rows as Python's csv module. `data` begins after a line feed, and ends
@@ -334,19 +345,19 @@ def well_placed(data: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp], insid
     """
     openers = quotes[int(inside) :: 2]
     before = data[np.maximum(openers - 1, 0)]
-    opens = (before == COMMA) | (before == LINE_FEED) | (before == QUOTE) | (openers == 0)
+    opens = (before == rules.delimiter) | (before == LINE_FEED) | (before == rules.quote) | (openers == 0)
     if not opens.all():
         return False
     closers = quotes[int(not inside) :: 2]
     last = len(data) - 1
     after = data[np.minimum(closers + 1, last)]
-    closes = (after == COMMA) | (after == LINE_FEED) | (after == QUOTE) | (closers == last)
+    closes = (after == rules.delimiter) | (after == LINE_FEED) | (after == rules.quote) | (closers == last)
     returns = np.flatnonzero(after == CARRIAGE_RETURN)
     closes[returns] = data[np.minimum(closers[returns] + 2, last)] == LINE_FEED
     return bool(closes.all())
 
 
-def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, list[str]]]:
+def lenient_rows(blocks: Iterator[bytes], start: int, rules: RowRules) -> Iterator[tuple[int, list[str]]]:
     """Yield (offset, fields) of each row as Python's csv module parses it, then (end, []), or raise RowError.
 
     The fields are the bytes of the file as Latin-1, which preserves any byte.
@@ -361,7 +372,8 @@ def lenient_rows(blocks: Iterator[bytes], start: int) -> Iterator[tuple[int, lis
                 yield line.decode("latin-1")
 
     csv = csv_of_long_fields(ROW_BYTES_MAX)
-    rows = csv.reader(lines())
+    quoting = csv.QUOTE_MINIMAL if rules.quoted else csv.QUOTE_NONE
+    rows = csv.reader(lines(), delimiter=chr(rules.delimiter), quotechar=chr(rules.quote), quoting=quoting)
     while True:
         begin = stop
         try:

@@ -31,7 +31,7 @@ from pipedist.datasets.sources.base import (
     rows_of,
     sealed,
 )
-from pipedist.datasets.sources.columns import CellError, Cells, Column, column_of_cells
+from pipedist.datasets.sources.columns import CellError, Cells, Column, column_of_cells, dtype_of
 from pipedist.datasets.sources.file_kinds import UnpackStore, unpack_all, unreadable
 from pipedist.datasets.sources.paths import DataFile, OpenFiles, expand
 
@@ -121,7 +121,8 @@ class TarFilesSource(ReaderSource):
         self._keys, self._files, self._starts, self._sizes = keys, files, starts, sizes
         super().__init__(len(keys), config, TarReader(config), store.close)
         parts = {
-            name: ArraySpec(object if kind in ("bytes", "json") else kind) for name, kind in config["parts"]
+            name: ArraySpec(object if kind in ("bytes", "json") else dtype_of(kind))
+            for name, kind in config["parts"]
         }
         self.element_spec = {"key": ArraySpec(str), **parts}
 

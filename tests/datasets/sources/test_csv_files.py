@@ -6,6 +6,7 @@ import io
 import math
 import os
 import zipfile
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +15,28 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from pipedist.datasets.sources import Source, SourceError, open_source, row_files
+from pipedist.datasets.element import described
+from pipedist.datasets.sources import Source, SourceError, csv_files, open_source, row_files
+from pipedist.datasets.sources.csv_files import CsvReader
 from tests.datasets.sources.reading import assert_same, read_elsewhere
 
 FILES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 texts = st.text(
-    st.one_of(st.sampled_from('",\n\r aN5é'), st.characters(codec="utf-8", exclude_characters="\0")),
+    st.one_of(st.sampled_from("\",;'\n\r aN5é"), st.characters(codec="utf-8", exclude_characters="\0")),
     max_size=8,
 )
 
 
-def _open(folder: Path, columns: dict[str, str], text: str | bytes, name: str = "t.csv") -> Source:
+def _open(
+    folder: Path, columns: dict[str, str], text: str | bytes, name: str = "t.csv", **dialect: str
+) -> Source:
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    return open_source("csv", {"path": [name], "columns": columns}, folder=folder)
+    return open_source("csv", {"path": [name], "columns": columns, **dialect}, folder=folder)
 
 
-def _read(folder: Path, columns: dict[str, str], text: str | bytes) -> dict[str, Any]:
-    source = _open(folder, columns, text)
+def _read(folder: Path, columns: dict[str, str], text: str | bytes, **dialect: str) -> dict[str, Any]:
+    source = _open(folder, columns, text, **dialect)
     try:
         return read_elsewhere(source, range(source.length or 0))
     finally:
@@ -49,6 +54,7 @@ def _missing_is_empty(text: str) -> str:
     block_bytes=st.sampled_from([1, 2, 7, 64, 1 << 20]),
     bom=st.booleans(),
     last=st.booleans(),
+    dialect=st.sampled_from([(",", '"'), (";", "'"), ("\t", '"')]),
     data=st.data(),
 )
 def test_quoted_text_is_read_as_the_csv_module_reads_it(
@@ -59,18 +65,24 @@ def test_quoted_text_is_read_as_the_csv_module_reads_it(
     block_bytes: int,
     bom: bool,
     last: bool,
+    dialect: tuple[str, str],
     data: st.DataObject,
 ) -> None:
     monkeypatch.setattr(row_files, "BLOCK_BYTES", block_bytes)
     out = io.StringIO(newline="")
     # Python 3.11 writes a carriage return without quotes where the rows end with a line feed.
     quoting = csv.QUOTE_ALL if any("\r" in cell for row in rows for cell in row) else csv.QUOTE_MINIMAL
-    csv.writer(out, lineterminator=ending, quoting=quoting).writerows([("a", "b,1", "c"), *rows])
+    delimiter, quote = dialect
+    csv.writer(out, lineterminator=ending, quoting=quoting, delimiter=delimiter, quotechar=quote).writerows(
+        [("a", "b,1", "c"), *rows]
+    )
     text = out.getvalue()
     if last:
         text = text.removesuffix(ending)
-    source = _open(tmp_path, {"c": "str", "a": "str", "b,1": "str"}, ("\ufeff" if bom else "") + text)
-    expected = list(csv.reader(io.StringIO(text, newline="")))[1:]
+    written = ("\ufeff" if bom else "") + text
+    columns = {"c": "str", "a": "str", "b,1": "str"}
+    source = _open(tmp_path, columns, written, delimiter=delimiter, quote=quote)
+    expected = list(csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, quotechar=quote))[1:]
     assert source.length == len(expected)
     shard = read_elsewhere(source, range(len(expected)))
     for name, at in (("a", 0), ("b,1", 1), ("c", 2)):
@@ -300,7 +312,75 @@ def test_another_separator_is_guessed(tmp_path: Path, separator: str, word: str)
     text = separator.join(["a", "b", "c"]) + "\n" + separator.join("123") + "\n"
     with pytest.raises(SourceError, match=f"separated by {word}, not by commas") as caught:
         _open(tmp_path, {"b": "int8"}, text)
-    assert "commas" in caught.value.expected
+    assert caught.value.expected == f"`delimiter: {separator!r}`"
+    found = _read(tmp_path, {"b": "int8", "c": "str"}, text, delimiter=separator)
+    assert (found["b"].tolist(), found["c"].tolist()) == ([2], ["3"])
+
+
+def test_quotes_may_be_text(tmp_path: Path) -> None:
+    shard = _read(tmp_path, {"a": "str", "b": "int8"}, 'a,b\n"x,1\n5" pipe",2\n', quote="none")
+    assert (shard["a"].tolist(), shard["b"].tolist()) == (['"x', '5" pipe"'], [1, 2])
+
+
+def test_dates_and_timestamps(tmp_path: Path) -> None:
+    rows = [
+        ("2024-02-29", "2024-02-29T12:30:00"),
+        ("", "1969-12-31 23:59:59.000001"),
+        ("0001-01-01", "2024-02-29T23:30:00-01:30"),
+        ("NA", "2024-03-01"),
+        (" 9999-12-31", "2024-03-01T00:00Z"),
+    ]
+    text = "d,t\n" + "".join(f"{d},{t}\n" for d, t in rows)
+    shard = _read(tmp_path, {"d": "date", "t": "timestamp"}, text)
+    assert shard["d"].dtype == "datetime64[D]"
+    assert shard["t"].dtype == "datetime64[us]"
+    assert shard["d"].astype(str).tolist() == ["2024-02-29", "NaT", "0001-01-01", "NaT", "9999-12-31"]
+    assert shard["t"].tolist() == [
+        datetime(2024, 2, 29, 12, 30),
+        datetime(1969, 12, 31, 23, 59, 59, 1),
+        datetime(2024, 3, 1, 1, 0),
+        datetime(2024, 3, 1),
+        datetime(2024, 3, 1),
+    ]
+    for wrong, kind in (
+        ("2024-02-30", "date"),
+        ("2024", "date"),
+        ("2024-01-01T25:00", "timestamp"),
+        ("x", "date"),
+    ):
+        with pytest.raises(SourceError, match=rf"t\.csv:3:1: column 'd': .* is not of type {kind}"):
+            _read(tmp_path, {"d": kind}, f"d\n2024-01-01\n{wrong}\n")
+
+
+def test_types_are_inferred_from_the_first_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "n,x,zip,flag,day,at,name,none\n"
+        "1,2.5,01067,true,2024-01-01,2024-01-01 10:00,a b,\n"
+        '-3,NA,80331,False,2024-01-02,2024-01-01T11:00Z,"c,d",NA\n'
+    )
+    source = _open(tmp_path, {}, text)
+    assert dict(source.config["columns"]) == {
+        "n": "int64",
+        "x": "float64",
+        "zip": "str",
+        "flag": "bool",
+        "day": "date",
+        "at": "timestamp",
+        "name": "str",
+        "none": "str",
+    }
+    assert source.note == "the types of columns were inferred from the first 2 rows of t.csv"
+    assert described(source.element_spec).startswith("{at: datetime64[us], day: datetime64[D], flag: bool")
+    assert read_elsewhere(source, range(2))["name"].tolist() == ["a b", "c,d"]
+    monkeypatch.setattr(csv_files, "INFERRED_ROWS", 1)
+    source = _open(tmp_path, {}, "n;m\n1;1\n1.5;2\n", delimiter=";")
+    with pytest.raises(SourceError, match=r"t\.csv:3:1: column 'n': '1\.5' is not of type int64"):
+        read_elsewhere(source, range(2))
+    with pytest.raises(SourceError, match="2 columns named 'x'"):
+        _open(tmp_path, {}, "x,x\n1,2\n")
+    with pytest.raises(SourceError, match=r"t\.csv:2: the row has 1 field, the header has 2"):
+        _open(tmp_path, {}, "x,y\n1\n")
+    assert dict(_open(tmp_path, {}, "x,y\n").config["columns"]) == {"x": "str", "y": "str"}
 
 
 def test_json_lines_are_recognized(tmp_path: Path) -> None:
@@ -357,7 +437,7 @@ def test_a_field_beyond_the_limit_of_the_csv_module_is_read(tmp_path: Path) -> N
 
 def test_the_limit_of_the_csv_module_is_never_changed() -> None:
     before = csv.field_size_limit()
-    rows = row_files.lenient_rows(iter([b"a,b\n" + b"x" * 200_000 + b",2\n"]), 0)
+    rows = row_files.lenient_rows(iter([b"a,b\n" + b"x" * 200_000 + b",2\n"]), 0, CsvReader.rules)
     assert next(rows) == (0, ["a", "b"])
     assert csv.field_size_limit() == before, "while rows are read, which user code may do in another thread"
     assert len(next(rows)[1][0]) == 200_000

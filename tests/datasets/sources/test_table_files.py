@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def test_arrow_files_have_the_columns_of_parquet(tmp_path: Path) -> None:
         return ByIds(opened(tmp_path))
 
     check_source(make(), make=make)
+
+
+def test_dates_are_read_as_dates_or_timestamps(tmp_path: Path) -> None:
+    at = [datetime(2024, 2, 29), datetime(2024, 3, 1, 12), None]
+    write_arrow(tmp_path / "a.arrow", pa.table({"at": pa.array(at, pa.timestamp("ms"))}))
+    assert read_elsewhere(opened(tmp_path, columns={"at": "timestamp"}), range(3))["at"].tolist() == at
+    days = opened(tmp_path, columns={"at": "date"})
+    assert read_elsewhere(days, np.array([0, 2]))["at"].tolist() == [date(2024, 2, 29), None]
+    with pytest.raises(SourceError, match=r"a\.arrow:2:1: column 'at': 2024-03-01T12:00:00.000 does not fit"):
+        days.read(range(3))
 
 
 def test_files_of_other_forms_are_named(tmp_path: Path) -> None:
