@@ -13,6 +13,7 @@ results document. All of it runs in the driver process; commands such as `pipedi
 | `parts` | the files of the parts of one value |
 | `spool` | arrays that grow piece by piece |
 | `array_files`, `row_files` | sinks of the formats |
+| `dataframes` | results as DataFrames |
 | `run_folder`, `run_record` | the output folder: its lock, its states, `run.json` |
 """
 

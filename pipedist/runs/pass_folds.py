@@ -338,14 +338,15 @@ def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> StageSink | None
                 gather=gathers,
                 axis=stage.gather if isinstance(stage, GatherSpec) and gathers else 0,
                 label=f"outputs.{name}{part and f'.{part}'} ({file})",
-                table=None if part else _table(plan, name),
+                table=None if part else table_of_stage(plan, name),
             )
             stack.callback(sinks[part].abort)
         stack.pop_all()
     return sinks[""] if "" in sinks else PartSinks(sinks, f"outputs.{name}")
 
 
-def _table(plan: Plan, name: str) -> Table | None:
+def table_of_stage(plan: Plan, name: str) -> Table | None:
+    """Return the conversion of a stage's value to a table, None if it has none of its own."""
     stage = plan.spec.stages[name]
     if not isinstance(stage, ReduceSpec) or stage.combine is None or stage.per != "run" or stage.finish:
         return None

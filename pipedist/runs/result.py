@@ -6,19 +6,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from pipedist.core import html
 from pipedist.core.types import Tree
-from pipedist.errors import OutputError
+from pipedist.errors import OutputError, UsageError
 from pipedist.runs.identity import listed
 from pipedist.runs.quarantine import FILE as QUARANTINE
 from pipedist.runs.timings import Timings, brief
 from pipedist.spec import RunSpec, Spec
 
 if TYPE_CHECKING:
+    import pandas
+    import polars
+    import pyarrow
+
     from pipedist.outputs import FinishedRun
     from pipedist.outputs.summary import Records
+    from pipedist.outputs.tables import Table
 
 STAGES_SHOWN = 6  # in the short text of a result
 
@@ -128,6 +133,8 @@ class Result(Mapping[str, Tree]):
         quarantined: id, failing stage and cause of each quarantined element.
         quarantine_file: the file that lists them with their inputs, or None.
         stored: references to the files of values that are too large for the document, by stage.
+        pers: how often a stage has a value: run, epoch or step.
+        tables: functions that return the columns of results by key, by stage.
     """
 
     name: str
@@ -143,6 +150,8 @@ class Result(Mapping[str, Tree]):
     quarantined: Sequence[Mapping[str, Any]] = ()
     quarantine_file: Path | None = None
     stored: Mapping[str, Any] = field(default_factory=dict)
+    pers: Mapping[str, str] = field(default_factory=dict)
+    tables: Mapping[str, Table] = field(default_factory=dict)
 
     @property
     def document(self) -> Any:
@@ -183,6 +192,49 @@ class Result(Mapping[str, Tree]):
                 "single value: stream it with `async for step in run.steps(NAME)`, or gather it. A stage that feeds "
                 "an update per step or epoch has values only with an output"
             ) from None
+
+    @overload
+    def frame(self, stage: str, *, library: Literal["pandas"] = "pandas") -> pandas.DataFrame: ...
+
+    @overload
+    def frame(self, stage: str, *, library: Literal["polars"]) -> polars.DataFrame: ...
+
+    @overload
+    def frame(self, stage: str, *, library: Literal["arrow"]) -> pyarrow.Table: ...
+
+    def frame(self, stage: str, *, library: Literal["pandas", "polars", "arrow"] = "pandas") -> Any:
+        """Return a stage's value as a DataFrame, also if it was written to a file.
+
+        Args:
+            stage: the stage, or STAGE/PATH for a part of its value: a file of `files`, or a key of a dict.
+            library: that of the frame; `arrow`: a pyarrow Table.
+
+        Returns:
+            A column for each leaf path of the value, "value" if it is bare. A row for each index of axis 0, record of a
+            list, key of a result by key or a counter, or step or epoch of a value per step or epoch. Numbers
+            without an axis are one row.
+
+        Raises:
+            UsageError: the library is not installed, or the value is no table.
+            KeyError: the stage has no value.
+
+        Example:
+            >>> result.frame("delays").groupby("carrier").mean()
+            >>> result.frame("delays", library="polars")
+        """
+        from pipedist.outputs.dataframes import frame_of  # rarely needed
+
+        name, _, part = stage.partition("/")
+        value: Tree = self.files[stage] if stage in self.files and part else self[name]
+        if part and not isinstance(value, Path):
+            for key in part.split("/"):
+                value = _child(value, key, stage)
+        try:
+            return frame_of(
+                value, library, per=self.pers.get(name, "run"), table=None if part else self.tables.get(name)
+            )
+        except UsageError as error:
+            raise UsageError(f"result.frame({stage!r}): {error}") from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.by_stage)
@@ -234,6 +286,14 @@ class Result(Mapping[str, Tree]):
         )
 
 
+def _child(value: Tree, key: str, stage: str) -> Tree:
+    if isinstance(value, Mapping):
+        for each, child in value.items():
+            if str(each) == key:
+                return child
+    raise NoSuchValue(f"no value {stage!r}: there is no {key!r} in it")
+
+
 def _summary(value: Tree) -> tuple[str, Records | None]:
     """Return a value as text, and as records; the text is its type if it has no JSON form."""
     from pipedist.outputs.summary import records, summarize  # rarely needed
@@ -280,4 +340,5 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
         quarantine_file=finished.files.get(QUARANTINE),
         notice=notice,
         restored=document,
+        pers={name: getattr(stage, "per", "run") for name, stage in spec.stages.items()},
     )

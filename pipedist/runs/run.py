@@ -34,7 +34,7 @@ from pipedist.protocol import messages as msg
 from pipedist.runs import telemetry
 from pipedist.runs.execution import Execution
 from pipedist.runs.identity import SpecSource
-from pipedist.runs.pass_folds import per_of
+from pipedist.runs.pass_folds import per_of, table_of_stage
 from pipedist.runs.programs import replay_of
 from pipedist.runs.progress import REFRESH_S, ProgressTotals, Reporter, is_interactive, open_reporter
 from pipedist.runs.quarantine import FILE as QUARANTINE
@@ -652,6 +652,10 @@ class Run(AsyncOnly):
             quarantined=[each.entry() for _, each in quarantine],
             quarantine_file=folder.final(QUARANTINE) if folder is not None and quarantine else None,
             stored=stored,
+            pers={name: per_of(self.plan, name) for name in results},
+            tables={
+                name: table for name in results if (table := table_of_stage(self.plan, name)) is not None
+            },
         )
         if folder is not None:
             await anyio.to_thread.run_sync(lambda: folder.finish(result.document, failed=bool(failed)))
