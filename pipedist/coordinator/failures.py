@@ -92,12 +92,15 @@ class FailurePolicy:
         return self._stages[place] if 0 <= place < len(self._stages) else None
 
 
-def call_error(failure: Failure, raised: Mapping[int, msg.Failed], *, name: str, replicas: int) -> CallError:
+def call_error(
+    failure: Failure, raised: Mapping[int, msg.Failed], *, name: str, replicas: int, number: int
+) -> CallError:
     """Return the error of a call that failed for good; `raised`: the latest exception of each call.
 
-    `name` is the pass's name, used if the stage is unknown because the worker died.
+    `name` is the pass's name, used if the stage is unknown because the worker died; `number` that of the step, as its
+    functions see it.
     """
-    step, replica = divmod(failure.call, replicas)
+    replica = failure.call % replicas
     cause: BaseException
     if failure.cause is None:
         failed = raised[failure.call]
@@ -108,7 +111,7 @@ def call_error(failure: Failure, raised: Mapping[int, msg.Failed], *, name: str,
         text, trace = f"WorkerDied: {failure.cause}", ""
     error = CallError(
         stage=name,
-        step=step,
+        step=number,
         replica=replica,
         worker=failure.worker,
         attempts=failure.attempts,

@@ -167,6 +167,8 @@ class CommandExecutor:
             for line in handle.on_repeated(lo, hi, worker, attempt, slow=False):
                 self._notices.add(line)
 
+        number = handle.number_of(parts[0].lo // handle.settings.replicas)
+
         def send(payloads: list[list[Frame]]) -> None:
             record = handle.record
             for member, (worker, lease, lo, hi) in enumerate(parts):
@@ -175,7 +177,9 @@ class CommandExecutor:
                     record.recorder.later(
                         record.sent, worker, lease, lo, hi, attempt, size, asked, False, False
                     )
-                head = msg.AssignGang(lease, pass_id, lo, hi, attempt, serial, member, len(parts), segment)
+                head = msg.AssignGang(
+                    lease, pass_id, lo, hi, attempt, serial, member, len(parts), segment, number
+                )
                 self._pool.send(worker, head, payloads[member])
 
         self._assign(handle, parts, send)

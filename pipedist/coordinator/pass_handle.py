@@ -137,6 +137,8 @@ class PassHandle:
         self._left: dict[int, anyio.Event] = {}  # by step whose caller was cancelled: set at its end
         self._executed: dict[int, Sequence[Peer]] = {}  # by step whose caller passed `produced`
         self._next_step = 0
+        self.next_number = 0  # as functions see the next step; differs once a step has stood for several
+        self._numbers: dict[int, int] = {}  # of unfinished steps that functions see as another one
 
     # -- for readers -------------------------------------------------------------------
 
@@ -184,8 +186,9 @@ class PassHandle:
         *,
         produced: Callable[[list[Slots]], Mapping[int, int]] | None = None,
         left: deque[anyio.Event] | None = None,
+        number: int | None = None,
     ) -> list[Slots]:
-        """Execute one step of given values, one call each, and return the results.
+        """Execute one step of given values, one call each, and return the results; `number`: see `begin_step`.
 
         `produced` gets them, and returns space -> version of each state that the step's workers hold from now on, so
         that it is not sent to them; its exceptions are passed on. If the caller is cancelled, `left` gets an event that
@@ -199,7 +202,7 @@ class PassHandle:
             if not result.done():  # the caller may have been cancelled
                 result.set_result((parts, error))
 
-        step = self.begin_step(values, on_done, states)
+        step = self.begin_step(values, on_done, states, number=number)
         if produced is not None:
             self._executed[step] = ()
         try:
@@ -216,11 +219,20 @@ class PassHandle:
                     peer.hold(space, version)
         return parts
 
-    def begin_step(self, values: Sequence[Tree], on_done: OnStepDone, states: States | None = None) -> int:
+    def begin_step(
+        self,
+        values: Sequence[Tree],
+        on_done: OnStepDone,
+        states: States | None = None,
+        *,
+        steps: int = 1,
+        number: int | None = None,
+    ) -> int:
         """Offer one step of given values, and return its number; see `call_step`.
 
-        `on_done` is called once, on the event loop, with the value that `call_step` returns, or the error that it
-        raises. It must not raise, and may be called before this returns.
+        Functions see the step as `number`, None: as the next one; it may stand for several `steps` of the caller, whose
+        values are then lists of them. `on_done` is called once, on the event loop, with the value that `call_step`
+        returns, or the error that it raises. It must not raise, and may be called before this returns.
         """
         if self._error is not None:
             raise self._error
@@ -228,6 +240,11 @@ class PassHandle:
             raise LocalProtocolError("only a gang reads states: other leases may span several steps")
         step = self._next_step
         self._next_step += 1
+        if number is None:
+            number = self.next_number
+            self.next_number += steps
+        if number != step:
+            self._numbers[step] = number
         self._inputs[step] = (list(values), states)
         self._waiting[step] = on_done
         if self.record is not None:  # until now, other calls made its values
@@ -236,6 +253,10 @@ class PassHandle:
         if not self.begin_prepared(self, step):
             self._post(ev.StepsAvailable(self.id, step, step + 1, len(values)))
         return step
+
+    def number_of(self, step: int) -> int:
+        """Return the number as which functions see a step, -1 if it is its own."""
+        return self._numbers.get(step, -1) if self._numbers else -1
 
     def inputs_of(self, step: int) -> tuple[list[Tree], States | None]:
         """Return the values and states of a step of a pass without a feed."""
@@ -502,7 +523,7 @@ class PassHandle:
 
     def _place(self, stage: str, call: int) -> str:
         step, replica = divmod(call, self.settings.replicas)
-        return f"stage {stage or self.name}, step {step}, replica {replica}"
+        return f"stage {stage or self.name}, step {self._numbers.get(step, step)}, replica {replica}"
 
     def not_sent(self, lo: int, hi: int, lease: int, error: Exception) -> None:
         for call in range(lo, hi):
@@ -562,7 +583,10 @@ class PassHandle:
 
     def step_failed(self, step: int, failure: Failure) -> None:
         """End a step that failed for good; with a feed, end the pass."""
-        error = call_error(failure, self.raised, name=self.name, replicas=self.settings.replicas)
+        number = self._numbers.get(step, step)
+        error = call_error(
+            failure, self.raised, name=self.name, replicas=self.settings.replicas, number=number
+        )
         if self._feed is not None:
             self.fail(error)
         else:
@@ -575,6 +599,8 @@ class PassHandle:
             (parts,), _ = self._store.take(step, step + 1, self.settings.replicas)
         self._inputs.pop(step, None)
         self._drop_errors(step, step + 1)
+        if self._numbers:
+            self._numbers.pop(step, None)
         if step in self._left:
             self._left.pop(step).set()
         on_done = self._waiting.pop(step, None)

@@ -125,7 +125,7 @@ class PreparedSteps:
         except Exception:  # a value can't be sent: the general path raises the error
             return False
         self._running = _Running(handle, step, command, members, time.monotonic(), [None] * len(parts))
-        where, serial = "", command.serial
+        where, serial, number = "", command.serial, handle.number_of(step)
         if members.segment is not None:
             where = members.segment.where
             members.segment.serials.add(serial)
@@ -133,7 +133,7 @@ class PreparedSteps:
             if record is not None:
                 size = frame_bytes(payloads[member])
                 record.recorder.later(record.sent, worker, lease, lo, hi, 0, size, asked, False, False)
-            head = msg.AssignGang(lease, handle.id, lo, hi, 0, serial, member, len(parts), where)
+            head = msg.AssignGang(lease, handle.id, lo, hi, 0, serial, member, len(parts), where, number)
             self._pool.send_to(members.peers[member], head, payloads[member])
         return True
 

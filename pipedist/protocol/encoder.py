@@ -108,7 +108,7 @@ _RAW_KINDS: Final = frozenset("biufc")  # of dtypes whose memory is sent as it i
 
 
 def encode_arguments(values: list[Tree]) -> list[Frame]:
-    """Return `encode([None, None, values, None])`, for (args, kwargs) of each call of a lease.
+    """Return `encode([None, None, values, None])`, for (args, kwargs) of each call of a lease, or lists of them.
 
     In a loop only the contents of arrays change from step to step: a header is made once for each form, which is
     the dtypes and shapes of positional arguments that are arrays in one shared frame.
@@ -116,7 +116,7 @@ def encode_arguments(values: list[Tree]) -> list[Frame]:
     form: list[Any] = []
     parts: list[Any] = []
     shared_bytes = 0
-    for value in values:
+    for value in _calls_of(values, form):
         if type(value) is not tuple or len(value) != 2:
             return encode([None, None, values, None])
         args, kwargs = value
@@ -146,6 +146,19 @@ def encode_arguments(values: list[Tree]) -> list[Frame]:
             _headers.clear()
         _headers[key] = bytes(frames[0])
     return frames
+
+
+def _calls_of(values: list[Tree], form: list[Any]) -> list[Tree]:
+    """Return the calls of values that are lists of them, whose lengths are added to the form."""
+    if not values or type(values[0]) is not list:
+        return values
+    calls: list[Tree] = []
+    for value in values:
+        if type(value) is not list:
+            return [None]  # no call: rejected
+        form.append(len(value))
+        calls += value
+    return calls
 
 
 def _encode_columns(items: list[Any]) -> list[Frame] | None:

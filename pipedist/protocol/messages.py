@@ -179,6 +179,9 @@ class AssignGang(Message, frozen=True, tag=14):
     # Name of the members' shared memory (`pipedist.collectives.segment`); "" if they exchange through the
     # scheduler, or there is one member
     segment: Text
+    # The number of the step, or of the first of several, for its functions; -1: that of its calls, which is lower
+    # if leases before it had several steps
+    step: Annotated[int, Meta(ge=-1, le=2**63 - 1)] = -1
 
 
 class StateVersion(Message, frozen=True, tag=15):

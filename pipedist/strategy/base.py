@@ -373,14 +373,14 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
 
 async def _computed(compute: Callable[[], Tree], value: Tree) -> Tree:
     """Compute in the event loop if the value is small, else in a thread."""
-    if _bytes_of(value) <= _INLINE_BYTES_MAX:
+    if bytes_of(value) <= _INLINE_BYTES_MAX:
         # Does not yield to the event loop: the `run` of each step does.
         await anyio.lowlevel.checkpoint_if_cancelled()
         return compute()
     return await anyio.to_thread.run_sync(compute)
 
 
-def _bytes_of(value: Tree) -> int:
+def bytes_of(value: Tree) -> int:
     size = 0
     for leaf in (value,) if type(value) is PerReplica else trees.flatten(value)[0]:
         for component in leaf.components if isinstance(leaf, PerReplica) else (leaf,):

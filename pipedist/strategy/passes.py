@@ -212,6 +212,7 @@ class _OpenPass:
 
     handle: PassHandle
     users: int = 0
+    may_group: bool = True  # see `UsedPass`
 
 
 class UsedPass:
@@ -231,6 +232,14 @@ class UsedPass:
         self._is_used = True
         self._entry.users += 1
         return self._entry.handle
+
+    @property
+    def may_group(self) -> bool:
+        """Whether several steps may be sent at once: none has failed, or needed the other replicas."""
+        return self._entry.may_group
+
+    def forbid_groups(self) -> None:
+        self._entry.may_group = False
 
     def __exit__(self, *_error: object) -> None:
         if self._is_used:

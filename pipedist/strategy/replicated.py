@@ -6,7 +6,7 @@ import re
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import anyio
 import anyio.lowlevel
@@ -20,16 +20,17 @@ from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import CallError, LocalProtocolError
 from pipedist.protocol.codec import UnsendableError, encode
 from pipedist.protocol.program import JaxDevices
-from pipedist.strategy.base import BaseStrategy
+from pipedist.strategy.base import BaseStrategy, bytes_of
 from pipedist.strategy.context import require_cross_replica
 from pipedist.strategy.passes import SLOT, FunctionPasses, FunctionReferences, require_callable
-from pipedist.strategy.step_runs import STEPS_AHEAD, PendingRun, StepRuns
+from pipedist.strategy.step_runs import STEPS_AHEAD, PendingGroup, PendingRun, StepRuns
 from pipedist.strategy.variables import CapturedVariables, Transaction, used
 
 if TYPE_CHECKING:
     from pipedist.cluster.resolvers import ClusterResolver
     from pipedist.coordinator import Coordinator, Slots
 
+_GROUP_BYTES_MAX: Final = 2**20  # of the arguments of steps that are sent in one message
 _DEVICE: Final = re.compile(r"[a-z][a-z0-9_]*(:[0-9]+)?")
 
 
@@ -64,6 +65,8 @@ class Strategy(AsyncOnly, BaseStrategy):
             devices is not the number of replicas.
         TypeError: an argument has another type, or `cluster` is not a cluster.
     """
+
+    _groups_steps: ClassVar = True  # whether `run_steps` may send several steps in one message
 
     def __init__(
         self,
@@ -188,6 +191,32 @@ class Strategy(AsyncOnly, BaseStrategy):
         """Start a run that uses no variables; return None if it uses some."""
         return self._begin_call(self._prepare(fn, args, None))
 
+    def _begin_group(self, fn: Callable[..., Any], group: Sequence[tuple[Any, ...]]) -> PendingGroup | None:
+        """Start runs of several steps at once; return None if they must be started one by one."""
+        calls = [self._prepare(fn, args, None) for args in group]
+        function = calls[0].function
+        if any(call.captured.variables or call.function != function for call in calls):
+            return None
+        using = self._open_passes().using(function)
+        if not using.may_group or sum(bytes_of(call.arguments) for call in calls) > _GROUP_BYTES_MAX:
+            return None
+
+        async def run_alone(place: int, number: int) -> Tree:
+            passes, call = self._open_passes(), calls[place]
+            entry = passes.enter(function)
+            try:
+                return self._result(call, await entry.handle.call_step(call.arguments, number=number))
+            except CallError as error:
+                self._check_sendable(call, error)
+                raise
+            finally:
+                passes.leave(function, entry)
+
+        values: list[Tree] = [list(own) for own in zip(*[call.arguments for call in calls], strict=True)]
+        return PendingGroup(
+            using, values, len(calls), lambda place, results: self._result(calls[place], results), run_alone
+        )
+
     def _begin_call(self, call: PreparedCall) -> PendingRun | None:
         if call.captured.variables:
             return None
@@ -236,9 +265,10 @@ class Strategy(AsyncOnly, BaseStrategy):
 
             async for loss in strategy.run_steps(step_fn, dataset): ...
 
-        Workers receive their next steps before they finish one (tf.distribute: steps_per_run). Results are
-        in the order of steps. A step that uses variables starts after the previous step, whose assignments
-        it reads.
+        Workers receive their next steps before they finish one (tf.distribute: steps_per_run); several short
+        steps are one message. Results are those of `run`, in the order of steps. A step that uses variables starts
+        after the previous step, whose assignments it reads. If a step of several in one message raises or calls a
+        collective, it is executed again, alone, and so are those after it.
 
         Args:
             fn: as for `run`.
@@ -258,7 +288,8 @@ class Strategy(AsyncOnly, BaseStrategy):
         require_cross_replica("Strategy.run_steps")
         require_callable(fn)
         ahead = check_int("ahead", ahead, at_least=1)
-        return StepRuns(partial(self._begin, fn), partial(self.run, fn), steps, ahead)
+        begin_group = partial(self._begin_group, fn) if self._groups_steps else lambda _group: None
+        return StepRuns(partial(self._begin, fn), begin_group, partial(self.run, fn), steps, ahead)
 
     async def aclose(self) -> None:
         """Unload this strategy's functions from the workers; leaving the cluster does that too."""

@@ -13,7 +13,7 @@ import re
 from collections import OrderedDict
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from pipedist.core import gpus
 from pipedist.core.arguments import check_int
@@ -58,6 +58,8 @@ class TPUStrategy(Strategy):
         ValueError: an argument is out of range, or R is not a multiple of the number of workers.
         TypeError: an argument has another type.
     """
+
+    _groups_steps: ClassVar = False  # its workers have a loop of their own for that: `steps_per_run`
 
     def __init__(
         self,
@@ -169,11 +171,15 @@ class TPUStrategy(Strategy):
         require_callable(fn)
         groups = max(2, check_int("ahead", ahead, at_least=1) // self._steps_per_run)
         if not hasattr(type(steps), "__aiter__"):
-            return StepRuns(
-                partial(self._begin, fn), partial(self.run, fn), steps, ahead
-            )  # raises its TypeError
+            return super().run_steps(fn, steps, ahead=ahead)  # raises its TypeError
         grouped = _groups(aiter(steps), self._steps_per_run)
-        return _GroupedRuns(partial(self._begin_group, fn), partial(self._run_group, fn), grouped, groups)
+        return _GroupedRuns(
+            partial(self._begin_dispatch, fn),
+            lambda _group: None,
+            partial(self._run_dispatch, fn),
+            grouped,
+            groups,
+        )
 
     # -- calls: a replica's call gets [number of the first step, arguments of each step] --------
 
@@ -189,18 +195,18 @@ class TPUStrategy(Strategy):
     def _components_of(self, call: PreparedCall, results: list[Tree]) -> list[Tree]:
         return results if call.steps else [result[0] for result in results]
 
-    def _prepare_group(self, fn: Callable[..., Any], group: Sequence[Sequence[Any]]) -> PreparedCall:
+    def _prepare_dispatch(self, fn: Callable[..., Any], group: Sequence[Sequence[Any]]) -> PreparedCall:
         captured = CapturedVariables(self, self._open_passes().coordinator)
         function = self._references.of(fn, captured)
         rows = [self._arguments(args, None, captured.argument) for args in group]
         arguments: list[Tree] = [list(own) for own in zip(*rows, strict=True)]
         return PreparedCall(function, arguments, captured, len(group))
 
-    def _begin_group(self, fn: Callable[..., Any], args: Sequence[Any]) -> PendingRun | None:
-        return self._begin_call(self._prepare_group(fn, args[0]))
+    def _begin_dispatch(self, fn: Callable[..., Any], args: Sequence[Any]) -> PendingRun | None:
+        return self._begin_call(self._prepare_dispatch(fn, args[0]))
 
-    async def _run_group(self, fn: Callable[..., Any], args: Sequence[Any]) -> Tree:
-        return await self._run_call(self._prepare_group(fn, args[0]))
+    async def _run_dispatch(self, fn: Callable[..., Any], args: Sequence[Any]) -> Tree:
+        return await self._run_call(self._prepare_dispatch(fn, args[0]))
 
 
 async def _groups(steps: AsyncIterator[Tree], size: int) -> AsyncIterator[Tree]:

@@ -12,6 +12,7 @@ a difference in them shows in the values computed from them.
 
 from __future__ import annotations
 
+import contextvars
 import hashlib
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pipedist.core import dlpack, functions, ragged, trees
@@ -212,8 +214,12 @@ class PassExecutor:
         if self.waits and call.gang is None:
             result: Result = wait(self.run_among_others(call, shards))
             return result
-        if self._is_step and (stage := self._stages[0]).is_loaded and not stage.is_class:
-            return self._run_step(stage, call, shards.value(call.number), wait)
+        if self._is_step and not (stage := self._stages[0]).is_class:
+            value = shards.value(call.number)
+            if type(value) is list:
+                return self._run_steps(stage, call, value, wait)
+            if stage.is_loaded:
+                return self._run_step(stage, call, value, wait)
         shard = self._find(call, shards)
         empty = call.gang is not None and self.finder.is_empty(shard)
         values = self._values(call, shard, empty, wait)
@@ -249,6 +255,33 @@ class PassExecutor:
         except UnsendableError as error:
             raise self._labelled(error, sole) from error
         return {sole.slot: owned}, size
+
+    def _run_steps(
+        self, stage: Stage, call: Call, values: list[Tree], wait: Callable[[Awaitable[Any]], Any]
+    ) -> Result:
+        """Execute several steps of a replica, one after the other; return the results of those before the first that
+        raised, called a collective, or has no result that can be sent. The driver has that one executed alone.
+        """
+        first, gang, results, size = call.step, call.gang, list[Tree](), 0
+        assert gang is not None
+        assert self._sole is not None  # such steps have no variables
+        try:
+            if not stage.is_loaded:
+                self._load(stage, call)
+            for place, value in enumerate(values):
+                call.step = first + place
+                alone = AloneOnly(stage.is_async)
+                call.gang = replace(gang, collectives=alone.of)
+                context = contextvars.copy_context()  # as each step alone has
+                owned, bytes_ = context.run(self._run_step, stage, call, value, wait)
+                if alone.was_called:
+                    break
+                results.append(owned[self._sole.slot])
+                size += bytes_
+        except BaseException:  # executed again, alone, it is an outcome
+            pass
+        call.gang, call.permanent = gang, False
+        return {self._sole.slot: results}, size
 
     @property
     def is_plain(self) -> bool:
@@ -603,6 +636,25 @@ class PassExecutor:
     def close(self) -> None:
         self._stages.clear()
         self.finder.close()
+
+
+class NeedsOthers(BaseException):
+    """A collective was called in one of several steps that are executed without the other replicas."""
+
+
+class AloneOnly:
+    """The collectives of a step that is executed without the other replicas: none."""
+
+    def __init__(self, is_async: bool) -> None:
+        self.is_async = is_async
+        self.was_called = False
+
+    def of(self, _is_async: bool) -> AloneOnly:
+        return self
+
+    def call(self, _request: object) -> Any:
+        self.was_called = True
+        raise NeedsOthers("this step is executed again, with the other replicas")
 
 
 _ABSENT = object()  # placeholder for the value of a stage that was not called

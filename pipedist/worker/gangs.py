@@ -94,6 +94,7 @@ class GangRunFactory:
             LeaseShards(executor.finder, shards, lo, hi),
             lo,
             hi,
+            step=assigned.step if assigned.step >= 0 else lo // replicas,
             new_gang=new_gang,
             channel=channel,
             can_share=not isinstance(channel, RelayChannel),
@@ -173,6 +174,7 @@ class GangRun:
     shards: LeaseShards
     lo: int
     hi: int
+    step: int  # number of the step for the functions
     new_gang: Callable[[], LocalGang]  # of these replicas; run once
     channel: Channel | None  # closed when the gang is over; None if there are no other members
     can_share: bool
@@ -244,6 +246,7 @@ class GangRun:
             variables = None if self.bound is None else self.bound.of(replica)
             gang_context = GangCallContext(collectives.of, self.device_of(replica), variables)
             call = self.executor.call(number, gang_context)
+            call.step = self.step
             calls.append(call)
             bodies.append(partial(self._run, call, collectives, loop))
         found: list[Result | BaseException]
