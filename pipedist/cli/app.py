@@ -63,7 +63,7 @@ def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None
     "pipedist",
     cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="`pipedist COMMAND --help` prints options, exit codes and an example.",
+    epilog="Begin with `pipedist init`; `pipedist COMMAND --help` prints options, exit codes and an example.",
 )
 @click.option(
     "--version",
@@ -78,6 +78,32 @@ def app() -> None:
 
 
 _START, _INSPECT, _CLUSTERS, _EDITORS = "Write and run", "Inspect a run", "Clusters", "Editors and shells"
+
+
+@app.section_command(
+    _START,
+    "pipedist init flights --from 'data/*.csv'",
+    "pipedist init",
+)
+@click.argument("names", metavar="[NAME]", type=FOLDER, nargs=-1)
+@click.option(
+    "--from",
+    "pattern",
+    metavar="FILE|GLOB",
+    type=click.Path(),
+    help="Data to read: .csv, .parquet, .jsonl, .npy, .npz or .txt. Its columns and types are read from its head.",
+)
+def init(names: tuple[str, ...], pattern: str | None) -> None:
+    """Create a project: a spec, functions, a test and a README.
+
+    NAME is a new or empty folder, `pipeline` by default. Without --from, a small CSV file is written into it. The
+    project runs as it is, and its test passes.
+
+    Exit codes: 0 the files are written; 2 the folder is not empty, or the data can't be read.
+    """
+    from pipedist.cli.init_command import create_project
+
+    _end(lambda: create_project(names, pattern))
 
 
 @app.section_command(

@@ -28,6 +28,7 @@ KEYS_ELSEWHERE: Final = {
 
 SOURCES_BY_ENDING: Final = {
     **{f".{name}": name for name in ("csv", "parquet", "jsonl", "npy", "npz")},
+    ".tsv": "csv",
     ".ndjson": "jsonl",
     ".txt": "text",
     ".log": "text",
@@ -90,7 +91,8 @@ def source_of_path(dataset: Mapping[object, object]) -> str:
     source = next((name for ending, name in SOURCES_BY_ENDING.items() if path.endswith(ending)), "")
     inner: dict[str, object] = {"path": path}
     if source == "csv":
-        inner["columns"] = dataset.get("columns", {"NAME": "float64"})
+        inner |= {"delimiter": "\t"} if path.endswith(".tsv") else {}
+        inner["columns"] = dataset.get("columns", "infer")
     return f"`{source}: {as_yaml(inner)}`" if source else ""
 
 
