@@ -131,13 +131,18 @@ site: $(CHECKS)  ## Build the documentation site to build/site; broken links and
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "Open build/site/index.html, or serve it: $(BIN)/python -m http.server -d build/site"
 
+.PHONY: gallery
+gallery: $(INSTALLED) $(FLIGHTS)  ## Run the jobs of the gallery, and write their outputs and pictures.
+	$(PIP) matplotlib
+	$(BIN)/python examples/gallery.py $(ARGS)
+
 .PHONY: pictures
 pictures: $(INSTALLED)  ## Make the pictures in docs/pictures from a real run (after make browser).
 	$(BIN)/python -m tests.report.pictures docs/pictures
 
 .PHONY: clean
 clean:  ## Remove everything that make created.
-	rm -rf $(VENV) out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/flights/data
+	rm -rf $(VENV) out build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis examples/*/data
 
 .PHONY: bench-peers
 bench-peers: $(INSTALLED)  ## Install the peers of the benchmarks in benchmarks/.venv.

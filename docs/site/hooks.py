@@ -1,6 +1,7 @@
 """Pages that the site build generates, and links from pages to files of the repository.
 
-- The spec, the command line and the Python API are generated from the code, so they are not committed.
+- The spec, the command line and the Python API are generated from the code, so they are not committed. The pages of the
+  gallery are the READMEs of the examples.
 - A link to a file outside `docs/` leads to a page with its text; a link to a missing file is an error.
 """
 
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import api  # noqa: E402  # beside this file
 import command_line  # noqa: E402
+import gallery  # noqa: E402
 import language  # noqa: E402
 import scheduler  # noqa: E402
 
@@ -41,6 +43,8 @@ log = get_plugin_logger("pipedist")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, page in GENERATED.items():
         files.append(File.generated(config, path, content=page()))
+    for path, text in gallery.pages().items():
+        files.append(File.generated(config, path, content=text))
     linked = {}
     for file in files.documentation_pages():
         for match in LINK.finditer(file.content_string):

@@ -474,7 +474,7 @@ class DatasetSpec(Section):
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
-            if value is not None or name == "arrays"
+            if value is not None or self.kind == "arrays"
         }
 
 
