@@ -7,15 +7,16 @@ Names and rules are tf.distribute's (`PerReplica`, `Mirrored`, `Strategy.reduce`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 import numpy as np
 
 from pipedist.core import html, ragged, trees
 from pipedist.core.misuse_hints import conversion_hint, is_masked
 from pipedist.core.types import Tree
+from pipedist.reduction import tree as reduction_tree
 from pipedist.reduction.partials import SUMS, axis_of, finish_leaf, resolve_axes, sum_in_tree
-from pipedist.reduction.tree import FoldTree, Partial, Reduction
+from pipedist.reduction.tree import FoldTree, Reduction
 from pipedist.reduction.tree import ReduceOp as ReduceOp
 
 _FLOAT: Final = frozenset({float})
@@ -191,6 +192,31 @@ def reduce(op: ReduceOp | str, tree: Tree, axis: int | Sequence[int] | None, rep
     return _leaf_by_leaf(lambda leaf: _reduce_leaf(reduction, leaf, replicas), tree)
 
 
+class Partial(NamedTuple):
+    """A component that was reduced to its partial."""
+
+    partial: reduction_tree.Partial
+
+
+def reduce_components(reduction: Reduction, components: Sequence[Tree | Partial]) -> Tree:
+    """Return `reduce` of the components of all replicas, some of which are partials; with its bits and its errors."""
+    bare = [each.partial[0] if type(each) is Partial else each for each in components]
+    columns, treedef = trees.same_structure(bare)
+    if not treedef.num_leaves:
+        return reduce(reduction.op, bare[0], reduction.axis, len(components))
+
+    def fold(place: int) -> Tree:
+        nodes: FoldTree[reduction_tree.Partial] = FoldTree(reduction.combine)
+        for replica, component in enumerate(components):
+            if type(component) is Partial:
+                nodes.push(replica, [0, [component.partial[1][place]]])
+            else:
+                nodes.push(replica, reduction.partial(columns[replica][place]))
+        return reduction.finish(nodes.result())
+
+    return _leaf_by_leaf(fold, trees.unflatten(treedef, range(treedef.num_leaves)))
+
+
 def gather(tree: Tree, axis: int, replicas: int) -> Tree:
     """Concatenate per-replica arrays in order of replica id, leaf by leaf (Strategy.gather).
 
@@ -250,7 +276,7 @@ def _reduce_leaf(reduction: Reduction, leaf: Any, replicas: int) -> Tree:
 def _fold(reduction: Reduction, components: Sequence[Tree]) -> Tree:
     if reduction.axis is None and reduction.op in SUMS and _FLOAT.issuperset(map(type, components)):
         return finish_leaf(reduction.op, ["f8", len(components), sum_in_tree(components)])
-    fold: FoldTree[Partial] = FoldTree(reduction.combine)
+    fold: FoldTree[reduction_tree.Partial] = FoldTree(reduction.combine)
     for replica, component in enumerate(components):
         if component is not None:
             fold.push(replica, reduction.partial(component))

@@ -95,7 +95,8 @@ class PassHandle:
         self.name = name
         self.settings = settings
         self.policy = policy
-        self.slots = frozenset(emit.slot for emit in program.emits)
+        whole = [emit.whole for emit in program.emits if emit.whole]
+        self.slots = frozenset([*whole, *(emit.slot for emit in program.emits)])
         # in a gang, stages are not called with empty shards; values of short calls are not stored
         required = [] if settings.gang else [emit.slot for emit in program.emits if not emit.stored]
         self.required_slots = frozenset(required)

@@ -89,6 +89,8 @@ class Emit(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     # The value is sent as a component of this combine function, by its method `component(value)`, so that dicts
     # of Python objects do not travel
     combine: FunctionRef | None = None
+    # With `op`: the slot of the value itself, sent in place of a partial that can't be made; "": the call fails
+    whole: str = ""
 
 
 class ReaderConfig(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -22,7 +22,9 @@ from pipedist import values
 from pipedist.core import trees
 from pipedist.core.misuse_hints import TfNames
 from pipedist.core.types import Tree
+from pipedist.reduction.tree import Reduction
 from pipedist.strategy import variables
+from pipedist.strategy.compiled_steps import CompiledStep
 from pipedist.strategy.context import VariableOwner, require_cross_replica, scope_of
 from pipedist.strategy.distributed import InputStrategy
 from pipedist.strategy.variables import Variable
@@ -134,6 +136,46 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
                 reduce_op, whole, axis, self._replicas
             )  # quick: the loop need not be checked
         return await _computed(partial(values.reduce, reduce_op, whole, axis, self._replicas), whole)
+
+    def compile(
+        self,
+        fn: Callable[..., Any],
+        *,
+        reduce: ReduceOp | str | None = None,
+        axis: int | Sequence[int] | None = None,
+    ) -> CompiledStep:
+        """Bind a replica function, and the reduction of its results, for a training loop.
+
+            step = strategy.compile(loss_fn, reduce="mean")
+            async for x in dataset:
+                loss = await step(x)
+
+        The result is that of `run`, then `reduce`. With an axis, workers reduce rows before they send results; these
+        steps are counted apart from those of `run`, so `ctx.step` and `ctx.rng` are those of a function of its own.
+
+        Args:
+            fn: as for `run`.
+            reduce: a ReduceOp or its name; None: the results stay per replica.
+            axis: as for `reduce`.
+
+        Returns:
+            An object that is called as `await step(*args, **kwargs)`, with the arguments of `fn`.
+
+        Raises:
+            TypeError: `fn` is not callable, or `axis` has another type.
+            ValueError: the op is unknown, or an axis is given without an op.
+        """
+        return CompiledStep(self._run_reduced, fn, reduce, axis)
+
+    async def _run_reduced(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        reduction: Reduction | None,
+    ) -> Tree:
+        result = await self.run(fn, args, kwargs)
+        return result if reduction is None else await self.reduce(reduction.op, result, reduction.axis)
 
     async def reduce_to(self, reduce_op: ReduceOp | str, value: Tree) -> Tree:
         """Reduce, and give the result to every replica (tf: `extended.reduce_to`).

@@ -12,7 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ from pipedist.core.misuse_hints import require_loop, running_loop
 from pipedist.core.types import FunctionRef
 from pipedist.errors import UsageError
 from pipedist.protocol.program import Emit, JaxDevices, Program, StageProgram
+from pipedist.reduction.tree import Reduction
 from pipedist.scheduler import PassSettings
 from pipedist.strategy.context import NotForReplicas
 from pipedist.strategy.variables import CapturedVariables, Variable
@@ -202,14 +203,17 @@ def _names(code: CodeType) -> tuple[str, ...]:
 
 PASSES_MAX: Final = 64  # functions kept loaded in the workers; the least recently used one is dropped
 SLOT: Final = "value"  # name of a function's result in the message of a call
+PARTIAL: Final = "partial"  # name of its partial, if workers reduce it
 
 _SEED_SHIFT: Final = 32
+_Key = tuple[FunctionRef, Reduction | None]
 
 
 @dataclass(slots=True)
 class _OpenPass:
     """A pass, and the number of runs that use it."""
 
+    key: _Key
     handle: PassHandle
     users: int = 0
     may_group: bool = True  # see `UsedPass`
@@ -281,42 +285,42 @@ class FunctionPasses:
         self._communication = (options.bytes_per_pack, options.timeout_s, options.implementation.value)
         self._jax = jax
         self._opened = 0
-        self._open: OrderedDict[FunctionRef, _OpenPass] = OrderedDict()
+        self._open: OrderedDict[_Key, _OpenPass] = OrderedDict()
 
-    def using(self, function: FunctionRef) -> UsedPass:
-        """Return a context manager of the pass of a function; it stays open at least until the `with` block ends.
+    def using(self, function: FunctionRef, reduction: Reduction | None = None) -> UsedPass:
+        """Return a context manager of the pass of a function, whose results workers may reduce.
 
-        A pass that fails as a whole is dropped: the next run of the function opens a new one. Raises UsageError
-        in another event loop than the cluster's.
+        It stays open at least until the `with` block ends. A pass that fails as a whole is dropped: the next run of the
+        function opens a new one. Raises UsageError in another event loop than the cluster's.
         """
         require_loop(self._loop)
-        return UsedPass(self._entry(function), partial(self._used, function))
+        return UsedPass(self._entry((function, reduction)), self._used)
 
-    def enter(self, function: FunctionRef) -> _OpenPass:
+    def enter(self, function: FunctionRef, reduction: Reduction | None = None) -> _OpenPass:
         """Return the pass of a function, as `using` does, in a coroutine; it stays open at least until `leave`."""
         import asyncio  # loaded already
 
         if asyncio.get_running_loop() is not self._loop:
             require_loop(self._loop)
-        entry = self._entry(function)
+        entry = self._entry((function, reduction))
         entry.users += 1
         return entry
 
-    def leave(self, function: FunctionRef, entry: _OpenPass) -> None:
+    def leave(self, entry: _OpenPass) -> None:
         entry.users -= 1
-        self._used(function, entry)
+        self._used(entry)
 
-    def _entry(self, function: FunctionRef) -> _OpenPass:
-        entry = self._open.get(function)
+    def _entry(self, key: _Key) -> _OpenPass:
+        entry = self._open.get(key)
         if entry is None:
-            entry = self._open[function] = _OpenPass(self._new(function))
-        self._open.move_to_end(function)
+            entry = self._open[key] = _OpenPass(key, self._new(*key))
+        self._open.move_to_end(key)
         return entry
 
-    def _used(self, function: FunctionRef, entry: _OpenPass) -> None:
+    def _used(self, entry: _OpenPass) -> None:
         if entry.handle.has_failed:  # the error of a single step does not affect others
-            if self._open.get(function) is entry:
-                del self._open[function]
+            if self._open.get(entry.key) is entry:
+                del self._open[entry.key]
             entry.handle.close()
         if len(self._open) > PASSES_MAX:
             idle = [each for each, opened in self._open.items() if opened.users == 0]
@@ -328,16 +332,19 @@ class FunctionPasses:
         while self._open:
             self._open.popitem(last=False)[1].handle.close()
 
-    def _new(self, function: FunctionRef) -> PassHandle:
+    def _new(self, function: FunctionRef, reduction: Reduction | None) -> PassHandle:
         name, gang = function.label, self._gang
         stage = StageProgram(name, function=function, of=-1, kwargs={}, form="apply", collectives=gang)
+        result = Emit(SLOT, of=0)
+        if reduction is not None:
+            result = Emit(PARTIAL, of=0, op=reduction.op.value, axis=reduction.axis, whole=SLOT)
         assigned = Emit(variables.SLOT, of=variables.EMIT_OF)
         program = Program(
             seed=(self._seed << _SEED_SHIFT) + self._opened,
             replicas=self._replicas,
             reader=None,
             stages=(stage,),
-            emits=(Emit(SLOT, of=0), assigned) if gang else (Emit(SLOT, of=0),),
+            emits=(result, assigned) if gang else (result,),
             gang=gang,
             devices=() if self._jax else self._devices,
             communication=self._communication,

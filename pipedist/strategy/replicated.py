@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 import anyio
 import anyio.lowlevel
 from msgspec import Struct
+from msgspec.structs import replace
 
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.core import trees
@@ -20,11 +21,13 @@ from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import CallError, LocalProtocolError
 from pipedist.protocol.codec import UnsendableError, encode
 from pipedist.protocol.program import JaxDevices
+from pipedist.reduction.tree import Reduction
 from pipedist.strategy.base import BaseStrategy, bytes_of
 from pipedist.strategy.context import require_cross_replica
-from pipedist.strategy.passes import SLOT, FunctionPasses, FunctionReferences, require_callable
+from pipedist.strategy.passes import PARTIAL, SLOT, FunctionPasses, FunctionReferences, require_callable
 from pipedist.strategy.step_runs import STEPS_AHEAD, PendingGroup, PendingRun, StepRuns
 from pipedist.strategy.variables import CapturedVariables, Transaction, used
+from pipedist.values import Partial, reduce_components
 
 if TYPE_CHECKING:
     from pipedist.cluster.resolvers import ClusterResolver
@@ -128,18 +131,34 @@ class Strategy(AsyncOnly, BaseStrategy):
     ) -> Tree:
         """Call `fn` on every replica, with its `args` and `kwargs`: see `BaseStrategy.run`."""
         require_cross_replica("Strategy.run")
+        return await self._run_quickly(self._prepare(fn, args, kwargs))
+
+    async def _run_reduced(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        reduction: Reduction | None,
+    ) -> Tree:
+        if reduction is None or reduction.axis is None or self._identity or self._jax is not None:
+            return await super()._run_reduced(fn, args, kwargs, reduction)
+        require_cross_replica("Strategy.compile")
         call = self._prepare(fn, args, kwargs)
+        return await self._run_quickly(replace(call, reduction=reduction))
+
+    async def _run_quickly(self, call: PreparedCall) -> Tree:
+        """Run a step; if it uses no variables, with little of what `_execute` does."""
         if call.captured.variables:
             return await self._run_call(call)
-        passes = self._open_passes()  # as `_execute`, of which a step without variables needs little
-        entry = passes.enter(call.function)
+        passes = self._open_passes()
+        entry = passes.enter(call.function, call.reduction)
         try:
             return self._result(call, await entry.handle.call_step(self._payload(call)))
         except CallError as error:
             self._check_sendable(call, error)
             raise
         finally:
-            passes.leave(call.function, entry)
+            passes.leave(entry)
 
     async def _run_call(self, call: PreparedCall) -> Tree:
         if not call.captured.variables:
@@ -161,7 +180,7 @@ class Strategy(AsyncOnly, BaseStrategy):
         return PreparedCall(function, self._arguments(args, kwargs, captured.argument), captured)
 
     async def _execute(self, call: PreparedCall, transaction: Transaction | None) -> Tree:
-        with self._open_passes().using(call.function) as handle:
+        with self._open_passes().using(call.function, call.reduction) as handle:
             try:
                 payload = self._payload(call)
                 if transaction is None:
@@ -210,7 +229,7 @@ class Strategy(AsyncOnly, BaseStrategy):
                 self._check_sendable(call, error)
                 raise
             finally:
-                passes.leave(function, entry)
+                passes.leave(entry)
 
         values: list[Tree] = [list(own) for own in zip(*[call.arguments for call in calls], strict=True)]
         return PendingGroup(
@@ -228,7 +247,9 @@ class Strategy(AsyncOnly, BaseStrategy):
         return call.arguments
 
     def _can_join(self, results: list[Slots]) -> bool:
-        structures = [trees.structure(result[SLOT]) for result in results]
+        structures = [
+            trees.structure(result[SLOT] if SLOT in result else result[PARTIAL][0]) for result in results
+        ]
         return len(results) == self._replicas and all(each == structures[0] for each in structures)
 
     def _result(self, call: PreparedCall, results: list[Slots]) -> Tree:
@@ -236,6 +257,9 @@ class Strategy(AsyncOnly, BaseStrategy):
             raise LocalProtocolError(
                 f"{call.function.label}: got {len(results)} results of {self._replicas} replicas"
             )
+        if call.reduction is not None:
+            each = [Partial(slots[PARTIAL]) if PARTIAL in slots else slots[SLOT] for slots in results]
+            return reduce_components(call.reduction, each)
         each = self._components_of(call, [result[SLOT] for result in results])
         if not call.steps:
             return self._joined(each)
@@ -311,6 +335,7 @@ class PreparedCall(Struct, frozen=True):
     function: FunctionRef
     arguments: list[Tree]
     captured: CapturedVariables
+    reduction: Reduction | None = None  # that workers apply to the results; None: they stay per replica
     steps: int = 0  # the arguments of each replica are a list, with those of each step; 0: of one step alone
 
 

@@ -200,7 +200,7 @@ class TPUStrategy(Strategy):
         function = self._references.of(fn, captured)
         rows = [self._arguments(args, None, captured.argument) for args in group]
         arguments: list[Tree] = [list(own) for own in zip(*rows, strict=True)]
-        return PreparedCall(function, arguments, captured, len(group))
+        return PreparedCall(function, arguments, captured, steps=len(group))
 
     def _begin_dispatch(self, fn: Callable[..., Any], args: Sequence[Any]) -> PendingRun | None:
         return self._begin_call(self._prepare_dispatch(fn, args[0]))

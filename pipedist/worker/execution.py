@@ -575,8 +575,19 @@ class PassExecutor:
                 check_objects(trees.structure(value), RESULT_OBJECTS_MAX)
             if not emit.combine:  # which takes dicts of millions of keys
                 value = dlpack.to_host(without_frames(value))
-            outcome[emit.slot], bytes_ = take_ownership([to_partial(value)])
-            del value
+            try:
+                partial_ = to_partial(value)
+            except (TypeError, ValueError, OverflowError):
+                if not emit.whole:
+                    raise
+                box = [values[emit.of]]  # the driver reduces it, and raises its own error
+                values.clear()
+                del value, outcome[emit.slot]
+                outcome[emit.whole], bytes_ = take_ownership(box, emit.objects_max)
+                size += bytes_
+                continue
+            outcome[emit.slot], bytes_ = take_ownership([partial_])
+            del value, partial_
             size += bytes_
         owned: dict[int, Tree] = {}
         for emit in self._whole:
