@@ -68,7 +68,8 @@ def frame_of(
         raise UsageError(f"the value is no table: {error}") from error
 
 
-def _rows_of(value: Tree, *, one_per_value: bool) -> dict[str, Any]:
+def _rows_of(value: Tree, *, one_per_value: bool) -> Tree:
+    """Return a tree of columns."""
     if one_per_value and isinstance(value, list):
         if any(each is None for each in value):
             raise ValueError("a step or epoch without calls has no value")
@@ -81,12 +82,10 @@ def _rows_of(value: Tree, *, one_per_value: bool) -> dict[str, Any]:
     leaves, structure = trees.flatten(value)
     if isinstance(value, list) and not any(np.ndim(leaf) for leaf in leaves) and len(leaves) == len(value):
         return {"value": ragged.stack(leaves)}  # a list of numbers or texts
+    if any(np.ndim(leaf) for leaf in leaves):
+        return value
     paths = trees.treedef_paths(structure)
-    is_one_row = not any(np.ndim(leaf) for leaf in leaves)
-    return {
-        path or "value": ragged.stack([leaf]) if is_one_row else np.asarray(leaf)
-        for path, leaf in zip(paths, leaves, strict=True)
-    }
+    return {path or "value": ragged.stack([leaf]) for path, leaf in zip(paths, leaves, strict=True)}
 
 
 def _of_records(records: list[dict[str, Any]], library: Library) -> Any:
