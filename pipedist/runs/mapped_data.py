@@ -30,6 +30,8 @@ ENDINGS: Final = {
     ".csv": "csv",
     ".parquet": "parquet",
     ".jsonl": "jsonl",
+    ".arrow": "arrow",
+    ".feather": "arrow",
     ".npy": "npy",
     ".npz": "npz",
     ".txt": "text",
@@ -153,6 +155,8 @@ def _files(path: str, columns: Mapping[str, str] | str | None) -> MapData:
             "with a function that opens them; or pass a list of texts to map these"
         )
     source: dict[str, Any] = {"path": path}
+    if columns is None and kind == "csv":
+        columns = "infer"
     if columns is not None:
         source["columns"] = columns if isinstance(columns, str) else dict(columns)
     return MapData({kind: source}, ROWS)

@@ -104,12 +104,13 @@ def map(
             "package.module:name". It gets a batch: arrays of an array, a frame of a frame, a list of a list, what the
             source reads of files. With a parameter `ctx` it gets the `ReplicaContext`.
         data: an array or a dict of arrays, divided along the first axis; a DataFrame; a list or another iterable; or a
-            path or glob of .csv, .parquet, .jsonl, .npy, .npz or text files.
+            path or glob of .csv, .parquet, .arrow, .jsonl, .npy, .npz or text files.
         per_element: call the function with one element at a time: an item, a row of an array, the cells of a row as a
             dict.
         batch: elements of a call. Default: the data in 128 calls; 64 of an iterator; 1,024 of files.
         with_: keyword arguments of the function (of a class: of its constructor).
-        columns: of .csv, .parquet and .jsonl: the columns and their types, `{"x": "float32"}`; .csv needs them.
+        columns: of files with columns: those to read, and their types, `{"x": "float32"}`. Default: all; types of .csv
+            are inferred.
         seed: of `ctx.rng`.
         timeout_s, retries, retry, on_error, concurrency, rate, resources, inputs: as for a `run` stage in a spec.
         workers, cluster, on_log, progress: as for `open`.

@@ -71,6 +71,8 @@ async def test_results_have_the_kind_of_the_data(tmp_path: Path) -> None:
         # files
         np.save(tmp_path / "a.npy", np.arange(5))
         (tmp_path / "j.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+        (tmp_path / "c.csv").write_text("x,s\n1,a\n2,b\n")
+        assert (await amap(lambda c: c["x"] * 2, tmp_path / "c.csv")).tolist() == [2, 4]
         assert (await amap(lambda x: x + 1, tmp_path / "a.npy")).tolist() == [1, 2, 3, 4, 5]
         assert (await amap(lambda row: row["a"], str(tmp_path / "*.jsonl"), per_element=True)).tolist() == [
             1,
