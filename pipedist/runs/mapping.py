@@ -17,6 +17,8 @@ import os
 import warnings
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, Unpack, overload
 
 from pipedist.core.import_guard import reject_during_import, without_collections
@@ -64,6 +66,7 @@ class MapOptions(TypedDict, total=False):
 
 
 _OF_STAGE = ("timeout_s", "retries", "retry", "on_error", "concurrency", "rate", "resources", "inputs")
+_OF_ELEMENT = ("timeout_s", "retries", "retry", "on_error", "concurrency", "rate")  # options for each element
 _OF_RUN = ("workers", "cluster", "output", "resume", "restart", "on_log", "progress")
 
 
@@ -313,9 +316,9 @@ class _Job:
         fn = self._function()
         stage: dict[str, Any] = {"run": fn, "with": dict(options.get("with_", {}))}
         stage |= {name: options[name] for name in _OF_STAGE if options.get(name) is not None}  # type: ignore[literal-required]
-        if self._per_element:
+        if self._per_element and not self._loops:
             stage["per"] = "element"
-        elif data.form:
+        elif data.form and not self._per_element:
             stage["as"] = data.form
         stages: dict[str, Any] = {STAGE: stage}
         spec: dict[str, Any] = {
@@ -334,15 +337,36 @@ class _Job:
         return spec
 
     def _function(self) -> Callable[..., Any] | str:
-        from pipedist.core.functions import load, reference
         from pipedist.worker.mapped import mapped
 
-        if not self._data.is_list:
+        data = self._data
+        if not (data.is_list or self._loops):
             return self._fn
+        form: Literal["tree", "plain", "pickled"] = "tree"
+        if data.is_list:
+            form = "pickled" if data.is_pickled else "plain"
+        return mapped(self._loaded, form, per_element=self._per_element, loops=self._loops)
+
+    @cached_property
+    def _loaded(self) -> Callable[..., Any]:
+        from pipedist.core.functions import load, reference
+
         fn = load(reference(self._fn), [os.getcwd()]) if isinstance(self._fn, str) else self._fn
         if not callable(fn):
             raise TypeError(f"map() needs a function, got {fn!r}")
-        return mapped(fn, is_pickled=self._data.is_pickled, per_element=self._per_element)
+        return fn
+
+    @cached_property
+    def _loops(self) -> bool:
+        """Whether a call executes its elements in a plain loop, because nothing else is done for each of them."""
+        if not self._per_element or self._is_kept or any(self._options.get(name) for name in _OF_ELEMENT):
+            return False
+        from pipedist.core.functions import call_of, wants_ctx
+        from pipedist.worker.mapped import is_async_map
+
+        fn = self._loaded
+        called = call_of(fn) if isinstance(fn, type) else fn
+        return not (is_async_map(fn) or wants_ctx(called))
 
     async def results(self) -> Any:
         """Run to the end, and return the results of `map`."""
@@ -376,7 +400,8 @@ class _Job:
         if part is None:
             return ()
         if self._data.is_list:
-            return (unpacked(each) for each in part)
+            found = (unpacked(each) for each in part)
+            return found if self._per_element and not self._loops else chain.from_iterable(found)
         if not self._per_element:
             return (self._framed(part),)
         leaves, structure = trees.flatten(part)

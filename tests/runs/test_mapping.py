@@ -62,6 +62,25 @@ async def test_results_have_the_kind_of_the_data(tmp_path: Path) -> None:
             x**2 for x in range(130)
         ]
         assert await amap(len, [], per_element=True) == []
+        # options for each element change nothing else
+        for options in ({}, {"retries": 1}, {"retry": {"attempts": 2}}):
+            assert (
+                await amap(
+                    lambda row: row["a"] + row["b"][1],
+                    {"a": np.arange(3), "b": np.ones((3, 2))},
+                    per_element=True,
+                    **options,
+                )
+                is not None
+            )
+            found = await amap(lambda x: {"x": x * 2, "s": str(x)}, np.arange(3), per_element=True, **options)
+            assert {name: each.tolist() for name, each in found.items()} == {
+                "x": [0, 2, 4],
+                "s": ["0", "1", "2"],
+            }
+            assert await amap(lambda x: [x] * x, [1, 2], per_element=True, **options) == [[1], [2, 2]]
+            with pytest.raises(pipedist.CallError, match="results of elements can't be batched"):
+                await amap(lambda x: np.arange(x), np.arange(3), per_element=True, batch=3, **options)
         # functions
         added = await amap(functions.Adder, [1, 2, 3], per_element=True, with_={"n": 10}, batch=3)
         assert added == [(11, 1), (12, 1), (13, 1)]
@@ -106,7 +125,7 @@ async def test_results_have_the_kind_of_the_data(tmp_path: Path) -> None:
             await amap(len, [1, 2])
         with pytest.raises(pipedist.FoldError, match=r"can't be concatenated.*per_element=True"):
             await amap(lambda x: x.sum(), np.arange(4))
-        with pytest.raises(pipedist.CallError, match=r"can't send a .*Point, as the whole value"):
+        with pytest.raises(pipedist.CallError, match=r"can't send a .*Point, at 0"):
             await amap(Point, [1], per_element=True)
 
 
@@ -146,7 +165,7 @@ def test_an_output_keeps_the_results_of_calls(tmp_path: Path) -> None:
 
 
 def test_a_changed_module_of_a_mapped_function_is_found(tmp_path: Path) -> None:
-    run = mapped(functions.noted, is_pickled=False, per_element=True)
+    run = mapped(functions.noted, "plain", per_element=True)
     document: dict[str, Any] = {
         "pipedist": 1,
         "dataset": {"range": 2, "batch": 1},
