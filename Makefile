@@ -164,6 +164,10 @@ bench-scheduler: $(INSTALLED)  ## Measure the scheduler's cost per call, with 10
 bench-overlap: $(INSTALLED)  ## Measure how calls on processors and on a simulated GPU overlap, beside Ray Data.
 	$(BIN)/python -m benchmarks.overlap $(ARGS)
 
+.PHONY: bench-images
+bench-images: $(INSTALLED)  ## Measure decoding of images on 1 and 2 workers, beside Pillow in one process.
+	$(BIN)/python -m benchmarks.image_source $(ARGS)
+
 .PHONY: bench-training
 bench-training: $(INSTALLED)  ## Measure a training with 1,000,000 parameters, beside torch gloo.
 	$(BIN)/python -m benchmarks.training $(ARGS)
