@@ -38,9 +38,22 @@ class FileKind:
 
 _GZIP = FileKind("compressed by gzip", "a file that is unpacked, or a name that ends in .gz")
 _PACKERS = {b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_IMAGE = FileKind("an image", "`images: {path: ...}`, which reads it")
 _NPY = FileKind("an array in NumPy's .npy format", "`npy: {path: ...}`, which reads it")
 _NPZ = FileKind("an .npz archive of NumPy arrays", "`npz: {path: ...}`, which reads it")
 _PARQUET = FileKind("a parquet file", "`parquet: {path: ...}`, which reads it")
+_MAGICS = {
+    b"PAR1": _PARQUET,
+    b"\x93NUMPY": _NPY,
+    b"\x1f\x8b": _GZIP,
+    b"ARROW1": FileKind("an Arrow file", "`arrow: {path: ...}`, which reads it"),
+    b"\x89HDF\r\n\x1a\n": FileKind("an HDF5 file", "`hdf5: {path: ..., dataset: ...}`, which reads it"),
+    b"SQLite format 3\0": FileKind("a database of SQLite", "`sql: {url: ..., query: ...}`, which reads it"),
+    b"\x89PNG\r\n\x1a\n": _IMAGE,
+    b"\xff\xd8\xff": _IMAGE,
+}
+_TAR = FileKind("a tar archive", "`tar: {path: ...}`, which reads it")
+_TAR_NAME_AT = 257  # offset of `ustar`
 _ZIP = FileKind("a zip archive, as spreadsheets are too", "the file in it; as text, its name may end in .zip")
 
 _CSV = FileKind("csv text", "`csv: {path: ..., columns: ...}`, which reads it", text=True)
@@ -76,12 +89,11 @@ def kind_of(head: bytes) -> FileKind | None:
     if _is_text(head):
         first = head.lstrip(b"\xef\xbb\xbf \t\r\n").partition(b"\n")[0]
         return _JSONL if first[:1] in (b"{", b"[") else _CSV if b"," in first else _LINES
-    if head.startswith(b"PAR1"):
-        return _PARQUET
-    if head.startswith(b"\x93NUMPY"):
-        return _NPY
-    if head.startswith(b"\x1f\x8b"):
-        return _GZIP
+    for magic, kind in _MAGICS.items():
+        if head.startswith(magic):
+            return kind
+    if head[_TAR_NAME_AT:].startswith(b"ustar"):
+        return _TAR
     for magic, packer in _PACKERS.items():
         if head.startswith(magic):
             return FileKind(f"compressed by {packer}", "a file that is unpacked, or compressed by gzip")

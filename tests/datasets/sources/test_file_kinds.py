@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,13 @@ def parquet() -> bytes:
     return out.getvalue()
 
 
+def tar() -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a.txt"))
+    return out.getvalue()
+
+
 def saved(save: Callable[..., None], *args: Any, **kwargs: Any) -> bytes:
     out = io.BytesIO()
     save(out, *args, **kwargs)
@@ -39,11 +47,15 @@ FILES: dict[str, Callable[[], bytes]] = {
     "gzip": lambda: gzip.compress(b"a,b\n1,2\n"),
     "csv": lambda: b"\xef\xbb\xbfa,b\n1,2\n",
     "jsonl": lambda: b'{"a": 1}\n',
+    "images": lambda: b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
+    "tar": tar,
+    "hdf5": lambda: b"\x89HDF\r\n\x1a\n\0\0",
     "text": lambda: "gr\u00fc\u00df".encode() + b"\n",
 }
 
 WRONG = [
     *((kind, file) for kind in ("csv", "jsonl", "text") for file in ("parquet", "npy", "npz", "gzip")),
+    *(("csv", file) for file in ("images", "tar", "hdf5")),
     *(("npy", file) for file in ("csv", "jsonl", "text", "npz", "parquet", "gzip")),
     *(("npz", file) for file in ("csv", "npy", "parquet")),
     *(("parquet", file) for file in ("csv", "npy", "npz", "jsonl")),
