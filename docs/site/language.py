@@ -13,9 +13,10 @@ from pipedist.spec.datasets import DATASET_KEYS, SOURCES, ArraysSource, DatasetS
 from pipedist.spec.fields import COLUMN_TYPES, Section, expected_phrase, keys_of, summary
 from pipedist.spec.interpolation import DEPTH_MAX
 from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
+from pipedist.spec.outputs import OUTPUT_ENDINGS, SINK_SECTIONS
 from pipedist.spec.plugins import plugin_sources, section_of
 from pipedist.spec.scalars import as_yaml
-from pipedist.spec.stages import OUTPUT_ENDINGS, STAGES, RunSpec
+from pipedist.spec.stages import STAGES, RunSpec
 from pipedist.spec.validation import section_in
 from pipedist.spec.yaml_text import DOCUMENT_BYTES_MAX, NODES_MAX
 
@@ -208,7 +209,15 @@ every value is inline. Values per step or epoch that feed an update have no valu
 | `.json` | any tree; arrays are nested lists, NaN and infinities are texts, bytes are base64 |
 | `.npy` | one array |
 | `.npz` | the leaves of a tree by their paths, joined with `/`; a bare array is `data` |
-| `.csv`, `.parquet`, `.jsonl` | a row per index of axis 0, a column per leaf path; for `by_key`, a row per key |
+| `.zarr`, `.h5` | the same leaves, as arrays in groups; texts are strings of any length |
+| `.csv`, `.parquet`, `.jsonl`, `.arrow` | a row per index of axis 0, a column per leaf path, or a row per key |
+| `.sqlite`, `.duckdb` | the same rows, in a table named for the stage |
+| `.parquet/` | the same rows, in `part-00000.parquet`, ... of a folder |
+| a name with `{{COLUMN}}` | a file for each row, in a folder: `thumbs/{{key}}.png` |
+
+The one column that is not in the name of such a file is its content: bytes, text, or an array, which is encoded as
+the ending says (`.npy`, `.json`, or an image of uint8). A folder counts as one file: a later run replaces it as a
+whole.
 
 With `per: run`, the value of `pipedist.combiners.by_key` and similar functions is a table: `key`, or a column for each
 key column, and the values. `by_key_moments` gives `key,count,m2,max,mean,min,missing`; `counter` gives `value,count`;
@@ -252,6 +261,8 @@ def reference() -> str:
     for verb, model in STAGES.items():
         parts += [f"### `{verb}`", summary(model), *_keys(model, "####", f"{verb}: ")]
     parts.append(_OUTPUTS)
+    for kind, model in SINK_SECTIONS.items():
+        parts += [f"### Output `{kind}`", summary(model), *_keys(model, "####", f"{kind}: ")]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 

@@ -2,8 +2,8 @@
 
 - A lock is flock(2) on an open descriptor: the kernel releases it when the last process that holds
   the descriptor ends, so no lock is ever stale.
-- A file is written beside its path, made durable, and renamed: a reader finds the old content or
-  the new one, also after a kill or a power failure.
+- A file, or a folder of files, is written beside its path, made durable, and renamed: a reader finds
+  the old content or the new one, also after a kill or a power failure.
 
 Everything here raises OSError; the caller turns it into an error that names the user's file.
 """
@@ -15,6 +15,8 @@ import fcntl
 import os
 from pathlib import Path
 from typing import BinaryIO
+
+_SYNCED_MAX = 256  # files of a folder that are made durable one by one
 
 _NEW_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -63,6 +65,65 @@ class AtomicFile:
             self._temporary.unlink()
 
 
+class AtomicPath:
+    """A file or folder that a library writes, and that appears at its path complete, on `commit`, or not at all.
+
+    Attributes:
+        written: the path at which the library writes; files that it makes beside that are removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
+        self._folder.mkdir()
+        self.written = self._folder / path.name
+
+    def commit(self) -> None:
+        """Make what was written durable and rename it to `path`."""
+        sync_tree(self.written)
+        if self.path.is_dir() or self.written.is_dir():  # a folder is not replaced in one step
+            remove_tree(self.path)
+            self.path.unlink(missing_ok=True)
+        os.replace(self.written, self.path)
+        sync_folder(self.path.parent)
+        self.abort()
+
+    def abort(self) -> None:
+        """Remove what was written; harmless after `commit`, and twice."""
+        remove_tree(self._folder, ignore_errors=True)
+
+
+def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
+    """Remove a folder, or do nothing if it is not there."""
+    import shutil  # rarely needed
+
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        shutil.rmtree(path, ignore_errors=ignore_errors)
+
+
+def sync_tree(path: Path) -> None:
+    """Make a file, or the files and names in a folder, durable."""
+    if not path.is_dir():
+        _sync_file(path)
+        return
+    files = [each for each in path.rglob("*") if not each.is_dir()]
+    if len(files) > _SYNCED_MAX:
+        os.sync()  # one by one they take longer than the rest of the system's data
+        return
+    for file in files:
+        _sync_file(file)
+    for folder in [path, *(each for each in path.rglob("*") if each.is_dir())]:
+        sync_folder(folder)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Replace a file atomically and durably; if it can't be written, the old content stays."""
     out = AtomicFile(path)
@@ -74,7 +135,13 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Replace a file by a hard link to another, or by a copy on a file system without links."""
+    """Replace a file or folder by hard links to another, or by copies on a file system without links."""
+    if source.is_dir() and not source.is_symlink():
+        remove_tree(target)
+        target.mkdir()
+        for child in source.iterdir():
+            link_or_copy(child, target / child.name)
+        return
     target.unlink(missing_ok=True)
     try:
         os.link(source, target, follow_symlinks=False)

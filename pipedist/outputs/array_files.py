@@ -19,6 +19,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from pipedist.core import ragged
+from pipedist.core.files import AtomicFile
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
@@ -40,6 +41,7 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 class NpySink(Sink):
     """`.npy`: one array; or the arrays of all steps or epochs, stacked."""
 
+    _out: AtomicFile
     _bare = "data"
     _fixed_width = True
     _array: Array | None = None
@@ -97,6 +99,7 @@ class NpySink(Sink):
 class NpzSink(Sink):
     """`.npz`: the leaves of one tree; or of the trees of all steps or epochs, stacked."""
 
+    _out: AtomicFile
     _bare = "data"
     _fixed_width = True
     _arrays: Mapping[str, Array] = MappingProxyType({})
@@ -120,8 +123,12 @@ class NpzSink(Sink):
             for name, array in zip(leaves.names, arrays, strict=True)
         }
 
+    def _members(self) -> dict[str, Array | ArraySpool]:
+        """Return all leaves by name, when there is no more to come."""
+        return {**self._arrays, **self._pieces.spools}
+
     def _complete(self) -> None:
-        members: dict[str, Array | ArraySpool] = {**self._arrays, **self._pieces.spools}
+        members = self._members()
         with zipfile.ZipFile(self._out.file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             for name in sorted(members):
                 member = members[name]

@@ -1,50 +1,41 @@
-"""`.csv`, `.jsonl`, `.parquet`: a row per index of axis 0, a column per leaf path; or a given table.
+"""Values as rows: a row per index of axis 0, a column per leaf path; or a given table. `.csv` and `.jsonl`.
 
-Cells of .csv and .jsonl have the encoding of `pipedist.outputs.encoding`. A .csv has commas, a header
-row, line feeds, and quotes as RFC 4180 requires. A .parquet is written by pyarrow, in row groups.
+Cells have the encoding of `pipedist.outputs.encoding`. A .csv has commas, a header row, line feeds, and quotes as
+RFC 4180 requires.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from pipedist.core import ragged
+from pipedist.core.files import AtomicFile
 from pipedist.core.types import Tree
-from pipedist.datasets.sources.arrow_columns import arrow_column
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
-from pipedist.outputs.sink import Mode, Sink
+from pipedist.outputs.sink import Sink, Target
 from pipedist.outputs.spool import Array, Columns, Leaves
-from pipedist.reduction.keyed.keys import TextColumn
 from pipedist.reduction.keyed.table import KeyedTable
 
 _QUOTED = re.compile('[",\r\n]')
 _ROWS = 4096  # rows of a block that is read from temporary files
-_GROUP_ROWS = 2**16  # rows of a row group of .parquet, whatever the steps are
-_GROUP_BYTES_MAX = 64 * 2**20  # bytes of a row group, which is in memory until it is written
+_BLOCK_ROWS = 2**16  # rows of a table by key that are converted at a time
 
 
 class RowSink(Sink):
-    """Turns values into columns of equal length.
-
-    `table` returns the columns of the one value; None: they are its leaves.
-    """
+    """Turns values into columns of equal length."""
 
     flat = True  # a cell holds one number or text, so a leaf has no axes but axis 0
     plain = True  # whether columns have types, and a column of a table that has axes becomes several
 
-    def __init__(
-        self, path: Path, mode: Mode, axis: int, label: str, table: Callable[[Tree], Columns] | None = None
-    ) -> None:
-        super().__init__(path, mode, axis, label)
-        self._table = table
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._table = target.table
         self._dtypes: dict[str, Any] = {}
         self._keys: list[str] = []  # the keys of the first records
 
@@ -66,7 +57,7 @@ class RowSink(Sink):
 
     def _table_by_key(self, value: KeyedTable) -> None:
         """Append a table by key, some rows at a time."""
-        for block in value.blocks(_GROUP_ROWS):
+        for block in value.blocks(_BLOCK_ROWS):
             columns = _spread(block) if self.plain else block
             self._check(columns, self._dtypes)
             self._rows(columns)
@@ -134,6 +125,7 @@ class RowSink(Sink):
 class CsvSink(RowSink):
     """A header row, then a line per row."""
 
+    _out: AtomicFile
     _header = False
 
     def _rows(self, columns: dict[str, Array]) -> None:
@@ -166,6 +158,7 @@ class JsonLinesSink(RowSink):
     flat = False
     plain = False
 
+    _out: AtomicFile
     _is_spooled = False
 
     def _append(self, value: Tree) -> None:
@@ -213,112 +206,6 @@ class JsonLinesSink(RowSink):
 
     def _line(self, row: dict[str, Any]) -> None:
         self._out.file.write((encoding.text(row, sort_keys=False) + "\n").encode())
-
-
-class ParquetSink(RowSink):
-    """Row groups of 65,536 rows, or fewer if they have 64 MiB.
-
-    An axis beside the rows is a fixed-size list; object arrays are text, binary, lists or structs, as their cells are.
-    """
-
-    flat = False
-
-    def __init__(
-        self, path: Path, mode: Mode, axis: int, label: str, table: Callable[[Tree], Columns] | None = None
-    ) -> None:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError:
-            raise OutputError(f"{label}: .parquet needs pyarrow: pip install 'pipedist[parquet]'") from None
-        super().__init__(path, mode, axis, label, table)
-        self._arrow: Any = pyarrow
-        self._writer: Any = None
-        self._schema: Any = None
-        self._waiting: list[Any] = []
-        self._rows_waiting = 0
-        self._bytes_waiting = 0
-
-    def _check(self, columns: dict[str, Array], dtypes: dict[str, Any]) -> None:
-        super()._check(columns, dtypes)
-        if self._schema is None:  # reports a dtype without an Arrow type at the first value
-            for name, array in columns.items():
-                self._column(name, array[:1])
-
-    def _table_by_key(self, value: KeyedTable) -> None:
-        for block in value.blocks(_GROUP_ROWS, texts=True):
-            self._rows(block)
-
-    def _rows(self, columns: dict[str, Array]) -> None:
-        table = self._arrow.table({name: self._column(name, array) for name, array in columns.items()})
-        self._schema = table.schema
-        self._waiting.append(table)
-        self._rows_waiting += table.num_rows
-        self._bytes_waiting += table.nbytes
-        while self._rows_waiting >= _GROUP_ROWS or self._bytes_waiting >= _GROUP_BYTES_MAX:
-            self._write_group()
-
-    def _complete(self) -> None:
-        while self._rows_waiting:
-            self._write_group()
-        if self._writer is None:
-            self._open(self._typed(self._schema) if self._schema is not None else self._arrow.schema([]))
-        self._writer.close()
-
-    def _column(self, name: str, array: Array | TextColumn) -> Any:
-        if isinstance(array, TextColumn):
-            ends = array.texts.ends
-            offsets = np.zeros(len(ends) + 1, np.int64)
-            offsets[1:] = ends
-            buffers = [None, self._arrow.py_buffer(offsets), self._arrow.py_buffer(array.texts.data)]
-            texts = self._arrow.LargeStringArray.from_buffers(len(ends), buffers[1], buffers[2])
-            return (texts if array.codes is None else texts.take(self._arrow.array(array.codes))).cast(
-                "string"
-            )
-        try:
-            return arrow_column(self._arrow, array)
-        except (self._arrow.ArrowException, ValueError, TypeError, OverflowError) as error:
-            raise OutputError(
-                f"{self.label}: leaf {name!r} of dtype {array.dtype} does not fit a parquet column: {error}. "
-                "Return values of one type that Arrow has, or write .jsonl."
-            ) from error
-
-    def _write_group(self) -> None:
-        table = self._together()
-        if self._writer is None:
-            self._open(table.schema)
-        group, rest = table.slice(0, _GROUP_ROWS), table.slice(_GROUP_ROWS)
-        self._writer.write_table(group, row_group_size=_GROUP_ROWS)
-        self._waiting = [rest] if rest.num_rows else []
-        self._rows_waiting = rest.num_rows
-        self._bytes_waiting = rest.nbytes
-
-    def _together(self) -> Any:
-        """Return the waiting rows in the types of the file, which the rows of the first row group decide."""
-        try:
-            table = self._arrow.concat_tables(self._waiting, promote_options="permissive").combine_chunks()
-            schema = self._typed(table.schema) if self._writer is None else self._writer.schema
-            return table if schema == table.schema else table.cast(schema)
-        except (self._arrow.ArrowException, ValueError) as error:
-            raise OutputError(
-                f"{self.label}: the values of a column have several types: {error}. Convert them, or write .jsonl."
-            ) from error
-
-    def _typed(self, schema: Any) -> Any:
-        """Return a schema in which a column of nulls is text."""
-        is_null, text = self._arrow.types.is_null, self._arrow.string()
-        return self._arrow.schema([each.with_type(text) if is_null(each.type) else each for each in schema])
-
-    def _open(self, schema: Any) -> None:
-        self._writer = self._arrow.parquet.ParquetWriter(self._out.file, schema)
-
-    def _release(self) -> None:
-        super()._release()
-        self._waiting = []
-        if self._writer is not None and self._writer.is_open:
-            # else its finalizer would write to the closed file
-            with contextlib.suppress(OSError, self._arrow.ArrowException):
-                self._writer.close()
 
 
 def _spread(columns: Columns) -> Columns:

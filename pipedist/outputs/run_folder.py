@@ -1,7 +1,7 @@
 """The output folder of a run: its lock, its states, and the moment when its files appear.
 
     out/NAME/
-        late.json, rows.npz, ...     the files of one finished run
+        late.json, rows.npz, ...     the files of one finished run; a folder, such as rows.zarr, counts as one
         .pipedist/
             run.json                 the run that the folder belongs to, and its state
             results.json             the finished run's document; `pipedist run --json` prints a longer total time
@@ -32,8 +32,10 @@ and has no `.pipedist` is left as it is. Symbolic links below the folder are not
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
@@ -62,6 +64,7 @@ VALUES = "values"  # the folder in `.pipedist` that has a folder of large values
 TIMINGS = "timings"  # the folder in `.pipedist` of measurements
 
 Found = Literal["", "unfinished", "other"]
+_NOT_REPLACED = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -96,9 +99,19 @@ class RunFolder:
         notice: a message to the user about how the folder was opened, or "".
         found: "unfinished": the run in the folder is to be resumed; "other": it is of another spec, and
             `take_over` keeps parts of it; "": the folder is ready for a new run.
+        options: the options of the outputs of stages, as JSON.
     """
 
-    def __init__(self, path: Path, lock: int, record: RunRecord, notice: str = "", found: Found = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        lock: int,
+        record: RunRecord,
+        notice: str = "",
+        found: Found = "",
+        options: Mapping[str, str] = {},
+    ) -> None:
+        self._options = options
         self.path = path
         self.notice = notice
         self.found = found
@@ -138,7 +151,10 @@ class RunFolder:
     def has(self, stage: str, output: str) -> bool:
         """Return whether the output of a stage, at this path, is complete."""
         place = self.path if self._record.complete else self._new
-        return self._record.outputs.get(stage) == output and (place / output).is_file()
+        is_same = self._record.outputs.get(stage) == output and (
+            self._record.options.get(stage, "") == self._options.get(stage, "")
+        )
+        return is_same and (place / output).exists()
 
     def take_over(
         self,
@@ -159,11 +175,15 @@ class RunFolder:
                 target = self._new / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(self.path / name, target)
-            for there in [there for there in self._new.rglob("*") if there.is_file()]:
-                if str(there.relative_to(self._new)) not in keep:  # of other stages, or of a killed process
-                    there.unlink()
+            _remove_others(self._new, keep, PurePath())  # of other stages, or of a killed process
         self._record = RunRecord(
-            "running", run_id, spec_hash, tuple(files), _standing(old), outputs=dict(outputs)
+            "running",
+            run_id,
+            spec_hash,
+            tuple(files),
+            _standing(old),
+            outputs=dict(outputs),
+            options=dict(self._options),
         )
         write_record(self.path, self._record)
         self.found = "unfinished"
@@ -191,7 +211,7 @@ class RunFolder:
             failed: the run is complete, but some of its files could not be written.
         """
         with writing(self.path):
-            written = tuple(name for name in self._record.files if (self._new / name).is_file())
+            written = tuple(name for name in self._record.files if (self._new / name).exists())
         write_json(self.path / PRIVATE / "results.json.new", document)
         then: Literal["finished", "failed"] = "failed" if failed else "finished"
         self._record = replace(self._record, state="committing", files=written, then=then)
@@ -230,6 +250,7 @@ def open_folder(
     spec_hash: str,
     outputs: Sequence[str],
     stages: Mapping[str, str] = {},
+    options: Mapping[str, str] = {},
     resume: bool | Literal["reuse"] = False,
     restart: bool = False,
     accept: bool = False,
@@ -242,6 +263,7 @@ def open_folder(
         spec_hash: digest of the spec, without its `cluster` and `outputs`.
         outputs: the files that the run will write, relative to the folder.
         stages: the stages whose values they have, with their files.
+        options: the options of these, as JSON; an output with other options is another one.
         resume: resume the run in the folder, or return it if it is finished; "reuse": also keep the
             unchanged parts of a run of another spec, or of other inputs or modules.
         restart: discard an unfinished or failed run.
@@ -278,10 +300,11 @@ def open_folder(
         old = read_record(path, label)
         if old is not None and old.state == "committing":
             old = _move_all(path, old)
-        is_finished = old is not None and (old.state, old.spec, old.outputs) == (
+        is_finished = old is not None and (old.state, old.spec, old.outputs, old.options) == (
             "finished",
             spec_hash,
             stages,
+            options,
         )
         if resume and old is not None and is_finished:
             missing = [name for name in old.files if not is_there(path / name, label)]
@@ -308,7 +331,7 @@ def open_folder(
         if resume and old is not None and is_there(path / PRIVATE / "journal" / "journal", label):
             is_same = old.spec == spec_hash and not is_finished
             if is_same or resume == "reuse":
-                folder = RunFolder(path, lock, old, found="other")
+                folder = RunFolder(path, lock, old, found="other", options=options)
                 if is_same:
                     folder.take_over(old.run, spec_hash, outputs, stages, stages)
                 stack.pop_all()  # RunFolder closes the lock
@@ -319,10 +342,18 @@ def open_folder(
                 shutil.rmtree(path / PRIVATE / name, onerror=_unless_missing)
                 (path / PRIVATE / name).mkdir()
             shutil.rmtree(path / PRIVATE / TIMINGS, onerror=_unless_missing)
-        record = RunRecord("running", run_id, spec_hash, tuple(outputs), previous, outputs=dict(stages))
+        record = RunRecord(
+            "running",
+            run_id,
+            spec_hash,
+            tuple(outputs),
+            previous,
+            outputs=dict(stages),
+            options=dict(options),
+        )
         write_record(path, record)
         stack.pop_all()
-        return RunFolder(path, lock, record, notice)
+        return RunFolder(path, lock, record, notice, options=options)
 
 
 def _standing(old: RunRecord | None) -> tuple[str, ...]:
@@ -414,13 +445,41 @@ def _move(path: Path, name: PurePath) -> None:
     source = path / PRIVATE / "new" / name
     with _parent(path, name, make=True) as target:
         with contextlib.suppress(FileNotFoundError):  # moved before the kill
-            os.replace(source, name.name, dst_dir_fd=target)
+            try:
+                os.replace(source, name.name, dst_dir_fd=target)
+            except OSError as error:
+                if error.errno not in _NOT_REPLACED:
+                    raise
+                _unlink(name.name, target)  # a folder is replaced in two steps
+                os.replace(source, name.name, dst_dir_fd=target)
         os.fsync(target)
 
 
 def _remove(path: Path, name: PurePath) -> None:
     with contextlib.suppress(FileNotFoundError), _parent(path, name, make=False) as target:
-        os.unlink(name.name, dir_fd=target)
+        _unlink(name.name, target)
+
+
+def _unlink(name: str, folder: int) -> None:
+    """Remove a file, or a folder with all that is in it; links in it are not followed."""
+    if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        shutil.rmtree(name, dir_fd=folder)
+    else:
+        os.unlink(name, dir_fd=folder)
+
+
+def _remove_others(folder: Path, keep: Collection[str], below: PurePath) -> None:
+    """Remove everything in a folder that is not among the outputs to keep."""
+    for child in folder.iterdir():
+        name = below / child.name
+        if str(name) in keep:
+            continue
+        if child.is_dir() and not child.is_symlink():
+            _remove_others(child, keep, name)
+            with contextlib.suppress(OSError):  # it has files to keep
+                child.rmdir()
+        else:
+            child.unlink()
 
 
 @contextlib.contextmanager

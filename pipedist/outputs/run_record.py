@@ -42,6 +42,7 @@ class RunRecord(Struct, frozen=True):
         then: the state after `committing`.
         resumable: the run failed, and its journal has committed steps.
         outputs: the output of each stage, a relative path.
+        options: the options of these outputs, as JSON; missing: none.
         complete: the run has ended, and `files` are its own.
     """
 
@@ -53,6 +54,7 @@ class RunRecord(Struct, frozen=True):
     then: Literal["finished", "failed"] = "finished"
     resumable: bool = False
     outputs: Mapping[str, str] = {}
+    options: Mapping[str, str] = {}
     complete: bool = False
 
 
@@ -133,7 +135,7 @@ def write_json(path: Path, value: Json) -> None:
 
 def is_there(path: Path, label: Path) -> bool:
     with reading(label):
-        return path.is_file()
+        return path.exists()
 
 
 def path_problem(path: str) -> str | None:

@@ -1,19 +1,24 @@
-"""The interface through which values are written to a file, and the `.json` format.
+"""The interface through which values are written to a file or folder, and the `.json` format.
 
 A sink receives values in order, keeps little of them in memory, and ends in one of two ways:
 `finish` makes the file durable at its path, `abort` leaves the earlier file there. The bytes of a
-file depend on the values alone (for .parquet also on pyarrow's version).
+file depend on the values alone (and on the version of the library that writes the format), not on the
+pieces in which they came: those depend on the order of arrival.
 """
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
+
+import numpy.typing as npt
+from msgspec import Struct
 
 from pipedist.core import ragged
-from pipedist.core.files import AtomicFile
+from pipedist.core.files import AtomicFile, AtomicPath
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
@@ -24,29 +29,48 @@ Mode = Literal["one", "pieces", "each"]
 """The appended values: one value; the pieces of one value; or a value per step or epoch."""
 
 
-class Sink(ABC):
-    """A file that is being written.
+class Target(Struct, frozen=True):
+    """A file or folder to be written, and the form of the values.
 
     Args:
-        path: where the file will be; its folder exists.
+        path: where it will be; its folder exists.
         axis: the axis along which pieces are concatenated.
         label: the file as errors name it.
+        name: the stage, or the part of its value.
+        run: the id of the run.
+        table: returns the columns of a value, arrays [rows, ...] by name, for a format with rows; None: the
+            columns are the value's leaves.
+        options: the keys of the output beside its path.
     """
+
+    path: Path
+    mode: Mode
+    axis: int = 0
+    label: str = ""
+    name: str = "value"
+    run: str = ""
+    table: Callable[[Tree], dict[str, npt.NDArray[Any]]] | None = None
+    options: Mapping[str, Any] = {}
+
+
+class Sink(ABC):
+    """A file or folder that is being written."""
 
     _bare = "value"  # the name of the leaf of a value that is not a container
     _fixed_width = False  # whether the file holds texts of one width only
     _has_empty = False  # whether a piece was an empty list, of records that a call did not make
 
-    def __init__(self, path: Path, mode: Mode, axis: int, label: str) -> None:
-        self.path = path
-        self.label = label
-        self._mode = mode
-        self._axis = 0 if mode == "each" else axis  # values of steps are stacked along a new axis 0
+    _writes: ClassVar[type[AtomicFile | AtomicPath]] = AtomicFile  # or a library writes, by path
+    _out: AtomicFile | AtomicPath
+
+    def __init__(self, target: Target) -> None:
+        self.path, self.label, self._mode = target.path, target.label, target.mode
+        self._axis = 0 if self._mode == "each" else target.axis  # values of steps get a new axis 0
         self._count = 0
         self._leaves = self._new_leaves()
-        self._pieces = Piecewise(path, self._axis, self._leaves, label)
-        with writing(label):
-            self._out = AtomicFile(path)
+        self._pieces = Piecewise(self.path, self._axis, self._leaves, self.label)
+        with writing(self.label):
+            self._out = self._writes(self.path)
 
     def append(self, value: Tree) -> None:
         """Append the value, its next piece, or that of the next step or epoch.
@@ -104,6 +128,7 @@ class JsonSink(Sink):
     The encoding is that of `pipedist.outputs.encoding`, with sorted keys.
     """
 
+    _out: AtomicFile
     _has_records = False
 
     def _append(self, value: Tree) -> None:

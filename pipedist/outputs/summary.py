@@ -119,6 +119,9 @@ def summarize_file(path: Path) -> str:
         if path.suffix == ".npy":
             return found[0][1]
         return _lines([f"{name}: {text}" for name, text in found[:LEAVES_MAX]], len(found))
+    if path.is_dir():
+        sizes = [each.stat().st_size for each in path.rglob("*") if each.is_file()]
+        return f"{counted(len(sizes), 'file')}, {sum(sizes):,} bytes"
     size = path.stat().st_size
     if path.suffix == ".parquet":
         import pyarrow.parquet

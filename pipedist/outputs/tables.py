@@ -57,7 +57,7 @@ def misfit(combine: object, suffix: str, per: str) -> str | None:
     if per == "run" or isinstance(combine, Moments) or suffix in (".json", ".jsonl"):
         return None
     if isinstance(combine, TopK):
-        if suffix == ".npz":
+        if suffix in (".npz", ".zarr", ".h5"):
             return None
         return f"a row for each {per} can't hold the k values of {name}: write .jsonl or .json"
     return f"the keys of {name} differ from {per} to {per}, but a `{suffix}` file has the same ones: write .jsonl"

@@ -236,16 +236,16 @@ def _check_outputs(spec: Spec, functions: Mapping[str, FunctionRef]) -> Iterator
     if spec.outputs:
         from pipedist import outputs  # most embedded runs write no files
         from pipedist.outputs.tables import misfit
-    for key, path in spec.outputs.items():
+    for key, sink in spec.sinks.items():
         name, _, part = key.partition("/")
         place = ("outputs", name, part) if part else ("outputs", name)
-        if complaint := outputs.missing_package(path):
+        if complaint := outputs.missing_package(sink.kind):
             yield spec.document.problem(place, complaint)
         stage, ref = spec.stages[name], functions.get(name)
         is_whole = not part and isinstance(stage, ReduceSpec) and stage.finish is None
         if isinstance(stage, ReduceSpec) and ref is not None and is_whole:
             combine = load(ref, [str(spec.code)]) if ref.name else stage.combine
-            if complaint := misfit(combine, Path(path).suffix, stage.per):
+            if complaint := misfit(combine, Path(sink.path).suffix, stage.per):
                 yield spec.document.problem(place, complaint)
 
 

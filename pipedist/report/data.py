@@ -21,6 +21,7 @@ from pipedist.coordinator.measurements import thin
 from pipedist.errors import UsageError
 from pipedist.outputs.run_record import LIVE, PRIVATE, RunRecord, existing_record
 from pipedist.plan import picture
+from pipedist.report.file_differences import files_in
 from pipedist.report.previews import curves, preview
 from pipedist.runs.about import FAILURE_FILE
 from pipedist.runs.about import FILE as ABOUT
@@ -186,17 +187,21 @@ def _outputs(path: Path, record: RunRecord) -> list[Data]:
     stages = {file: stage for stage, file in record.outputs.items()}
     for name in record.files:
         file = path / name
-        if not file.is_file():
+        if not file.exists():
             found.append({"file": name, "stage": stages.get(name, ""), "problem": "the file is missing"})
             continue
         shown = None if name == QUARANTINE else preview(file)
-        size = file.stat().st_size
+        size = sum(each.stat().st_size for each in files_in(file)) if file.is_dir() else file.stat().st_size
         entry: Data = {"file": name, "stage": stages.get(name, ""), "bytes": size, "sha256": _sha256(file)}
         found.append({**entry, "preview": shown})
     return found
 
 
 def _sha256(path: Path) -> str:
+    """Return the digest of a file, or that of the names and digests of the files in a folder."""
+    if path.is_dir():
+        digests = ((str(each.relative_to(path)), _sha256(each)) for each in files_in(path))
+        return hashlib.sha256(json.dumps(list(digests)).encode()).hexdigest()
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

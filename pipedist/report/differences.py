@@ -168,7 +168,7 @@ def _settings(run: ComparedRun) -> dict[str, Any]:
 
 
 def _files(a: Path, b: Path) -> tuple[str, Differences]:
-    missing = [f"{name} has no {path.name}" for name, path in (("A", a), ("B", b)) if not path.is_file()]
+    missing = [f"{name} has no {path.name}" for name, path in (("A", a), ("B", b)) if not path.exists()]
     if len(missing) == 1:
         return missing[0], Differences()
     return "", compare_files(a, b) if not missing else Differences()

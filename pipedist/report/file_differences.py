@@ -79,6 +79,9 @@ def _shown(value: object) -> str:
 
 def same_bytes(a: Path, b: Path) -> bool:
     """Return whether two files have the same content."""
+    if a.is_dir() or b.is_dir():
+        before, after = ([each.relative_to(path) for each in files_in(path)] for path in (a, b))
+        return a.is_dir() and b.is_dir() and before == after and all(same_bytes(a / n, b / n) for n in after)
     if a.stat().st_size != b.stat().st_size:
         return False
     with a.open("rb") as there, b.open("rb") as here:
@@ -88,6 +91,11 @@ def same_bytes(a: Path, b: Path) -> bool:
     return True
 
 
+def files_in(folder: Path) -> list[Path]:
+    """Return all files in a folder and its folders, sorted."""
+    return sorted(each for each in folder.rglob("*") if not each.is_dir())
+
+
 def compare_files(a: Path, b: Path) -> Differences:
     """Return the differences of two files; their endings are their formats."""
     try:
@@ -95,7 +103,7 @@ def compare_files(a: Path, b: Path) -> Differences:
             return Differences()
         if a.suffix != b.suffix:
             return Differences(f"{a.suffix} in A, {b.suffix} in B, which are not compared")
-        comparison = _COMPARISONS.get(a.suffix)
+        comparison = None if a.is_dir() else _COMPARISONS.get(a.suffix)
         found = Differences("their bytes differ") if comparison is None else comparison(a, b)
     except (OSError, ValueError, ImportError, zipfile.BadZipFile, csv.Error) as error:
         return Differences(f"can't be compared: {error}")

@@ -33,7 +33,7 @@ def preview(path: Path) -> Json | None:
         ".npz": _npz,
         ".json": _text,
     }
-    reader = readers.get(path.suffix)
+    reader = None if path.is_dir() else readers.get(path.suffix)
     try:
         return None if reader is None else reader(path)
     except (OSError, ValueError, ImportError) as error:

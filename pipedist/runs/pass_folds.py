@@ -332,6 +332,7 @@ def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> StageSink | None
     with ExitStack() as stack:
         sinks = {}
         for part, file in files.items():
+            key = f"{name}/{part}" if part else name
             sinks[part] = open_sink(
                 folder.staged(file),
                 shape="run" if per_of(plan, name) == "run" else "per",
@@ -339,6 +340,10 @@ def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> StageSink | None
                 axis=stage.gather if isinstance(stage, GatherSpec) and gathers else 0,
                 label=f"outputs.{name}{part and f'.{part}'} ({file})",
                 table=None if part else table_of_stage(plan, name),
+                kind=plan.spec.sinks[key].kind,
+                name=part.rpartition("/")[2] or name,
+                run=folder.run_id,
+                options=plan.spec.sinks[key].options,
             )
             stack.callback(sinks[part].abort)
         stack.pop_all()

@@ -357,7 +357,7 @@ class _SampledRun(Run):
     def __init__(self, spec: Spec, steps: int) -> None:
         self._steps = steps
         datasets = {name: each.model_copy(update={"epochs": 1}) for name, each in spec.datasets.items()}
-        alone = replace(with_cluster(spec, "local"), datasets=datasets, outputs={})
+        alone = replace(with_cluster(spec, "local"), datasets=datasets, sinks={})
         super().__init__(alone, workers=1)
 
     def compile(self) -> None:

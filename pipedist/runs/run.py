@@ -232,6 +232,7 @@ class Run(AsyncOnly):
             spec_hash=digest(self._spec),
             outputs=outputs,
             stages=self._spec.outputs,
+            options={key: sink.options_text for key, sink in self._spec.sinks.items() if sink.options_text},
             resume=self._resume,
             restart=self._restart,
             accept=self._force_code,

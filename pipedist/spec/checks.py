@@ -18,8 +18,9 @@ from typing import Any
 from pipedist.spec.diagnostics import Path, Problems
 from pipedist.spec.interpolation import NAME, NAME_EXPECTED, StageRef, StateRef
 from pipedist.spec.model import ENGINE_ADDRESS_EXPECTED, ENGINE_ADDRESS_PATTERN, LAUNCHERS_OF, fits_engine
+from pipedist.spec.outputs import OUTPUT_ENDINGS, is_sink, split_template
 from pipedist.spec.scalars import describe, listing
-from pipedist.spec.stages import OPS, OUTPUT_ENDINGS
+from pipedist.spec.stages import OPS
 from pipedist.spec.training import (
     Links,
     TrainingStages,
@@ -37,7 +38,8 @@ _READS = {
     "update": ("reduce", "gather"),
 }
 _RESERVED_FILES = ("quarantine.jsonl",)
-_TABLES = (".csv", ".parquet")  # formats whose cells hold one number or text each
+_TABLES = (".csv", ".parquet", ".arrow", ".sqlite", ".duckdb", "files")  # formats with a row for each value
+_FIELDS = re.compile(r"\{[^{}]+\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,24 +323,52 @@ class Checks:
                 self._note_key(path, message, expected, allowed=valued, given=str(name))
             elif stage.verb == "run":
                 self._note_key(path, f"`{name}` is a run, which has no single value", expected)
-            if isinstance(written, str):
-                self._file(path, str(name), written, files)
+            if isinstance(written, str) or is_sink(written):
+                self._output(path, str(name), written, files)
+                continue
             for part, file in as_dict(written).items():
                 if not isinstance(part, str) or not all(part.split("/")):
                     message = f"{part!r} is not a path in the value of `{name}`"
                     self._note_key((*path, str(part)), message, "keys joined with `/`, as in `tables/left`")
-                elif isinstance(file, str):
-                    self._file((*path, part), str(name), file, files)
+                else:
+                    self._output((*path, part), str(name), file, files)
 
-    def _file(self, path: Path, name: str, written: str, files: dict[str, str]) -> None:
+    def _output(self, path: Path, name: str, written: object, files: dict[str, str]) -> None:
+        if isinstance(written, str):
+            self._file(path, name, written, files)
+        elif isinstance(written, dict) and is_sink(written):
+            ((kind, keys),) = written.items()
+            place = keys.get("path")
+            if not isinstance(place, str):
+                return  # a problem of its section
+            if posixpath.isabs(place) and kind != "parquet":
+                files[f"{name}.json"] = name
+                return
+            self._file((*path, kind, "path"), name, place, files, (f".{kind}",))
+
+    def _file(
+        self,
+        path: Path,
+        name: str,
+        written: str,
+        files: dict[str, str],
+        endings: tuple[str, ...] = OUTPUT_ENDINGS,
+    ) -> None:
         normal = posixpath.normpath(written)
         if posixpath.isabs(written) or ".." in written.split("/") or "\0" in written:
             self._note(path, f"{written!r} is outside the output folder", "a relative path without `..`")
             return
         base, ending = posixpath.splitext(posixpath.basename(normal))
-        if ending not in OUTPUT_ENDINGS or written.endswith("/"):
-            message, known = f"{written!r} does not end in a known format", OUTPUT_ENDINGS
-            self._note(path, message, listing(known), allowed=known, given=ending or base)
+        if "{" in written and endings is OUTPUT_ENDINGS:
+            if _FIELDS.search(written) is None or written.endswith("/"):
+                message = f"{written!r} has no name of a column in braces, or names no files"
+                self._note(path, message, "a path such as `thumbs/{key}.png`")
+                return
+            ending = "files"
+            normal = split_template(written)[0] or name
+        elif ending not in endings or (written.endswith("/") and ending != ".parquet"):
+            message = f"{written!r} does not end in {'a known format' if len(endings) > 1 else endings[0]}"
+            self._note(path, message, listing(endings), allowed=endings, given=ending or base)
             return
         if normal in _RESERVED_FILES or normal.startswith("."):
             self._note(path, f"{normal!r} is reserved: pipedist writes it itself", "another name")

@@ -7,7 +7,6 @@ raised at once.
 from __future__ import annotations
 
 import os
-import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
@@ -30,6 +29,7 @@ from pipedist.spec.model import (
     ClusterSection,
     fits_engine,
 )
+from pipedist.spec.outputs import OutputFile, output_of
 from pipedist.spec.scalars import describe, listing
 from pipedist.spec.stages import StageSpec
 from pipedist.spec.training import Links
@@ -43,9 +43,8 @@ KEY_FILE = "cluster.key"  # the default name of the file with a cluster's keys, 
 class Spec:
     """A spec without problems, interpolated, with all defaults filled in.
 
-    `folder` (for a dict: the current directory), `code` and the cluster's `key_file` are absolute. `outputs` are
-    normalised paths relative to the output folder, by STAGE, or by STAGE/PATH for a part of its value. `links` are
-    the dependencies of each stage.
+    `folder` (for a dict: the current directory), `code` and the cluster's `key_file` are absolute. `sinks` are
+    the files of values, by STAGE, or by STAGE/PATH for a part of a value. `links` are the dependencies of each stage.
     """
 
     __hash__ = None  # type: ignore[assignment]  # it has mappings
@@ -61,10 +60,15 @@ class Spec:
     checkpoint: CheckpointSection
     datasets: Mapping[str, DatasetSpec]
     stages: Mapping[str, StageSpec]
-    outputs: Mapping[str, str]
+    sinks: Mapping[str, OutputFile]
     params: Mapping[str, Tree]
     document: Document = field(repr=False, compare=False)
     links: Mapping[str, Links] = field(repr=False, compare=False)
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        """The normalised paths of the files of `sinks`, relative to the output folder."""
+        return {key: sink.path for key, sink in self.sinks.items()}
 
     def files_of(self, stage: str) -> dict[str, str]:
         """Return the output files of a stage, by path in its value; "" is the whole value."""
@@ -182,7 +186,7 @@ class Loader:
             checkpoint=section.checkpoint,
             datasets=MappingProxyType(section.datasets),
             stages=MappingProxyType(section.stages),
-            outputs=MappingProxyType(_flat(section.outputs)),
+            sinks=MappingProxyType(_flat(section.outputs)),
             params=MappingProxyType(values),
             document=self._document,
             links=checks.links,
@@ -255,13 +259,14 @@ class Loader:
         return os.path.normpath(os.path.join(self._folder, path))
 
 
-def _flat(outputs: Mapping[str, str | Mapping[str, str]]) -> dict[str, str]:
-    found: dict[str, str] = {}
+def _flat(outputs: Mapping[str, Any]) -> dict[str, OutputFile]:
+    """Return the files of outputs by STAGE, or STAGE/PATH for a part of a value."""
+    found: dict[str, OutputFile] = {}
     for name, written in outputs.items():
         parts = (
-            {name: written} if isinstance(written, str) else {f"{name}/{p}": f for p, f in written.items()}
+            {f"{name}/{part}": file for part, file in written.items()} if isinstance(written, dict) else None
         )
-        found |= {key: posixpath.normpath(file) for key, file in parts.items()}
+        found |= {key: output_of(key, file) for key, file in (parts or {name: written}).items()}
     return found
 
 

@@ -24,6 +24,7 @@ from pipedist.spec.fields import (
     message_error,
     satisfies,
 )
+from pipedist.spec.outputs import OUTPUT_EXPECTED, AnyOutput
 from pipedist.spec.scalars import as_text, listing
 from pipedist.spec.stages import AnyStage
 
@@ -70,7 +71,6 @@ def _is_run_name(value: str | None) -> bool:
 
 KEPT_MAX: Final = 1_000  # snapshots of states
 
-_OUTPUT = "a relative path, or a mapping of paths in the value to relative paths"
 
 QUARANTINE_MAX: Final = 10**12  # elements
 QUARANTINE_DEFAULT: Final = 1_000  # elements that `quarantine_max: auto` allows, or more in large datasets
@@ -300,12 +300,14 @@ class SpecSection(Section):
         examples=[{"total": {"reduce": "sum", "of": "dataset", "axis": 0}}],
     )
     outputs: Annotated[
-        dict[str, Annotated[str | Annotated[dict[str, str], Field(min_length=1)], Expected(_OUTPUT)]],
+        dict[str, Annotated[AnyOutput, Expected(OUTPUT_EXPECTED)]],
         ExpectedShape("a mapping of stage names to relative paths", mapping),
     ] = Field(
         default_factory=dict,
         description="The files to which finished values are written, in the output folder: the name of a "
-        "reduce, gather or update, and a path whose ending is the format. Or a mapping: paths in the value, such as "
-        "`hists` or `tables/left`, each with a file; other parts of the value are not written.",
+        "reduce, gather or update, and a path whose ending is the format; `NAME.parquet/` is a folder of files, and "
+        "`{COLUMN}` in a path stands for the values of a column, one file each. Or a kind with options, such as "
+        "`parquet`. Or a mapping: paths in the value, such as `hists` or `tables/left`, each with a file; other parts "
+        "of the value are not written.",
         examples=[{"total": "total.json", "features": {"hists": "hists.npy", "table": "table.parquet"}}],
     )

@@ -17,6 +17,7 @@ from pipedist.errors import UsageError
 from pipedist.spec.datasets import SOURCES, DatasetSpec
 from pipedist.spec.fields import Section, expected_phrase, keys_of, summary
 from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
+from pipedist.spec.outputs import SINK_SECTIONS
 from pipedist.spec.plugins import plugin_sources, section_of
 from pipedist.spec.stages import STAGES, CollectivesSpec, RateSpec, ResourcesSpec, RetrySpec
 
@@ -31,6 +32,7 @@ SECTIONS: Final[tuple[type[Section], ...]] = (
     ResourcesSpec,
     RateSpec,
     RetrySpec,
+    *SINK_SECTIONS.values(),
 )
 
 _PARAMETER = r"\$\{params\.[^{}\n]+\}"
@@ -185,6 +187,8 @@ def _interpolated(schema: dict[str, Any]) -> dict[str, Any]:
         return schema
     if schema == {"type": "string"}:
         return _ref_all("Text")
+    if {"type": "string"} in schema.get("oneOf", ()):  # a path, or a mapping of these
+        schema = {"anyOf": schema["oneOf"]}
     options = [_inner(option) for option in schema.get("anyOf", [schema])]
     types = {_type(option) for option in options}
     if _ref_all("Text") in options:

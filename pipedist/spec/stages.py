@@ -549,9 +549,6 @@ class UpdateSpec(Section):
     inputs: _Inputs = ()
 
 
-OUTPUT_ENDINGS: Final = (".json", ".npy", ".npz", ".csv", ".parquet", ".jsonl")
-"""The endings of output files; each is a format."""
-
 StageSpec = RunSpec | ReduceSpec | GatherSpec | UpdateSpec
 STAGES: Final[Mapping[str, type[Section]]] = {
     "run": RunSpec,

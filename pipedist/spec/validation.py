@@ -20,6 +20,7 @@ from pipedist.spec.diagnostics import Path, Problems, holds, nearest
 from pipedist.spec.fields import EXPECTED, MESSAGE, Section, expected_phrase, keys_of
 from pipedist.spec.hints import KEYS_ELSEWHERE, function_meant, misplaced, source_of_path, verb_elsewhere
 from pipedist.spec.model import SpecSection
+from pipedist.spec.outputs import SINK_SECTIONS, SinkSection
 from pipedist.spec.plugins import plugin_sources, section_of
 from pipedist.spec.scalars import as_yaml, describe, listing
 from pipedist.spec.stages import STAGES
@@ -323,6 +324,9 @@ def _section_at(tree: Mapping[str, Any], path: Path) -> type[Section]:
     elif path[:1] == ("stages",) and len(path) > 1:
         stage = tree["stages"][path[1]]
         model, rest = next(STAGES[verb] for verb in STAGES if verb in stage), path[2:]
+    elif path[:1] == ("outputs",) and len(path) > 2:
+        # the kind of an output is below its stage, or below a part of its value
+        model, rest = SinkSection, path[2:] if path[2] in SINK_SECTIONS else path[3:]
     for part in rest:
         field = keys_of(model).get(str(part))
         inner = None if field is None else section_in(field.annotation)

@@ -35,5 +35,5 @@ def test_another_path(path: str, word: str) -> None:
 
 def test_missing_pyarrow_is_a_problem_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    assert "pipedist[parquet]" in (missing_package("a.parquet") or "")
-    assert missing_package("a.json") is None
+    assert "pipedist[parquet]" in (missing_package("parquet") or "")
+    assert missing_package("json") is None
