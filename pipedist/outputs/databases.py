@@ -45,7 +45,7 @@ PROGRESS = "_pipedist_progress"
 _TYPES = {"b": "INTEGER", "i": "INTEGER", "u": "INTEGER", "f": "REAL", "U": "TEXT", "S": "BLOB", "M": "TEXT"}
 
 
-class Database(Protocol):
+class _Database(Protocol):
     """The part of DB-API connections that both databases have."""
 
     def execute(self, statement: str, parameters: Sequence[Any] = ..., /) -> Any: ...
@@ -66,7 +66,7 @@ class Table:
         run: the id of the run; rows of another run are discarded.
     """
 
-    def __init__(self, connection: Database, name: str, run: str, label: str) -> None:
+    def __init__(self, connection: _Database, name: str, run: str, label: str) -> None:
         self._connection = connection
         self._name = name
         self._run = run
