@@ -209,7 +209,7 @@ test-torch:  ## Run the tests that need torch (after make bench-torch).
 .PHONY: test-jax
 test-jax: $(INSTALLED)  ## Install jax for the CPU, and run the tests that need it (120 MiB).
 	$(PIP) --editable '.[jax]'
-	$(BIN)/python -m pytest -q -n 2 -m jax tests/values tests/jax
+	$(BIN)/python -m pytest -q -n 2 -m jax tests/values tests/jax tests/docs
 
 .PHONY: browser
 browser:  ## Install the browser that the tests of pages use (Debian, as root).

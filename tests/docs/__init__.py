@@ -26,6 +26,7 @@ A comment right before the block changes that:
 |---|---|
 | `<!-- exit: 2 -->` | the last command of the block exits with this code |
 | `<!-- invalid -->` | the spec has problems on purpose |
+| `<!-- slow block: REASON -->` | the block is left to `make test-slow` |
 | `<!-- not run: REASON -->` | the block is not used; `NOT_RUN_MAX` limits the number of these in all pages |
 
 A comment anywhere in a page holds for the page:

@@ -7,26 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import blocks, comments
+from tests.docs.blocks import Block, blocks, comments
 from tests.docs.running import ROOT, Page
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN_MAX = 20
 
-NOT_YET = {
-    "README.md",
-    "docs/benchmarks.md",
-    "docs/contributing/data-plane.md",
-    "docs/contributing/guarantees.md",
-    "docs/contributing/journal.md",
-    "docs/contributing/protocol.md",
-    "docs/how-to/jax.md",
-    "docs/security.md",
-}
+NOT_YET = {"docs/benchmarks.md"}
 """Pages that are older than these tests, and not rewritten."""
 
 
-def _parameter(page: Path) -> object:
+def _parameter(page: Path, whole: bool) -> object:
     marks = []
     found = comments(page)
     if "slow" in found:
@@ -34,18 +25,31 @@ def _parameter(page: Path) -> object:
     if "needs" in found:
         module, _, target = found["needs"].partition(", ")
         missing = importlib.util.find_spec(module) is None
+        marks += [pytest.mark.jax] * (module == "jax")
         marks.append(pytest.mark.skipif(missing, reason=f"needs {module}: {target}"))
-    return pytest.param(page, id=str(page.relative_to(ROOT)), marks=marks)
+    if whole:
+        marks.append(pytest.mark.slow)
+    return pytest.param(page, whole, id=f"{page.relative_to(ROOT)}{'-whole' * whole}", marks=marks)
+
+
+def _is_slow(block: Block) -> bool:
+    return "slow block" in block.comments
 
 
 RUN = [page for page in PAGES if str(page.relative_to(ROOT)) not in NOT_YET and any(blocks(page))]
 
 
-@pytest.mark.parametrize("page", [_parameter(page) for page in RUN])
-def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
+WITH_SLOW_BLOCKS = [page for page in RUN if any(map(_is_slow, blocks(page)))]
+
+
+@pytest.mark.parametrize(
+    ("page", "whole"),
+    [_parameter(page, False) for page in RUN] + [_parameter(page, True) for page in WITH_SLOW_BLOCKS],
+)
+def test_the_blocks_of_a_page_run(page: Path, whole: bool, tmp_path: Path) -> None:
     with Page(page, tmp_path, comments(page).get("files", "").split()) as used:
         for block in blocks(page):
-            if "not run" not in block.comments:
+            if "not run" not in block.comments and (whole or not _is_slow(block)):
                 used.use(block)
 
 
@@ -71,3 +75,7 @@ def test_every_picture_is_shown_and_small() -> None:
     there = {path.name: path.stat().st_size for path in (ROOT / "docs" / "pictures").iterdir()}
     assert {name for name in there if f"pictures/{name}" in texts} == set(there)
     assert max(there.values()) <= 200 * 1024
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
