@@ -34,6 +34,7 @@ GENERATED = {
     "reference/command-line.md": command_line.reference,
     **{f"reference/api/{name}.md": page for name, page in api.pages().items()},
 }
+OTHER_PAGES = "<!-- generated: how-to pages of no other group -->"
 TABLES = {"<!-- generated: scheduler -->": scheduler.tables}
 
 log = get_plugin_logger("pipedist")
@@ -63,6 +64,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    if OTHER_PAGES in markdown:
+        markdown = markdown.replace(OTHER_PAGES, _other_pages(markdown, page.file.src_uri, files))
     for marker, table in TABLES.items():
         if marker in markdown:
             markdown = markdown.replace(marker, table())
@@ -75,6 +78,22 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{match[1]}]({target}{match[3] or ''})"
 
     return LINK.sub(link, markdown)
+
+
+def _other_pages(markdown: str, index: str, files: Files) -> str:
+    """Return a list of the pages in the folder of an index that it does not mention."""
+    folder = posixpath.dirname(index)
+    lines = []
+    for file in files.documentation_pages():
+        name = posixpath.basename(file.src_uri)
+        if (
+            posixpath.dirname(file.src_uri) == folder
+            and file.src_uri != index
+            and f"({name})" not in markdown
+        ):
+            title = file.content_string.partition("\n")[0].removeprefix("# ")
+            lines.append(f"- [{title}]({name})")
+    return "\n".join(sorted(lines))
 
 
 def _outside(page: str, target: str) -> str | None:
