@@ -82,6 +82,13 @@ class SpecError(UsageError):
 
     Args:
         problems: all mistakes, in the order of their places.
+
+    Example:
+        try:
+            pipedist.run("spec.yaml")
+        except pipedist.SpecError as error:
+            for problem in error.problems:
+                print(problem)
     """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
@@ -100,6 +107,12 @@ class OutputError(PipedistError):
         message: the output, and the cause.
         result: the `pipedist.Result` of a run that is complete except for some of its files; None if
             the run did not complete.
+
+    Example:
+        try:
+            pipedist.run("spec.yaml")
+        except pipedist.OutputError as error:
+            total = error.result["total"]  # the other results are there
     """
 
     def __init__(self, message: str, *, result: object = None) -> None:
@@ -158,6 +171,12 @@ class CallError(PipedistError):
 
     Attributes:
         replay: the command that executes the call again, alone; or "".
+
+    Example:
+        try:
+            pipedist.run("spec.yaml")
+        except pipedist.CallError as error:
+            print(error.stage, error.step, error.replica, error.__cause__)
     """
 
     replay = ""

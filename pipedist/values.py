@@ -37,6 +37,10 @@ class PerReplica:
 
     Raises:
         ValueError: there are no components.
+
+    Example:
+        values = pipedist.PerReplica([np.zeros(2), np.ones(2)])
+        values[1], len(values)
     """
 
     __slots__ = ("_components",)
@@ -85,7 +89,12 @@ class PerReplica:
 
 
 class Mirrored(PerReplica):
-    """A PerReplica whose components are equal; its creator ensures that."""
+    """A PerReplica whose components are equal; its creator ensures that.
+
+    Example:
+        rates = pipedist.Mirrored([0.1, 0.1])
+        await strategy.run(step, args=(batch, rates))
+    """
 
     __slots__ = ()
 

@@ -172,6 +172,11 @@ class LocalCluster(Cluster):
     Raises:
         UsageError: a number is out of range; (on entering) there are too few GPUs for one worker, or the cluster
             is open already.
+
+    Example:
+        async with pipedist.LocalCluster(workers=4) as cluster:  # serves any number of runs
+            async with pipedist.open("spec.yaml", cluster=cluster) as run:
+                result = await run.results()
     """
 
     def __init__(

@@ -93,6 +93,11 @@ class RayCluster(EngineCluster):
     Raises:
         UsageError: Ray is not installed, or a number is out of range; (on entering) Ray can't be reached,
             it lacks the resources, or the cluster is open already.
+
+    Example:
+        async with pipedist.RayCluster(workers=8, address="auto") as cluster:
+            async with pipedist.open("spec.yaml", cluster=cluster) as run:
+                result = await run.results()
     """
 
     def __init__(
@@ -150,6 +155,11 @@ class DaskCluster(EngineCluster):
     Raises:
         UsageError: Dask is not installed, or a number is out of range; (on entering) Dask's scheduler can't
             be reached, it has no worker in time, or the cluster is open already.
+
+    Example:
+        async with pipedist.DaskCluster(address="tcp://10.0.0.1:8786") as cluster:
+            async with pipedist.open("spec.yaml", cluster=cluster) as run:
+                result = await run.results()
     """
 
     def __init__(

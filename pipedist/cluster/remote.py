@@ -44,6 +44,11 @@ class ConnectCluster(Cluster):
     Raises:
         UsageError: `key_file` is missing; (on entering) it can't be used, the endpoint can't be bound, or the
             cluster is open already.
+
+    Example:
+        async with pipedist.ConnectCluster(listen="tcp://10.0.0.1:5555", key_file="cluster.key") as cluster:
+            async with pipedist.open("spec.yaml", cluster=cluster) as run:
+                result = await run.results()
     """
 
     def __init__(

@@ -26,6 +26,10 @@ class ClusterSpec:
         TypeError: it is not a mapping, a job's tasks are neither a list nor a mapping, or an address is
             not a string.
         ValueError: a task index is not an int of at least 0.
+
+    Example:
+        spec = pipedist.ClusterSpec({"chief": ["a:5000"], "worker": ["b:5000", "c:5000"]})
+        spec.num_tasks("worker")  # 2
     """
 
     __slots__ = ("_jobs",)
@@ -163,6 +167,11 @@ class ClusterResolver(ABC):
     These are the semantics of tf.distribute.cluster_resolver.ClusterResolver.
 
     A subclass sets the attributes that it knows at construction; the others stay unknown.
+
+    Example:
+        class Fixed(pipedist.ClusterResolver):
+            def cluster_spec(self):
+                return pipedist.ClusterSpec({"worker": ["a:5000", "b:5000"]})
     """
 
     _task_type: str | None = None
@@ -271,6 +280,10 @@ class SimpleClusterResolver(ClusterResolver):
     Raises:
         TypeError: an argument has the wrong type.
         ResolverError: a number is negative.
+
+    Example:
+        spec = pipedist.ClusterSpec({"worker": ["a:5000", "b:5000"]})
+        resolver = pipedist.SimpleClusterResolver(spec, task_type="worker", task_id=0)
     """
 
     def __init__(
@@ -323,6 +336,10 @@ class UnionResolver(ClusterResolver):
     Raises:
         ValueError: there is no resolver.
         TypeError: one of them is not a resolver, or an argument has the wrong type.
+
+    Example:
+        resolver = pipedist.UnionResolver(first, second)
+        resolver.cluster_spec().as_dict()
     """
 
     def __init__(

@@ -103,6 +103,10 @@ class SlurmClusterResolver(ClusterResolver):
             node has too few GPUs for its tasks.
         ResolverError: a variable or an argument is malformed.
         TypeError: an argument has the wrong type.
+
+    Example:
+        async with pipedist.open_cluster(pipedist.SlurmClusterResolver()) as cluster:  # once per node, by srun
+            found = await cluster.everywhere(work)
     """
 
     _task_type: str
@@ -259,6 +263,10 @@ class TFConfigClusterResolver(ClusterResolver):
         ResolverError: TF_CONFIG is malformed, or its task is not in the cluster; the text names the key and
             the mistake. (tf.distribute fails on first use.)
         TypeError: an argument has the wrong type.
+
+    Example:
+        resolver = pipedist.TFConfigClusterResolver()  # reads the variable TF_CONFIG
+        resolver.task_type, resolver.task_id
     """
 
     def __init__(

@@ -39,6 +39,10 @@ class KubernetesClusterResolver(ClusterResolver):
     Raises:
         ImportError: `list_pods` is None, and the package `kubernetes` is not installed.
         TypeError: an argument has the wrong type.
+
+    Example:
+        resolver = pipedist.KubernetesClusterResolver({"worker": ["job-name=train"]})
+        resolver.cluster_spec()
     """
 
     def __init__(

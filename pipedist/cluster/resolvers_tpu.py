@@ -52,6 +52,9 @@ class TPUTopology:
 
     Raises:
         ValueError: a size is less than 1, or the chips cannot be divided among the hosts.
+
+    Example:
+        topology = pipedist.TPUTopology(mesh_shape=(2, 2, 1, 2))
     """
 
     mesh_shape: Coordinates
@@ -329,6 +332,10 @@ class TPUClusterResolver(ClusterResolver):
         ResolverError: a variable is malformed, or contradicts another one; the text names it.
         ResolverStateError: `tpu` is not "local", and no variable names hosts.
         TypeError: an argument has the wrong type.
+
+    Example:
+        resolver = pipedist.TPUClusterResolver()  # on a TPU VM
+        resolver.num_accelerators()
     """
 
     def __init__(

@@ -72,6 +72,10 @@ def open_cluster(
     Raises:
         UsageError: the resolver does not have the task of this program, a number is out of range, or there
             are no keys although other hosts can reach the address.
+
+    Example:
+        async with pipedist.open_cluster() as cluster:  # the same program on every host, with TF_CONFIG
+            found = await cluster.everywhere(work)
     """
     return TaskCluster(
         TFConfigClusterResolver() if resolver is None else resolver,
@@ -88,6 +92,10 @@ class TaskCluster(Cluster):
 
     The scheduling program uses it like any cluster. In the others it serves: leaving it waits until the
     scheduling program leaves its own. An exception, or a cancellation, leaves at once.
+
+    Example:
+        async with pipedist.open_cluster() as cluster:
+            print(cluster.task_type, cluster.task_id, await cluster.everywhere(work))
     """
 
     def __init__(

@@ -50,6 +50,10 @@ class CommunicationOptions:
     Raises:
         ValueError: `bytes_per_pack` is negative, `timeout_s` is not above 0, or the name is unknown.
         TypeError: `bytes_per_pack` is not an int, or `timeout_s` is not a number.
+
+    Example:
+        options = pipedist.CommunicationOptions(timeout_s=30)
+        total = ctx.all_reduce("sum", gradient, options)
     """
 
     bytes_per_pack: int = 0

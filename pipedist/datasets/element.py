@@ -29,6 +29,10 @@ class ArraySpec:
     Args:
         dtype: any NumPy dtype; text and bytes have no width here (`str`, `bytes`).
         shape: one entry per dimension, None if it differs between elements.
+
+    Example:
+        dataset = pipedist.Dataset.range(10).batch(4)
+        dataset.element_spec  # an ArraySpec: dtype int64, shape (None,)
     """
 
     __slots__ = ("dtype", "shape")

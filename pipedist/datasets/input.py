@@ -66,6 +66,10 @@ class InputOptions:
     Raises:
         ValueError: a value is out of range.
         TypeError: a value has the wrong type, or an option is unknown.
+
+    Example:
+        options = pipedist.InputOptions(replication_mode=pipedist.InputReplicationMode.PER_WORKER)
+        dataset = strategy.distribute_dataset(data, options)
     """
 
     per_replica_buffer_size: int = 1
@@ -97,6 +101,15 @@ class InputContext:
     Raises:
         ValueError: a number is out of range.
         TypeError: a number is not an int.
+
+    Example:
+        def dataset_of(context):
+            data = pipedist.Dataset.range(100)
+            mine = data.shard(context.num_input_pipelines, context.input_pipeline_id)
+            return mine.batch(context.get_per_replica_batch_size(8))
+
+
+        dataset = strategy.distribute_datasets_from_function(dataset_of)
     """
 
     num_input_pipelines: int = 1
@@ -149,6 +162,9 @@ class ValueContext:
     Args:
         replica_id_in_sync_group: the replica's number, 0 to num_replicas_in_sync - 1.
         num_replicas_in_sync: number of replicas.
+
+    Example:
+        values = strategy.distribute_values_from_function(lambda ctx: ctx.replica_id_in_sync_group)
     """
 
     replica_id_in_sync_group: int = 0

@@ -27,6 +27,11 @@ class Dataset(TfNames):
     return a transformed one.
 
         Dataset.range(8).map(lambda x: {"x": x, "y": x * 10}).batch(4)
+
+    Example:
+        data = pipedist.Dataset.from_tensor_slices({"x": x, "y": y}).batch(64)
+        async for batch in strategy.distribute_dataset(data):
+            losses = await strategy.run(step, args=(batch,))
     """
 
     __slots__ = ("_node", "_policy", "_spec")

@@ -43,7 +43,11 @@ _LANE_ELEMENTS = 8192  # limit of such a vector: it fits into the L1 cache
 
 
 class ReduceOp(enum.StrEnum):
-    """How components become one value (tf.distribute.ReduceOp, and three more)."""
+    """How components become one value (tf.distribute.ReduceOp, and three more).
+
+    Example:
+        total = await strategy.reduce(pipedist.ReduceOp.SUM, losses, axis=None)  # or "sum"
+    """
 
     SUM = "sum"
     MEAN = "mean"

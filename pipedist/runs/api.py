@@ -90,6 +90,12 @@ def open(
         SpecError: the document has mistakes; all of them are listed.
         PlanError: the spec can't be executed here (raised on entering).
         UsageError: the arguments contradict each other, or the output folder is in use (raised on entering).
+
+    Example:
+        async with pipedist.open("spec.yaml", workers=4) as run:
+            async for step in run.steps("scores"):
+                print(step.index, step["scores"])
+            result = await run.results()
     """
     reject_during_import("pipedist.open")
     spare = _head_start(spec) if cluster in (None, "local") else Spare()
@@ -141,6 +147,10 @@ def run(
     Args: as for `open`.
 
     Raises: as `open` and `Run.results`; UsageError in the event loop of the open `cluster`.
+
+    Example:
+        result = pipedist.run("spec.yaml", workers=4, params={"rate": 0.1})
+        result["total"], result.ledger.committed
     """
     reject_during_import("pipedist.run")
 

@@ -77,6 +77,10 @@ class Quarantined:
     Args:
         element: its index.
         cause: the exception, as `ClassName: text`.
+
+    Example:
+        answers = pipedist.map(ask, prompts, per_element=True, on_error="quarantine")
+        failed = [answer.element for answer in answers if isinstance(answer, pipedist.Quarantined)]
     """
 
     element: int
@@ -221,6 +225,10 @@ class AsyncResults:
     Args:
         job: the function and its data.
         ordered: whether results are iterated over in order.
+
+    Example:
+        async for batch in pipedist.amap(fn, data):
+            print(batch)
     """
 
     def __init__(self, job: _Job, *, ordered: bool) -> None:

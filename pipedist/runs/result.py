@@ -37,6 +37,10 @@ class Ledger:
         committed: processed by every stage that reads them.
         quarantined: set aside in any stage.
         lost: all others; 0 for a finished run.
+
+    Example:
+        ledger = pipedist.run("spec.yaml").ledger
+        assert ledger.elements == ledger.committed + ledger.quarantined + ledger.lost
     """
 
     elements: int = 0
@@ -91,6 +95,10 @@ class Progress:
         workers_ready: workers that have joined and are alive.
         elapsed_s: seconds since the first phase began.
         activity: the work on the results after the last call of the phase; before that, "".
+
+    Example:
+        if progress := run.progress():
+            print(sum(each.calls_done for each in progress.passes), "calls,", progress.workers_ready, "workers")
     """
 
     passes: tuple[StageCount, ...]
@@ -135,6 +143,11 @@ class Result(Mapping[str, Tree]):
         stored: references to the files of values that are too large for the document, by stage.
         pers: how often a stage has a value: run, epoch or step.
         tables: functions that return the columns of results by key, by stage.
+
+    Example:
+        result = pipedist.run("spec.yaml")
+        result["total"]  # a value, or the path of its file
+        result.ledger, result.timings, result.files
     """
 
     name: str

@@ -74,6 +74,10 @@ class Run(AsyncOnly):
     ended cancels it.
 
     Args: as for `open`; `spare` is a fork server that was started ahead of time for a new cluster.
+
+    Example:
+        async with pipedist.open("spec.yaml") as run:
+            result = await run.results()
     """
 
     def __init__(

@@ -33,6 +33,10 @@ class Step(Struct, frozen=True):
         index: the step's number, over all epochs.
         epoch: its epoch.
         values: the values of the streamed stages, by name.
+
+    Example:
+        async for step in run.steps("scores", "total"):
+            print(step.index, step["scores"][0], step["total"])
     """
 
     index: int
@@ -56,6 +60,10 @@ class Part(Struct, frozen=True):
         step: the step's number, over all epochs.
         replica: its replica id.
         value: the value that the function returned.
+
+    Example:
+        async for part in run.as_completed("scores"):
+            print(part.step, part.replica, part.value)
     """
 
     stage: str

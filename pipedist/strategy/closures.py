@@ -40,6 +40,10 @@ class RemoteValue:
 
     `await value`, or `await value.fetch()`, returns the result of the closure. A RemoteValue can also be an
     argument of a closure that is scheduled later, which then gets the result.
+
+    Example:
+        value = await coordinator.schedule(step, args=(1,))
+        print(await value.fetch())
     """
 
     __slots__ = ("_done", "_error", "_order", "_result", "label", "number")

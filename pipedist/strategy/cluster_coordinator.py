@@ -67,6 +67,12 @@ class ClusterCoordinator(AsyncOnly):
         TypeError: `strategy` is not a ParameterServerStrategy, or a number is not an int.
         ValueError: a number is out of range.
         UsageError: the strategy has another coordinator.
+
+    Example:
+        coordinator = pipedist.ClusterCoordinator(strategy)
+        values = [await coordinator.schedule(step, args=(number,)) for number in range(100)]
+        await coordinator.join()
+        first = await values[0].fetch()
     """
 
     def __init__(

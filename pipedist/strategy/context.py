@@ -76,14 +76,24 @@ def in_replica_function() -> bool:
 
 
 def has_strategy() -> bool:
-    """Return whether a strategy other than the default one is current."""
+    """Return whether a strategy other than the default one is current.
+
+    Example:
+        with strategy.scope():
+            assert pipedist.has_strategy()
+    """
     if get_replica_context() is not None:
         return not _default_runs.get()
     return _merging.get() is not None or _current.get() is not None
 
 
 def in_cross_replica_context() -> bool:
-    """Return whether the caller is in a scope or merge_call, not in a replica."""
+    """Return whether the caller is in a scope or merge_call, not in a replica.
+
+    Example:
+        with strategy.scope():
+            assert pipedist.in_cross_replica_context()  # False inside a replica function
+    """
     if get_replica_context() is not None:
         return False
     return _merging.get() is not None or _current.get() is not None

@@ -33,6 +33,10 @@ class DistributedDataset(AsyncIterableOnly):
     `async for step in dataset` gives the steps in order, each a tree whose leaves are `PerReplica`
     (the elements themselves if the strategy keeps values plain). Each iteration starts again.
     It can't be transformed: transform the Dataset before it is distributed.
+
+    Example:
+        async for batch in strategy.distribute_dataset(pipedist.Dataset.range(10).batch(4)):
+            print(strategy.local_results(batch))
     """
 
     __slots__ = ("__weakref__", "_buffer", "_identity", "_pipelines", "_replicas_per_pipeline")

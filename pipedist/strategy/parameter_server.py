@@ -214,6 +214,10 @@ class ParameterServerStrategy(Strategy):
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, or is out of range.
+
+    Example:
+        strategy = pipedist.ParameterServerStrategy(cluster, parameter_servers=2)
+        coordinator = pipedist.ClusterCoordinator(strategy)
     """
 
     _identity: ClassVar = True

@@ -74,6 +74,9 @@ class FixedShardsPartitioner(Partitioner):
     Raises:
         ValueError: `num_shards` is less than 1.
         TypeError: `num_shards` is not an int.
+
+    Example:
+        pipedist.FixedShardsPartitioner(num_shards=2)
     """
 
     num_shards: int
@@ -101,6 +104,9 @@ class MinSizePartitioner(Partitioner):
     Raises:
         ValueError: a number is less than 1.
         TypeError: a number is not an int.
+
+    Example:
+        pipedist.MinSizePartitioner(min_shard_bytes=256 << 10, max_shards=8)
     """
 
     min_shard_bytes: int = 256 << 10
@@ -133,6 +139,9 @@ class MaxSizePartitioner(Partitioner):
     Raises:
         ValueError: a number is less than 1.
         TypeError: a number is not an int.
+
+    Example:
+        pipedist.MaxSizePartitioner(max_shard_bytes=4 << 20)
     """
 
     max_shard_bytes: int

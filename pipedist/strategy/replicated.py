@@ -67,6 +67,13 @@ class Strategy(AsyncOnly, BaseStrategy):
         ValueError: `replicas` or `seed` is out of range, a device has another form, or the number of
             devices is not the number of replicas.
         TypeError: an argument has another type, or `cluster` is not a cluster.
+
+    Example:
+        async with pipedist.LocalCluster(workers=2) as cluster:
+            strategy = pipedist.Strategy(cluster, replicas=4)
+            async for x in strategy.distribute_dataset(pipedist.Dataset.range(10).batch(4)):
+                y = await strategy.run(lambda x: x * x, args=(x,))
+                total = await strategy.reduce("sum", y, axis=0)
     """
 
     _groups_steps: ClassVar = True  # whether `run_steps` may send several steps in one message

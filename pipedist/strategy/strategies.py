@@ -56,6 +56,9 @@ class CentralStorageStrategy(Strategy):
 
     Arguments: as for `Strategy`. An on_read variable has one copy too: it is aggregated when it is
     assigned.
+
+    Example:
+        strategy = pipedist.CentralStorageStrategy(cluster, replicas=2)
     """
 
     _variables_in_one_place: ClassVar = True
@@ -73,6 +76,10 @@ class MirroredStrategy(Strategy):
 
     Raises:
         ValueError, TypeError: as for `Strategy`; or the workers of the cluster may be on other hosts.
+
+    Example:
+        strategy = pipedist.MirroredStrategy(cluster, replicas=4)
+        doubled = await strategy.run(lambda x: 2 * x, args=(batch,))
     """
 
     @classmethod
@@ -111,6 +118,10 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     Raises:
         ValueError, TypeError: as for `Strategy`.
+
+    Example:
+        async with pipedist.open_cluster() as cluster:  # from TF_CONFIG
+            strategy = pipedist.MultiWorkerMirroredStrategy(cluster)
     """
 
     def __init__(
@@ -172,6 +183,10 @@ class OneDeviceStrategy(Strategy):
         cluster: an open cluster.
         device: the replica's device, `ctx.device` in its functions; None: the CPU.
         seed: as for `Strategy`.
+
+    Example:
+        strategy = pipedist.OneDeviceStrategy(cluster)
+        value = await strategy.run(step, args=(batch,))
     """
 
     _identity: ClassVar = True
@@ -203,6 +218,9 @@ def strategy_of(name: str, cluster: ClusterLike, **options: Any) -> Strategy:
     Raises:
         ValueError: the name is unknown, or the class raises it.
         TypeError: the class has no such option, or raises it.
+
+    Example:
+        strategy = pipedist.strategy_of("mirrored", cluster)
     """
     kind = NAMES.get(name)
     if kind is None:
@@ -280,7 +298,12 @@ set_default_strategy(DEFAULT)
 
 
 def get_strategy() -> BaseStrategy | ReplicaStrategy | MergeStrategy:
-    """Return the current strategy; outside of any scope, the default one."""
+    """Return the current strategy; outside of any scope, the default one.
+
+    Example:
+        with strategy.scope():
+            assert pipedist.get_strategy() is strategy
+    """
     context = get_replica_context()
     if context is not None and in_replica_function():
         return context.strategy

@@ -57,6 +57,10 @@ class TPUStrategy(Strategy):
         UsageError: jax is not installed, or the platform has no devices here.
         ValueError: an argument is out of range, or R is not a multiple of the number of workers.
         TypeError: an argument has another type.
+
+    Example:
+        strategy = pipedist.TPUStrategy(cluster, platform="cpu", replicas=8)
+        losses = await strategy.run(step, args=(batch,))
     """
 
     _groups_steps: ClassVar = False  # its workers have a loop of their own for that: `steps_per_run`

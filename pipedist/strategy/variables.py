@@ -78,6 +78,17 @@ class Variable(AnyVariable):
         ValueError: synchronization is none; mean of a dtype that is not floating; no initial value; an
             unknown name; or created inside a replica function.
         TypeError: the value is neither numeric nor bool.
+
+    Example:
+        with strategy.scope():
+            w = pipedist.Variable(np.zeros(3), name="w", aggregation="sum")
+
+
+        def step(x):
+            w.assign_add(x.sum(axis=0))  # the sum over the replicas is added, once
+
+
+        await strategy.run(step, args=(batch,))
     """
 
     pickles_identically: ClassVar = True

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib.util
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,3 +65,25 @@ def test_every_public_name_is_on_a_page() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert len(module.pages()) > 5  # it raises an error that names those that are missing
+
+
+def examples(name: str) -> str:
+    """Return the code of a docstring's example."""
+    text = inspect.getdoc(getattr(pipedist, name)) or ""
+    found = re.search(r"^Examples?:\n((?:    .*\n?|\n(?=    ))+)", text, re.MULTILINE)
+    return re.sub(r"^(>>> |\.\.\. )", "", textwrap.dedent(found[1]), flags=re.MULTILINE) if found else ""
+
+
+WITHOUT_EXAMPLE = {
+    "AutoShardPolicy", "ClosureCancelled", "CollectiveMismatchError", "CollectiveTimeoutError", "DeviceAssignment",
+    "FoldError", "InputReplicationMode", "JournalError", "OutOfRangeError", "PipedistError", "PlanError", "Problem",
+    "RunCancelled", "RunDrained", "UsageError", "WorkerDied", "WorkersLost",
+}  # fmt: skip
+"""Exceptions that need none, and enumerations that the example of their user shows."""
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_EXAMPLE])
+def test_every_public_name_has_an_example(name: str) -> None:
+    code = examples(name)
+    assert code, f"{name} needs an example"
+    compile(code, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)

@@ -222,6 +222,10 @@ class VariableTree:
 
     Args:
         variables: the variables in their dicts, lists and tuples; `tree[key]` is a part of them.
+
+    Example:
+        weights = pipedist.Variable({"w": np.zeros((3, 2)), "b": np.zeros(2)}, name="weights")
+        weights["w"].value(), weights.value()["b"]
     """
 
     variables: Tree
@@ -358,6 +362,9 @@ class ShardedVariable(Assignable):
     Args:
         name: of the variable.
         shards: at least one, in the order of their rows.
+
+    Example:
+        rows = embeddings[ids]  # reads the rows from the shards that have them
     """
 
     __slots__ = ("_shards", "_starts", "name")

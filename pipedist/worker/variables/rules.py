@@ -28,7 +28,11 @@ AssignMethod = Literal["assign", "assign_add", "assign_sub"]  # the methods that
 
 
 class VariableSynchronization(enum.StrEnum):
-    """The time of synchronization of copies (tf.VariableSynchronization)."""
+    """The time of synchronization of copies (tf.VariableSynchronization).
+
+    Example:
+        pipedist.Variable(0, synchronization=pipedist.VariableSynchronization.ON_READ, aggregation="sum")
+    """
 
     AUTO = "auto"
     """As ON_WRITE."""
@@ -46,7 +50,11 @@ class VariableSynchronization(enum.StrEnum):
 
 
 class VariableAggregation(enum.StrEnum):
-    """The aggregation of the replicas' values (tf.VariableAggregation)."""
+    """The aggregation of the replicas' values (tf.VariableAggregation).
+
+    Example:
+        pipedist.Variable(0.0, aggregation=pipedist.VariableAggregation.MEAN)  # or "mean"
+    """
 
     NONE = "none"
     """No aggregation: operations that need one raise ValueError."""
