@@ -30,11 +30,10 @@ HOME = "/home/me/project"
 SECONDS_MAX = 100
 UNUSED = {"text", "csv", "dockerfile", "bash", "html", "diff", "ini", "jsonl", "md"}
 _DIFFERS = (
-    (re.compile(r"^\w[\w-]*: .* elements/s, .*\n", re.MULTILINE), ""),  # progress of a run that takes a while
-    (
-        re.compile(r"^stages? +calls .*?(?=^phase |^\.\.\.$)", re.MULTILINE | re.DOTALL),
-        "TIMES\n",
-    ),  # the closing table
+    (re.compile(r"^[\w-]+: .* so far\b.*\n", re.MULTILINE), ""),  # progress of a run that takes a while
+    (re.compile(r"^pipedist: .* takes long, so it is executed on .*\n", re.MULTILINE), ""),
+    # the closing table
+    (re.compile(r"^stages? +calls .*?(?=^phase |^\.\.\.$)", re.MULTILINE | re.DOTALL), "TIMES\n"),
     (re.compile(r"\b\d[\d,.]* (?:ms|us|s)\b"), "TIME"),
     (re.compile(r"\brun [0-9a-f]{16}\b"), "run ID"),
     (re.compile(r"\bw\d+\b"), "w0"),
