@@ -5,7 +5,7 @@ decides what happens with a block:
 
 | fence | effect |
 |---|---|
-| any, with `title="functions.py"` | written to that file; with ` (continued)` in the title, added to it |
+| any, with `title="f.py"`, or after a line `` `f.py`: `` | written to that file; with ` (continued)`, added to it |
 | ```` ```python ```` | executed; the blocks of a page share their names, and `await` is allowed at the top |
 | ```` ```text title="Output" ```` | compared with what the Python block before it printed |
 | ```` ```yaml ```` | with the key `pipedist`: a valid spec; otherwise keys of a spec, with valid values |

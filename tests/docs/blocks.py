@@ -9,6 +9,7 @@ from pathlib import Path
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,})(?P<info>[^`\n]*)$")
 _TITLE = re.compile(r'title="([^"]*)"')
+_LINE_BEFORE = re.compile(r"^ *`([\w./-]+\.\w+)`:\s*\Z", re.MULTILINE)
 _COMMENT = re.compile(r"<!--\s*(?P<key>[a-z ]+?)(?::\s*(?P<value>.*?))?\s*-->", re.DOTALL)
 
 
@@ -43,7 +44,7 @@ def blocks(page: Path) -> Iterator[Block]:
             at += 1
         text = "".join(f"{line[indent:]}\n" for line in lines[begin:at])
         at += 1
-        title = _TITLE.search(info)
+        title = _TITLE.search(info) or _LINE_BEFORE.search("\n".join(lines[: begin - 1]))
         language = info.partition(" ")[0].strip("{}.")
         yield Block(begin + 1, language, title[1] if title else "", text, _before(lines[: begin - 1]))
 
