@@ -24,8 +24,8 @@ from pipedist.outputs.sink import Sink
 from pipedist.reduction.keyed.table import KeyedTable, join, ranges
 from pipedist.runs.folds import CombineFold, FoldCall, FoldOptions, Per
 
-MEMORY_BYTES_MAX = 64 * 2**20  # of tables that wait for their fold, in memory
-RANGE_BYTES_MAX = 16 * 2**20  # of the tables of a fold call; a larger fold is divided into ranges
+MEMORY_BYTES_MAX = 32 * 2**20  # of tables that wait for their fold, in memory
+RANGE_BYTES_MAX = 8 * 2**20  # of the tables of a fold call; a larger fold is divided into ranges
 RANGE_CALLS_MAX = 4  # fold calls of large folds at a time
 _ALIGNMENT_BYTES = 64
 
@@ -50,13 +50,17 @@ class KeyedFold(CombineFold):
         self._spilling = anyio.Lock()
 
     async def _put(self, level: int, group: list[Tree]) -> None:
+        await self._hold(group)
+        await super()._put(level, group)
+
+    async def _hold(self, group: list[Tree]) -> None:
+        """Count a group of tables that wait in memory; write all such to a file if they are too large."""
         self._held[id(group)] = group, sum(map(_size, group))
         if sum(size for _, size in self._held.values()) > MEMORY_BYTES_MAX:
             async with self._spilling:
                 groups = [held for held, _ in self._held.values()]
                 self._held.clear()
                 await anyio.to_thread.run_sync(self._spill, groups)
-        await super()._put(level, group)
 
     async def _fold(self, groups: list[list[Tree]]) -> list[Tree]:
         try:
@@ -66,6 +70,9 @@ class KeyedFold(CombineFold):
                 self._held.pop(id(group), None)
 
     async def _folded(self, groups: list[list[Tree]]) -> list[Tree]:
+        groups = [
+            list(group) for group in groups
+        ]  # tables in the given ones may be replaced by views of files
         tables = [part for group in groups for part in group if isinstance(part, KeyedTable) and part.rows]
         size = sum(table.nbytes for table in tables)
         if (
@@ -77,23 +84,39 @@ class KeyedFold(CombineFold):
         count = -(-size // RANGE_BYTES_MAX)
         bounds = await anyio.to_thread.run_sync(ranges, tables, count)
         cuts = {id(table): rows for table, rows in zip(tables, bounds, strict=True)}
-        pieces: list[KeyedTable | None] = [None] * count
+        pieces: list[list[Tree]] = [[] for _ in range(count)]
 
         def part(place: int) -> list[list[Tree]]:
-            parts = [[(each, cuts.get(id(each), [0] * (count + 1))) for each in group] for group in groups]
-            return [[each.cut(rows[place], rows[place + 1]) for each, rows in group] for group in parts]
+            return [
+                [each.cut(*cuts[id(each)][place : place + 2]) if each.rows else each for each in group]
+                for group in groups
+            ]
+
+        errors: dict[int, Exception] = {}
 
         async def merge(place: int) -> None:
-            async with self._range_room:
-                found = await anyio.to_thread.run_sync(part, place)
-                pieces[place] = await self._call(found)
+            try:
+                async with self._range_room:
+                    found = await anyio.to_thread.run_sync(part, place)
+                    pieces[place].append(await self._call(found))
+                    del found
+                    self._leave_pages()
+                await self._hold(pieces[place])
+            except Exception as error:  # raised below, by itself
+                errors[place] = error
+                tasks.cancel_scope.cancel()
 
-        async with anyio.create_task_group() as tasks:
-            for place in range(count):
-                tasks.start_soon(merge, place, name=f"range {place} of a fold of {self.name}")
-        whole = await anyio.to_thread.run_sync(join, [piece for piece in pieces if piece is not None])
-        self._leave_pages()
-        return [whole]
+        try:
+            async with anyio.create_task_group() as tasks:
+                for place in range(count):
+                    tasks.start_soon(merge, place, name=f"range {place} of a fold of {self.name}")
+            if errors:
+                raise errors[min(errors)]
+            return [await anyio.to_thread.run_sync(lambda: join([piece for (piece,) in pieces]))]
+        finally:
+            for piece in pieces:
+                self._held.pop(id(piece), None)
+            self._leave_pages()
 
     async def _scope_value(self) -> Tree:
         value = await super()._scope_value()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import mmap
 import pickle
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -315,6 +317,44 @@ def test_bits_do_not_depend_on_workers_deaths_ranges_or_files(
     assert bits(divided["by_key"]) == bits(plain["by_key"])
     assert divided["by_key"].value_columns["value"].base is not None  # a view of a file
     assert isinstance(divided["counts"], KeyedTable)
+
+
+def test_tables_may_move_to_a_file_while_they_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyed_fold, "RANGE_BYTES_MAX", 1000)
+    groups = [
+        [by_key_sum.of(np.arange(100 * place, 1000), np.full(1000 - 100 * place, 0.1))] for place in range(3)
+    ]
+    expected = bits(by_key_sum.merge_groups(groups))
+    whole: list[Any] = []
+
+    async def main() -> None:
+        async def call(ranges: Any) -> Any:
+            monkeypatch.setattr(keyed_fold, "MEMORY_BYTES_MAX", 0)
+            await fold._hold([by_key_sum.of(["other"], [1.0])])  # as if more tables arrived
+            assert any(isinstance(part.key_columns[0].base, mmap.mmap) for group in groups for part in group)
+            return by_key_sum.merge_groups(ranges)
+
+        fold = keyed_fold.KeyedFold("sums", "run", call, None, calls_max=1)
+        for group in groups:
+            await fold._hold(group)
+        whole.extend(await fold._fold(groups))
+
+    anyio.run(main)
+    assert bits(whole[0]) == expected
+
+
+def test_an_error_in_a_range_of_keys_is_raised_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyed_fold, "RANGE_BYTES_MAX", 1000)
+    groups = [[by_key_sum.of(np.arange(500), np.arange(500))] for _ in range(2)]
+
+    async def main() -> None:
+        async def call(_: Any) -> Any:
+            raise pipedist.FoldError("sums", "too much")
+
+        await keyed_fold.KeyedFold("sums", "run", call, None, calls_max=1)._fold(groups)
+
+    with pytest.raises(pipedist.FoldError, match="too much"):
+        anyio.run(main)
 
 
 def test_a_summary_shows_the_largest_counts_and_the_first_rows() -> None:

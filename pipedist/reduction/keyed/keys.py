@@ -328,15 +328,8 @@ def merge_columns(parts: Sequence[KeyColumn]) -> tuple[KeyColumn, Ints, int]:
         column of texts has a code for each row.
     """
     if isinstance(parts[0], TextColumn):
-        columns = [part for part in parts if isinstance(part, TextColumn)]
-        union, places = texts.union([part.texts for part in columns])
-        codes = np.concatenate(
-            [
-                place if part.codes is None else place[part.codes]
-                for part, place in zip(columns, places, strict=True)
-            ]
-        )
-        return TextColumn(union, codes.astype(np.int32)), codes, len(union)
+        union, found = _union(parts)
+        return TextColumn(union, found), found.astype(np.int64), len(union)
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     column = _concatenated(arrays)
     numbers = column.view(np.int64) if column.dtype.kind == "M" else column
@@ -346,6 +339,18 @@ def merge_columns(parts: Sequence[KeyColumn]) -> tuple[KeyColumn, Ints, int]:
         return column, (numbers - numbers.dtype.type(low)).astype(np.int64, copy=False), size
     distinct, codes = _rank_integers(numbers)
     return column, codes, len(distinct)
+
+
+def _union(parts: Sequence[KeyColumn]) -> tuple[Texts, NDArray[np.int32]]:
+    """Return the distinct texts of the parts of a column, and the place of each row's text among them."""
+    columns = [part for part in parts if isinstance(part, TextColumn)]
+    union, places = texts.union([part.texts for part in columns])
+    codes = np.empty(sum(map(len, columns)), np.int32)
+    end = 0
+    for column, place in zip(columns, places, strict=True):
+        start, end = end, end + len(column)
+        codes[start:end] = place if column.codes is None else place.astype(np.int32)[column.codes]
+    return union, codes
 
 
 def _concatenated(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -363,7 +368,8 @@ def joined(parts: Sequence[KeyColumn], *, is_sole: bool) -> KeyColumn:
         columns = [part.texts for part in parts if isinstance(part, TextColumn)]
         return TextColumn(texts.concatenate(columns), None)
     if isinstance(parts[0], TextColumn):
-        return merge_columns(parts)[0]
+        union, codes = _union(parts)
+        return TextColumn(union, codes)
     return _concatenated([part for part in parts if isinstance(part, np.ndarray)])
 
 
