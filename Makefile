@@ -176,6 +176,10 @@ bench-training: $(INSTALLED)  ## Measure a training with 1,000,000 parameters, b
 bench-test: $(INSTALLED)  ## Run every workload in tiny sizes, to check results only.
 	$(BIN)/python -m pytest -q benchmarks/tests
 
+.PHONY: bench-keyed
+bench-keyed: $(INSTALLED)  ## Count words and group by keys beside joblib, Dask, Polars, DuckDB (after make bench-peers).
+	$(BIN)/python -m benchmarks.keyed $(ARGS)
+
 .PHONY: bench-prediction
 bench-prediction: $(INSTALLED)  ## Compare predicted and real times of five specs, three times (4 minutes).
 	$(BIN)/python -m benchmarks.prediction $(ARGS)

@@ -121,7 +121,9 @@ def main() -> None:
         first = found[systems[0]][0]
         for system in systems:
             if not agree(first["answer"], found[system][0]["answer"]):
-                raise SystemExit(f"{title}: {systems[0]} {first['answer']}, {system} {found[system][0]['answer']}")
+                raise SystemExit(
+                    f"{title}: {systems[0]} {first['answer']}, {system} {found[system][0]['answer']}"
+                )
         cells = []
         ours = statistics.median(each["seconds"] for each in found[systems[0]])
         for system in systems:

@@ -70,9 +70,8 @@ class KeyedFold(CombineFold):
                 self._held.pop(id(group), None)
 
     async def _folded(self, groups: list[list[Tree]]) -> list[Tree]:
-        groups = [
-            list(group) for group in groups
-        ]  # tables in the given ones may be replaced by views of files
+        # Tables in the given groups may be replaced by views of files.
+        groups = [list(group) for group in groups]
         tables = [part for group in groups for part in group if isinstance(part, KeyedTable) and part.rows]
         size = sum(table.nbytes for table in tables)
         if (
