@@ -21,7 +21,7 @@ def test_pipedist_counts_and_groups_as_plain_python_does(
     keyed.write_text(text := tmp_path / "text.txt", 20_000)
     lines = text.read_text().splitlines()
     words = Counter(word for line in lines for word in line.split())
-    pairs = Counter(pair for line in lines for pair in zip(line.split(), line.split()[1:]))  # noqa: B905, RUF007
+    pairs = Counter(pair for line in lines for pair in zip(line.split(), line.split()[1:]))  # noqa: B905
     with Jobs(2) as found:
         assert found.words(str(text)) == (len(words), words.total(), max(words.values()))
         assert found.bigrams(str(text)) == (len(pairs), pairs.total(), max(pairs.values()))
