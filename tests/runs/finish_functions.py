@@ -73,3 +73,21 @@ def add(state: float, value: float) -> float:
 
 def above(old: float, new: float, limit: float) -> bool:
     return bool(new > limit)
+
+
+def fails_late(x: np.ndarray[Any, Any], folder: str, ctx: Any) -> np.ndarray[Any, Any]:
+    if ctx.step == 5 and not (Path(folder) / "fixed").exists():
+        raise ValueError("step 5")
+    return x + ctx.step
+
+
+def noted(values: np.ndarray[Any, Any], folder: str) -> np.ndarray[Any, Any]:
+    """Return a part of the values, and note the call in a file."""
+    with (Path(folder) / "finished").open("a") as file:
+        file.write("x")
+    return values[-2:]
+
+
+def above_four(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    found = x[x > 4]
+    return found if len(found) else np.array([])

@@ -106,6 +106,28 @@ outputs: {{rows: rows.json, sums: sums.json}}
         assert again(out, call).value == 66
 
 
+def test_a_resumed_run_finishes_each_value_once(tmp_path: Path) -> None:
+    stages: dict[str, Any] = {
+        "x": {"run": f"{F}:fails_late", "of": "dataset", "with": {"folder": str(tmp_path)}},
+        "sum": {"reduce": "sum", "of": "x", "axis": None, "per": "step"},
+    }
+    noted = {"gather": 0, "of": "x", "finish": f"{F}:noted", "with": {"folder": str(tmp_path)}}
+    stages |= {f"{per}s": {**noted, "per": per} for per in ("step", "epoch", "run")}
+    stages["written"] = {**noted, "per": "epoch"}
+    spec = {**document(**stages), "outputs": {"written": "w.npy", "steps": "s.jsonl"}}
+    with pytest.raises(pipedist.CallError, match="step 5"):
+        pipedist.run(spec, workers=1, output=tmp_path / "out")
+    (tmp_path / "fixed").touch()
+    result = pipedist.run(spec, workers=1, output=tmp_path / "out", resume=True)
+    assert result.resumed["x"]["steps"] == 5
+    assert len((tmp_path / "finished").read_text()) == 6 + 2 + 1 + 2, "6 steps, 2 epochs twice, the run"
+    whole = pipedist.run(spec, workers=1, output=tmp_path / "whole")
+    for name in ("epochs", "runs"):
+        assert np.array_equal(result[name], whole[name]), name
+    for name in ("w.npy", "s.jsonl"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 def test_a_finish_is_retried_and_outlives_its_worker(tmp_path: Path) -> None:
     finish = {"finish": f"{F}:once_dead", "with": {"folder": str(tmp_path)}, "retries": 1}
     result = pipedist.run(document(rows={"gather": 0, "of": "dataset", **finish}), workers=1)
@@ -130,6 +152,14 @@ def test_updates_get_finished_values_and_until_gets_arguments() -> None:
         },
     )
     assert pipedist.run(spec, workers=1)["state"] == 2 * (6 + 22)
+
+
+def test_a_value_without_rows_is_finished_too() -> None:
+    spec = document(
+        some={"run": f"{F}:above_four", "of": "dataset"},
+        total={"reduce": "sum", "of": "some", "axis": 0, "per": "step", "finish": f"{F}:doubled"},
+    )
+    assert [float(each) for each in pipedist.run(spec, workers=1)["total"]] == [0, 36, 76] * 2
 
 
 @pytest.mark.asyncio
