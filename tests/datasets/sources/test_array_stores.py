@@ -9,7 +9,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-import zarr
 
 from pipedist.datasets.element import described
 from pipedist.datasets.sources import Source, SourceError, is_visible, open_source
@@ -86,6 +85,8 @@ def test_damaged_hdf5_files_are_named(tmp_path: Path) -> None:
 
 
 def write_zarr(path: Path, **options: Any) -> Any:
+    import zarr  # takes long, and few workers of the suite run these tests
+
     group = zarr.open_group(path, mode="w", **options)
     array = group.create_array("images", shape=IMAGES.shape, chunks=(8, 4, 3), dtype="i2")
     array[:] = IMAGES

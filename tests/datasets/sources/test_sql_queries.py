@@ -6,7 +6,6 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-import duckdb
 import numpy as np
 import pytest
 
@@ -39,6 +38,8 @@ def test_rows_are_read_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     if engine == "sqlite":
         sqlite(tmp_path / "a.db")
     else:
+        import duckdb  # takes long, and few workers of the suite run this test
+
         with duckdb.connect(tmp_path / "a.db") as database:
             database.execute(f"CREATE TABLE t ({SCHEMA})")
             database.executemany("INSERT INTO t VALUES (?, ?, ?, ?, ?)", ROWS)
