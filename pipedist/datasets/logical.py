@@ -18,6 +18,7 @@ from pipedist.core.types import Tree
 from pipedist.datasets import nodes, transforms
 from pipedist.datasets.element import as_element
 from pipedist.datasets.input import AutoShardPolicy
+from pipedist.datasets.sources.base import SourceReader
 
 
 class Dataset(TfNames):
@@ -106,6 +107,22 @@ class Dataset(TfNames):
                 "iterator could be read only once"
             )
         return Dataset(nodes.GeneratorNode(generator, element_spec, batched))
+
+    @staticmethod
+    def from_source(reader: SourceReader) -> Dataset:
+        """Return the elements of a reader, which is also a source of specs.
+
+        Args:
+            reader: an object with `__len__()` and `read(ids)`; see `pipedist.SourceReader`. It is read in this process.
+
+        Raises:
+            TypeError: one of the methods is missing.
+        """
+        if not isinstance(reader, SourceReader):
+            raise TypeError(
+                f"from_source needs an object with `__len__` and `read`, got {reader!r} of type {type(reader).__name__}"
+            )
+        return Dataset(nodes.SourceNode(reader, len(reader)))
 
     @staticmethod
     def list_files(pattern: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Dataset:

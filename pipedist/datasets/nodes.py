@@ -27,7 +27,10 @@ from pipedist.datasets.element import (
     spec_of,
     stack,
 )
+from pipedist.datasets.sources.base import SourceReader
+from pipedist.datasets.sources.memory import leading_arrays
 
+_SOURCE_ROWS: Final = 64  # elements of a reader that are read together for an iteration
 INFINITE: Final = -1  # the cardinality of a dataset that never ends (tf.data.INFINITE_CARDINALITY)
 UNKNOWN: Final = -2  # the cardinality of a dataset of unknown length (tf.data.UNKNOWN_CARDINALITY)
 
@@ -126,6 +129,46 @@ class SlicesNode(Node):
         for start in range(0, self.length, size):
             stop = min(start + size, self.length)
             yield stop - start, trees.unflatten(treedef, [leaf[start:stop] for leaf in leaves])
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SourceNode(Node):
+    """The elements of a reader, in the order of their ids."""
+
+    reader: SourceReader
+    length: int
+
+    def _read(self, start: int, stop: int) -> Tree:
+        ids = np.arange(start, min(stop, self.length), dtype=np.int64)
+        arrays, rows = leading_arrays(
+            self.reader.read(ids), f"{type(self.reader).__name__}.read()", key="class"
+        )
+        if rows != len(ids):
+            raise ValueError(
+                f"{type(self.reader).__name__}.read() of {len(ids)} ids returned arrays of {rows} rows"
+            )
+        return read_only(arrays)
+
+    def __iter__(self) -> Iterator[Tree]:
+        for count, block in self.blocks(_SOURCE_ROWS):
+            leaves, treedef = trees.flatten(block)
+            for row in range(count):
+                yield trees.unflatten(treedef, [leaf[row] for leaf in leaves])
+
+    def cardinality(self) -> int:
+        return self.length
+
+    def spec(self) -> Tree:
+        declared = getattr(self.reader, "element_spec", None)
+        if declared is not None:
+            return declared
+        return trees.tree_map(lambda leaf: ArraySpec(leaf.dtype, leaf.shape[1:]), self._read(0, 1))
+
+    def blocks(self, size: int, *, whole: bool = False) -> Iterator[tuple[int, Tree]]:
+        for start in range(0, self.length, size):
+            count = min(size, self.length - start)
+            if count == size or not whole:
+                yield count, self._read(start, start + size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -14,6 +14,7 @@ import pytest
 import pipedist
 from pipedist.core.functions import reference
 from pipedist.core.types import FunctionRef
+from pipedist.datasets.sharding import auto_shard
 from pipedist.datasets.sources import Source, SourceError, is_visible, open_source
 from pipedist.datasets.sources.paths import hindrance
 from pipedist.errors import PlanError
@@ -193,6 +194,20 @@ def test_built_in_sources_follow_the_protocol(tmp_path: Path) -> None:
             return ByIds(open_source(kind, config, folder=tmp_path))
 
         check_source(make(), make=make)
+
+
+def test_a_reader_is_a_dataset_of_the_strategy_api() -> None:
+    dataset = pipedist.Dataset.from_source(Squares(70))
+    assert dataset.cardinality() == 70
+    assert dataset.element_spec == {"number": pipedist.ArraySpec("i8"), "square": pipedist.ArraySpec("f8")}
+    assert [int(element["number"]) for element in dataset] == list(range(70))
+    parts = [list(auto_shard(dataset.batch(20), 2, index, "DATA")) for index in range(2)]
+    assert [batch["number"].tolist() for batch in parts[1]] == [[*range(20, 40)], [*range(60, 70)]]
+    assert sorted(n for part in parts for batch in part for n in batch["number"].tolist()) == list(range(70))
+    with pytest.raises(
+        TypeError, match="from_source needs an object with `__len__` and `read`, got 3 of type int"
+    ):
+        pipedist.Dataset.from_source(3)  # type: ignore[arg-type]
 
 
 def broken(read: Callable[[Any, Any], Any], **members: Any) -> Any:
