@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from pipedist.errors import UsageError as UsageError
     from pipedist.errors import WorkerDied as WorkerDied
     from pipedist.errors import WorkersLost as WorkersLost
+    from pipedist.outputs.class_sink import SinkWriter as SinkWriter
     from pipedist.runs.api import open as open
     from pipedist.runs.api import run as run
     from pipedist.runs.mapping import AsyncResults as AsyncResults
@@ -121,6 +122,7 @@ _HOMES = {
     "pipedist.cluster.remote": "ConnectCluster",
     "pipedist.datasets.element": "ArraySpec",
     "pipedist.datasets.sources.base": "SourceReader",
+    "pipedist.outputs.class_sink": "SinkWriter",
     "pipedist.datasets.input": "AutoShardPolicy InputContext InputOptions InputReplicationMode ValueContext",
     "pipedist.datasets.logical": "Dataset",
     "pipedist.cluster.engine_clusters": "DaskCluster RayCluster",

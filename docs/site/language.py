@@ -14,7 +14,7 @@ from pipedist.spec.fields import COLUMN_TYPES, Section, expected_phrase, keys_of
 from pipedist.spec.interpolation import DEPTH_MAX
 from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
 from pipedist.spec.outputs import OUTPUT_ENDINGS, SINK_SECTIONS
-from pipedist.spec.plugins import plugin_sources, section_of
+from pipedist.spec.plugins import plugin_sinks, plugin_sources, section_of
 from pipedist.spec.scalars import as_yaml
 from pipedist.spec.stages import STAGES, RunSpec
 from pipedist.spec.validation import section_in
@@ -263,6 +263,13 @@ def reference() -> str:
     parts.append(_OUTPUTS)
     for kind, model in SINK_SECTIONS.items():
         parts += [f"### Output `{kind}`", summary(model), *_keys(model, "####", f"{kind}: ")]
+    for name, plugin in plugin_sinks().items():
+        model = section_of(plugin, "path")
+        parts += [
+            f"### Output `{name}` (of {plugin.package})",
+            summary(model),
+            *_keys(model, "####", f"{name}: "),
+        ]
     return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 

@@ -40,11 +40,12 @@ _SINKS: Final[Mapping[str, tuple[str, str, tuple[str, ...]]]] = {
     "sqlite": ("databases", "SqliteSink", ()),
     "duckdb": ("databases", "DuckdbSink", ("duckdb", "pyarrow")),
     "files": ("element_files", "FilesSink", ()),
+    "sink": ("class_sink", "ClassSink", ()),
 }
 """Module, class and packages of each kind of sink, except the one of .json."""
 
 SUFFIXES: Final = tuple(
-    sorted([".json", *(f".{kind}" for kind in _SINKS if kind not in ("parquet_parts", "files"))])
+    sorted([".json", *(f".{kind}" for kind in _SINKS if kind not in ("parquet_parts", "files", "sink"))])
 )
 
 _EXTRAS: Final = {"h5": "hdf5", "parquet_parts": "parquet"}

@@ -79,6 +79,7 @@ def compile_plan(spec: Spec, *, workers: int, verify: bool = False, supply: Supp
             *_check_waiting(plan),
             *_check_retries(spec),
             *_check_forms(spec),
+            *_check_ragged(spec),
         ]
         if problems:
             raise PlanError(problems)
@@ -232,6 +233,24 @@ def _check_forms(spec: Spec) -> Iterator[Problem]:
             yield spec.document.problem(place, message, expected=install)
 
 
+def _check_ragged(spec: Spec) -> Iterator[Problem]:
+    """Check that results of any number of rows are those of single elements, and not divided into elements again."""
+    for name, stage in spec.stages.items():
+        if not isinstance(stage, RunSpec):
+            continue
+        if stage.ragged and not stage.per:
+            place = ("stages", name, "ragged")
+            message = "`ragged` is about the results of single elements"
+            yield spec.document.problem(place, message, expected="`per: element` too, or no `ragged`")
+        before = spec.stages.get(stage.of)
+        if isinstance(before, RunSpec) and before.ragged == "rows" and (stage.per or stage.batch):
+            key = "per" if stage.per else "batch"
+            message = f"`{stage.of}` has any number of rows for each element, so `{key}` can't divide them"
+            yield spec.document.problem(
+                ("stages", name, key), message, expected=f"no `{key}`, or `ragged: lists`"
+            )
+
+
 def _check_outputs(spec: Spec, functions: Mapping[str, FunctionRef]) -> Iterator[Problem]:
     if spec.outputs:
         from pipedist import outputs  # most embedded runs write no files
@@ -241,6 +260,12 @@ def _check_outputs(spec: Spec, functions: Mapping[str, FunctionRef]) -> Iterator
         place = ("outputs", name, part) if part else ("outputs", name)
         if complaint := outputs.missing_package(sink.kind):
             yield spec.document.problem(place, complaint)
+        if sink.kind == "sink":
+            from pipedist.outputs.class_sink import class_problem  # rarely needed
+
+            cls, with_ = sink.options["class"], sink.options.get("with", {})
+            if complaint := class_problem(cls, with_, str(spec.code)):
+                yield spec.document.problem((*place, "sink", "class"), complaint)
         stage, ref = spec.stages[name], functions.get(name)
         is_whole = not part and isinstance(stage, ReduceSpec) and stage.finish is None
         if isinstance(stage, ReduceSpec) and ref is not None and is_whole:

@@ -56,6 +56,7 @@ class StageProgram(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     per_element: bool = (
         False  # it is called with each element of the call's value, and the results are batched
     )
+    ragged: Literal["lists", "rows"] | None = None  # with `per_element`: results may have any number of rows
     # Maximum calls of it at the same time, with elements or whole values, over all workers; 0: no limit
     concurrency: int = 0
     calls_per_s: float = 0.0  # maximum rate of calls, over all workers; 0: no limit

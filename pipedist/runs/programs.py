@@ -117,6 +117,7 @@ def pass_program(
                     timeout_s=stage.timeout_s,
                     gpus=stage.gpus,
                     per_element=stage.per is not None,
+                    ragged=stage.ragged,
                     concurrency=plan.calls_at_once(name) if stage.per else 0,
                     calls_per_s=stage.rate.calls / stage.rate.per_s if stage.rate else 0.0,
                     attempts=stage.retry.attempts if stage.retry else 1,

@@ -341,10 +341,11 @@ class Checks:
             place = keys.get("path")
             if not isinstance(place, str):
                 return  # a problem of its section
-            if posixpath.isabs(place) and kind != "parquet":
+            if posixpath.isabs(place) and kind in ("sqlite", "duckdb"):
                 files[f"{name}.json"] = name
                 return
-            self._file((*path, kind, "path"), name, place, files, (f".{kind}",))
+            endings = () if kind == "sink" else (f".{kind}",)
+            self._file((*path, kind, "path"), name, place, files, endings)
 
     def _file(
         self,
@@ -366,7 +367,7 @@ class Checks:
                 return
             ending = "files"
             normal = split_template(written)[0] or name
-        elif ending not in endings or (written.endswith("/") and ending != ".parquet"):
+        elif endings and (ending not in endings or (written.endswith("/") and ending != ".parquet")):
             message = f"{written!r} does not end in {'a known format' if len(endings) > 1 else endings[0]}"
             self._note(path, message, listing(endings), allowed=endings, given=ending or base)
             return

@@ -239,10 +239,14 @@ class Loader:
         for key, model in (("cluster", ClusterSection), ("checkpoint", CheckpointSection)):
             if key in tree:
                 tree[key] = validation.section(tree[key], model, key)
-        datasets, stages = tree.get("datasets"), tree.get("stages")
+        datasets, stages, outputs = tree.get("datasets"), tree.get("stages"), tree.get("outputs")
         if isinstance(datasets, dict):
             tree["datasets"] = {
                 name: validation.dataset(value, ("datasets", name)) for name, value in datasets.items()
+            }
+        if isinstance(outputs, dict):
+            tree["outputs"] = {
+                name: validation.output(value, ("outputs", name)) for name, value in outputs.items()
             }
         if isinstance(stages, dict):
             only = next(iter(datasets)) if isinstance(datasets, dict) and len(datasets) == 1 else None

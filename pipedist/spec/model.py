@@ -24,7 +24,7 @@ from pipedist.spec.fields import (
     message_error,
     satisfies,
 )
-from pipedist.spec.outputs import OUTPUT_EXPECTED, AnyOutput
+from pipedist.spec.outputs import AnyOutput
 from pipedist.spec.scalars import as_text, listing
 from pipedist.spec.stages import AnyStage
 
@@ -300,7 +300,7 @@ class SpecSection(Section):
         examples=[{"total": {"reduce": "sum", "of": "dataset", "axis": 0}}],
     )
     outputs: Annotated[
-        dict[str, Annotated[AnyOutput, Expected(OUTPUT_EXPECTED)]],
+        dict[str, AnyOutput],
         ExpectedShape("a mapping of stage names to relative paths", mapping),
     ] = Field(
         default_factory=dict,

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Discriminator, Field, Tag
 
-from pipedist.spec.fields import Expected, Section
+from pipedist.spec.fields import Arguments, Expected, ExpectedShape, Function, Section, filled_mapping
 
 OUTPUT_ENDINGS: Final = (
     ".json",
@@ -88,18 +88,40 @@ class DuckdbOutput(SqliteOutput):
     """A table of a DuckDB database."""
 
 
+class ClassOutput(Section):
+    """A file or folder that a class writes: of your own, or of another package.
+
+    It is made in the driver as `Class(path, **with)`. `append(columns)` gets the next rows, arrays [rows, ...] by
+    name, and `close()` completes the file (`pipedist.SinkWriter`). A class that a package registers in the group
+    `pipedist.sinks` of its entry points has a key of its own: `dicom: {path: scans, level: 3}`.
+    """
+
+    path: Annotated[str, Expected("a relative path")] = _path(
+        "The file or folder, below the output folder.", "scans.dicom"
+    )
+    class_: Function = Field(alias="class", description="The class.", examples=["writers:Scans"])
+    with_: Arguments = Field(
+        default_factory=dict,
+        alias="with",
+        description="The keyword arguments of the class beside the path: any tree of values.",
+        examples=[{"level": 3}],
+    )
+
+
 class SinkSection(Section):
     """An output with options: exactly one kind."""
 
     parquet: ParquetOutput | None = None
     sqlite: SqliteOutput | None = None
     duckdb: DuckdbOutput | None = None
+    sink: ClassOutput | None = None
 
 
 SINK_SECTIONS: Final[Mapping[str, type[Section]]] = {
     "parquet": ParquetOutput,
     "sqlite": SqliteOutput,
     "duckdb": DuckdbOutput,
+    "sink": ClassOutput,
 }
 
 
@@ -120,21 +142,19 @@ def _form(value: object) -> str:
 
 OUTPUT_EXPECTED: Final = "a relative path, a kind with options, or a mapping of paths in the value to these"
 
+_Path = Annotated[Annotated[str, Expected("a relative path, or a kind with options")], Tag("output:path")]
+_Sink = Annotated[SinkSection, Tag("output:sink")]
+_Parts = dict[str, Annotated[_Path | _Sink, Discriminator(_form)]]
+
+
+def _path_or_mapping(value: object) -> object:
+    """Return a text, or a mapping that is not empty; raise ValueError for anything else."""
+    return value if isinstance(value, str | SinkSection) else filled_mapping(value)
+
+
 AnyOutput = Annotated[
-    Annotated[str, Tag("output:path")]
-    | Annotated[SinkSection, Tag("output:sink")]
-    | Annotated[
-        dict[
-            str,
-            Annotated[
-                Annotated[str, Tag("output:path")] | Annotated[SinkSection, Tag("output:sink")],
-                Discriminator(_form),
-            ],
-        ],
-        Field(min_length=1),
-        Tag("output:parts"),
-    ],
-    Discriminator(_form),
+    Annotated[_Path | _Sink | Annotated[_Parts, Tag("output:parts")], Discriminator(_form)],
+    ExpectedShape(OUTPUT_EXPECTED, _path_or_mapping),
 ]
 """An output, or the outputs of parts of a value."""
 
@@ -144,7 +164,7 @@ class OutputFile:
     """A file or folder to which a value is written.
 
     Args:
-        kind: the format: that of the ending, "parquet_parts" or "files".
+        kind: the format: that of the ending, "parquet_parts", "files", or "sink" for a class.
         path: normalised, relative to the output folder.
         options: for its sink.
     """
@@ -158,7 +178,7 @@ class OutputFile:
         """Kind and options as JSON, "" if the path alone says them."""
         if not self.options and self.kind == posixpath.splitext(self.path)[1][1:]:
             return ""
-        return json.dumps([self.kind, dict(self.options)], sort_keys=True)
+        return json.dumps([self.kind, dict(self.options)], sort_keys=True, default=repr)
 
 
 def output_of(name: str, written: str | SinkSection) -> OutputFile:
@@ -166,7 +186,7 @@ def output_of(name: str, written: str | SinkSection) -> OutputFile:
     if isinstance(written, SinkSection):
         kind = next(iter(written.model_fields_set))
         section = getattr(written, kind)
-        keys = {key: getattr(section, key) for key in section.model_fields_set}
+        keys = {key.removesuffix("_"): getattr(section, key) for key in section.model_fields_set}
         path = keys.pop("path")
         options = {key: value for key, value in keys.items() if value is not None}
         if kind == "parquet":

@@ -14,9 +14,10 @@ from typing import Annotated, Any, Final, Union, get_args, get_origin
 from pydantic import Field, PydanticUserError, TypeAdapter, create_model
 from pydantic_core import PydanticUndefined
 
-from pipedist.core.plugins import SOURCES, Plugin, arguments_of, registered, summary_of
+from pipedist.core.plugins import SINKS, SOURCES, Plugin, arguments_of, registered, summary_of
 from pipedist.spec.datasets import DatasetSpec
 from pipedist.spec.fields import Expected, Section
+from pipedist.spec.outputs import SINK_SECTIONS
 
 _PHRASES: Final = {
     str: "a text",
@@ -34,12 +35,23 @@ def plugin_sources() -> dict[str, Plugin]:
     return {name: each for name, each in registered(SOURCES).items() if name not in DatasetSpec.model_fields}
 
 
+def plugin_sinks() -> dict[str, Plugin]:
+    """Return the sinks of other packages by their keys; built-in keys can't be replaced."""
+    return {name: each for name, each in registered(SINKS).items() if name not in SINK_SECTIONS}
+
+
 @cache
-def section_of(plugin: Plugin) -> type[Section]:
-    """Return the model of the keys of a plugin; raise UsageError if its class can't be imported."""
+def section_of(plugin: Plugin, without: str = "") -> type[Section]:
+    """Return the model of the keys of a plugin; raise UsageError if its class can't be imported.
+
+    Args:
+        without: an argument that is not among the keys.
+    """
     cls = plugin.load()
     fields: dict[str, Any] = {}
     for name, argument in arguments_of(cls).items():
+        if name == without:
+            continue
         required = argument.default is inspect.Parameter.empty
         field = Field(
             default=PydanticUndefined if required else argument.default,

@@ -18,7 +18,7 @@ from pipedist.spec.datasets import SOURCES, DatasetSpec
 from pipedist.spec.fields import Section, expected_phrase, keys_of, summary
 from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
 from pipedist.spec.outputs import SINK_SECTIONS
-from pipedist.spec.plugins import plugin_sources, section_of
+from pipedist.spec.plugins import plugin_sinks, plugin_sources, section_of
 from pipedist.spec.stages import STAGES, CollectivesSpec, RateSpec, ResourcesSpec, RetrySpec
 
 SECTIONS: Final[tuple[type[Section], ...]] = (
@@ -110,6 +110,9 @@ class _Generator(GenerateJsonSchema):
                 _complete(definitions[model.__name__], model)
         root = definitions.pop("SpecSection")
         definitions["RunSpec"]["required"].remove("of")  # a spec with one dataset needs none
+        sinks = {name: self._plugin(each, is_sink=True) for name, each in plugin_sinks().items()}
+        definitions["SinkSection"]["properties"] |= sinks
+        definitions["SinkSection"] |= {"minProperties": 1, "maxProperties": 1}
         plugins = {name: self._plugin(each) for name, each in plugin_sources().items()}
         definitions["DatasetSpec"]["properties"] |= plugins
         names = [name for name in (*SOURCES, *plugins) if name != "arrays"]
@@ -123,6 +126,7 @@ class _Generator(GenerateJsonSchema):
             ("UpdateSpec", "Argument"),
             ("FunctionSource", "Value"),
             ("ClassSource", "Value"),
+            ("ClassOutput", "Value"),
         ):
             _options(definitions[owner]["properties"]["with"])[0]["additionalProperties"] = _ref(name)
         definitions["UpdateSpec"]["properties"]["init"].update(_ref_all("Value"))
@@ -137,10 +141,10 @@ class _Generator(GenerateJsonSchema):
         }
 
     @staticmethod
-    def _plugin(plugin: Plugin) -> dict[str, Any]:
-        """Return the schema of the keys of a source of another package, or why it can't be imported."""
+    def _plugin(plugin: Plugin, *, is_sink: bool = False) -> dict[str, Any]:
+        """Return the schema of the keys of a class of another package, or why it can't be imported."""
         try:
-            model = section_of(plugin)
+            model = section_of(plugin, "path" if is_sink else "")
         except UsageError as error:
             return {"description": str(error)}
         section = model.model_json_schema(
@@ -148,6 +152,9 @@ class _Generator(GenerateJsonSchema):
         )
         section.pop("$defs", None)
         _complete(section, model)
+        if is_sink:
+            section["properties"]["path"] = _ref_all("Text")
+            section["required"] = ["path", *section.get("required", [])]
         return section
 
 

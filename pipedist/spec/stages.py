@@ -342,6 +342,13 @@ class RunSpec(Section):
         "They must have the same keys, shapes and dtypes. `null`: with the whole input.",
         examples=["element"],
     )
+    ragged: Annotated[Literal["lists", "rows"] | None, Expected("lists, rows, or null")] = Field(
+        default=None,
+        description="With `per: element`: the results of elements may have different numbers of rows. `lists`: each "
+        "array or list of a result is a cell of an object array. `rows`: the rows of all elements follow each other, "
+        "with the number of their element in the column `element`. `null`: all results have one shape.",
+        examples=["rows"],
+    )
     concurrency: Annotated[
         Annotated[int, Field(ge=1, le=CONCURRENCY_MAX)] | None,
         Expected(f"an integer from 1 to {CONCURRENCY_MAX}, or null"),

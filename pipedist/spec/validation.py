@@ -20,8 +20,8 @@ from pipedist.spec.diagnostics import Path, Problems, holds, nearest
 from pipedist.spec.fields import EXPECTED, MESSAGE, Section, expected_phrase, keys_of
 from pipedist.spec.hints import KEYS_ELSEWHERE, function_meant, misplaced, source_of_path, verb_elsewhere
 from pipedist.spec.model import SpecSection
-from pipedist.spec.outputs import SINK_SECTIONS, SinkSection
-from pipedist.spec.plugins import plugin_sources, section_of
+from pipedist.spec.outputs import SINK_SECTIONS, SinkSection, is_sink
+from pipedist.spec.plugins import plugin_sinks, plugin_sources, section_of
 from pipedist.spec.scalars import as_yaml, describe, listing
 from pipedist.spec.stages import STAGES
 
@@ -89,6 +89,36 @@ class Validation:
         if found is not None and found in plugins:
             raw = self._with_class(raw, plugins[found], path)
         return self._respelled(raw, DatasetSpec, path, names=[*DATASET_KEYS, *sources])
+
+    def output(self, raw: object, path: Path) -> object:
+        """Return an output with a class in place of the key of another package, also below the parts of a value."""
+        if (
+            not isinstance(raw, dict)
+            or is_sink(raw)
+            or not any(isinstance(each, dict) for each in raw.values())
+        ):
+            return raw
+        try:
+            plugins = plugin_sinks()
+        except UsageError as error:
+            self._problems.add(path, str(error), at_key=True)
+            return raw
+        (name, given), *others = raw.items()
+        if others or name not in plugins or not isinstance(given, dict):
+            return {part: self.output(file, (*path, part)) for part, file in raw.items()}
+        at = (*path, name)
+        self._problems.document.moved |= {
+            (*path, "sink"): at,
+            (*path, "sink", "with"): at,
+            (*path, "sink", "path"): (*at, "path"),
+        }
+        own = {key: value for key, value in given.items() if key != "path"}
+        try:
+            own = self._arguments(own, section_of(plugins[name], "path"), at)
+        except UsageError as error:
+            self._problems.add(at, str(error), at_key=True)
+        place = {"path": given["path"]} if "path" in given else {}
+        return {"sink": {**place, "class": plugins[name].target, "with": own}}
 
     def _plugins(self, raw: Mapping[Any, object], path: Path) -> Mapping[str, Plugin]:
         """Return the sources of other packages, if a dataset may have one of them."""

@@ -29,7 +29,7 @@ from pipedist.core.types import Tree
 from pipedist.errors import RemoteError, RetryAfter
 from pipedist.protocol.messages import CULPRITS_MAX
 from pipedist.protocol.program import StageProgram
-from pipedist.worker import process_setup
+from pipedist.worker import process_setup, ragged_results
 from pipedist.worker.array_isolation import as_readonly, take_ownership
 from pipedist.worker.context import ReplicaContext, current
 from pipedist.worker.failures import CULPRIT_CHARS_MAX, culprit_text
@@ -214,14 +214,23 @@ class WaitingStage:
         rest = [at for at in range(size) if at not in over]
         failed = await each_element(rest, self.share, execute, on_failure, all_of_them=sets_aside)
         made = [] if culprits else [results[at] for at in range(size)]
+        form = self._stage.program.ragged
+        if form:
+            made = [ragged_results.as_arrays(result) for result in made]
         if not culprits:
-            failed = unlike(made, ids)
+            failed = unlike(made, ids, is_ragged=bool(form))
             culprits.update((at, culprit_text(error)) for at, error in failed)
         if culprits:
             if is_named and len(culprits) <= CULPRITS_MAX:
                 call.culprits = tuple(sorted(culprits.items()))
             raise failed[0][1] if failed else RemoteError(culprits[min(culprits)])
-        return batched(made)
+        if not made or not form:
+            return batched(made)
+        if form == "lists":
+            return ragged_results.lists_of(made)
+        if not is_named:
+            raise ValueError("`ragged: rows` needs an input whose elements have numbers")
+        return ragged_results.rows_of(made, ids)
 
     async def attempts(
         self, call: Call, value: Tree, context: Callable[[], ReplicaContext], element: tuple[int, ...] = ()
@@ -317,13 +326,15 @@ def element_at(value: Tree, index: int) -> Tree:
     return value[index] if isinstance(value, list) or np.ndim(value) else value
 
 
-def unlike(results: Sequence[Tree], ids: Sequence[int]) -> list[tuple[int, BaseException]]:
+def unlike(
+    results: Sequence[Tree], ids: Sequence[int], *, is_ragged: bool = False
+) -> list[tuple[int, BaseException]]:
     """Return the positions of the results that can't be in one batch with most others, and the errors."""
-    kinds = [_kind(result) for result in results]
+    kinds = [ragged_results.kind_of(result) if is_ragged else _kind(result) for result in results]
     found: list[tuple[int, BaseException]] = []
     for usual, _ in Counter(kinds).most_common(1):
         for at, kind in enumerate(kinds):
-            if kind != usual:
+            if kind != usual and not (is_ragged and ragged_results.fit(kind, usual)):
                 what = "dtype" if kind[:2] == usual[:2] else "structure or shape"
                 text = (
                     f"results of elements can't be batched: that of element {ids[at]} has another {what} than that "

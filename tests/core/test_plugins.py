@@ -27,12 +27,12 @@ class Slices:
     def __init__(self, path: str, level: int = 0, *, strict: NotThere = None, **_more: object) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
 
-def install(folder: Path, package: str, *entries: str) -> None:
-    """Install the metadata of a package with entry points in the group of sources."""
+def install(folder: Path, package: str, *entries: str, group: str = SOURCES) -> None:
+    """Install the metadata of a package with entry points in a group."""
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("\n".join([f"[{SOURCES}]", *entries, ""]))
+    (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *entries, ""]))
 
 
 @pytest.fixture
