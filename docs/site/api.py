@@ -30,7 +30,7 @@ PAGES = {
         "Datasets",
         "Elements, and their division into steps and shards.",
         "Dataset DistributedDataset ArraySpec InputContext InputOptions InputReplicationMode AutoShardPolicy "
-        "ValueContext SourceReader",
+        "ValueContext SourceReader SinkWriter",
     ),
     "strategy": (
         "Strategies",
