@@ -93,7 +93,7 @@ def _other_pages(markdown: str, index: str, files: Files) -> str:
         ):
             title = file.content_string.partition("\n")[0].removeprefix("# ")
             lines.append(f"- [{title}]({name})")
-    return "\n".join(sorted(lines))
+    return "\n".join(["**More**:", "", *sorted(lines)]) if lines else ""
 
 
 def _outside(page: str, target: str) -> str | None:
