@@ -115,7 +115,9 @@ def init(names: tuple[str, ...], pattern: str | None) -> None:
 @spec_argument
 @workers_option
 @cluster_option
-@click.option("-o", "--output", metavar="DIR", type=FOLDER, help="Folder of the outputs. Default: out/NAME.")
+@click.option(
+    "-o", "--output", metavar="DIR", type=FOLDER, help="Folder or URL of the outputs. Default: out/NAME."
+)
 @parameters_option
 @click.option(
     "--resume",

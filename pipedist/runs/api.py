@@ -68,7 +68,8 @@ def open(
         workers: number of worker processes of a new cluster; None: as the spec declares.
         params: values for the spec's `params`.
         sets: the same as texts, "NAME=VALUE", as on the command line.
-        output: folder for the outputs; None: `out/NAME`, if the spec has outputs.
+        output: folder for the outputs, or a URL of fsspec (`s3://bucket/run`), to which they are uploaded when they
+            are complete; None: `out/NAME`, if the spec has outputs.
         resume: continue the run in the folder that was interrupted, was killed, or failed; calls in its
             journal are not executed again. Streams begin with the first step that their subscriber may not
             have finished. If the run in the folder is finished, return its results and execute nothing.

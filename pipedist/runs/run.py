@@ -56,6 +56,7 @@ from pipedist.spec import Spec, load, with_cluster
 
 if TYPE_CHECKING:
     from pipedist.outputs import FinishedRun, RunFolder
+    from pipedist.outputs.remote_folder import RemoteFolder
     from pipedist.runs.diagnostics import Document
     from pipedist.runs.pass_journal import RunJournal
 
@@ -113,6 +114,8 @@ class Run(AsyncOnly):
         self._given_cluster = cluster
         self._workers = workers
         self._output = None if output is None else Path(output)
+        self._url = output if isinstance(output, str) and "://" in output else ""
+        self._remote: RemoteFolder | None = None  # the folder of `output` if that is a URL
         self._resume = resume
         self._restart = restart
         self._verify = verify
@@ -187,6 +190,9 @@ class Run(AsyncOnly):
             if cluster is None:
                 cluster = cluster_for(self.plan, force=self._force)
             self._open_folder()
+            if self._remote is not None and self._finished_run is not None:  # its upload may not be complete
+                finished = self._finished_run
+                await anyio.to_thread.run_sync(self._remote.upload, finished.run_id, list(finished.files))
             if self._finished_run is None:
                 await self._open_cluster(cluster)
             self._spare.end()  # if the cluster did not take it, it is not needed
@@ -223,6 +229,11 @@ class Run(AsyncOnly):
 
     def _open_folder(self) -> None:
         path = Path("out") / self._spec.name if self._output is None else self._output
+        if self._url:
+            from pipedist.outputs.remote_folder import RemoteFolder  # rarely needed
+
+            self._remote = RemoteFolder(self._url)
+            path = self._remote.staging
         if self._output is None and not (self._spec.outputs or self._resume or self._restart):
             return  # the run writes nothing
         from pipedist.outputs import FinishedRun, open_folder  # most embedded runs write no files
@@ -314,7 +325,12 @@ class Run(AsyncOnly):
     @property
     def notice(self) -> str:
         """A message about the output folder for the user, or ""."""
-        return self._journal_notice or ("" if self._folder is None else self._folder.notice)
+        notice = self._journal_notice or ("" if self._folder is None else self._folder.notice)
+        if self._remote is None:
+            return notice
+        folder = self._remote
+        where = f"the results go to {folder.url} when they are complete; the journal is in {folder.staging}"
+        return "\n".join(filter(None, [notice, where]))
 
     @property
     def resumable(self) -> bool:
@@ -663,7 +679,11 @@ class Run(AsyncOnly):
             },
         )
         if folder is not None:
-            await anyio.to_thread.run_sync(lambda: folder.finish(result.document, failed=bool(failed)))
+            written = await anyio.to_thread.run_sync(
+                lambda: folder.finish(result.document, failed=bool(failed))
+            )
+            if self._remote is not None and not failed:
+                await anyio.to_thread.run_sync(self._remote.upload, folder.run_id, list(written))
         if failed:
             raise OutputError("\n".join(map(str, failed.values())), result=result)
         return result
