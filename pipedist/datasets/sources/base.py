@@ -71,7 +71,7 @@ class SourceReader(Protocol):
     """The protocol of a reader class, which a spec names as its `source`.
 
     With `source: {class: "module:Reader", with: {...}}`, the constructor is called with the arguments `with`: once in
-    the driver, and once in each worker before its first read there. Then `read` is called by one thread at a time.
+    the driver, and once in each worker for each pass over the dataset. Then `read` is called by one thread at a time.
     A reader may also have:
 
     - `element_spec`: a tree of `pipedist.ArraySpec`, the structure of one element, without the axis of elements.
