@@ -13,7 +13,6 @@ built in; a class is imported when its key is used, or when the language is desc
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import re
 import typing
@@ -78,8 +77,10 @@ def registered(group: str) -> Mapping[str, Plugin]:
     Raises:
         UsageError: two packages register the same name, or a name can't be a key.
     """
+    from importlib.metadata import entry_points  # takes long, and most specs have no such keys
+
     found: dict[str, Plugin] = {}
-    for entry in importlib.metadata.entry_points(group=group):
+    for entry in entry_points(group=group):
         package = (
             f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
         )
