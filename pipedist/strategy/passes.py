@@ -56,6 +56,7 @@ class FunctionReferences:
 
     def __init__(self) -> None:
         self._cached: WeakKeyDictionary[FunctionType, _CachedReference] = WeakKeyDictionary()
+        self._named: dict[FunctionType, FunctionRef] = {}  # of functions that modules hold
 
     def of(self, fn: Callable[..., Any], captured: CapturedVariables) -> FunctionRef:
         """Return a reference to a function in its current state; `captured` receives its variables."""
@@ -64,7 +65,12 @@ class FunctionReferences:
             with captured.while_pickling():
                 return serialized(fn)
         if _has_name(fn):
-            return reference(fn)
+            named = self._named.get(fn)
+            if named is None or named.name != f"{fn.__module__}:{fn.__qualname__}":
+                if len(self._named) >= PASSES_MAX:
+                    self._named.clear()
+                named = self._named[fn] = reference(fn)
+            return named
         cached = self._cached.get(fn)
         tokens = _tokens(fn)
         if cached is not None and tokens is not None and _same(tokens, cached.tokens):

@@ -147,11 +147,12 @@ class Strategy(AsyncOnly, BaseStrategy):
         kwargs: Mapping[str, Any],
         reduction: Reduction | None,
     ) -> Tree:
-        if reduction is None or reduction.axis is None or self._identity or self._jax is not None:
-            return await super()._run_reduced(fn, args, kwargs, reduction)
         require_cross_replica("Strategy.compile")
         call = self._prepare(fn, args, kwargs)
-        return await self._run_quickly(replace(call, reduction=reduction))
+        if reduction is not None and not (reduction.axis is None or self._identity or self._jax is not None):
+            return await self._run_quickly(replace(call, reduction=reduction))
+        result = await self._run_quickly(call)
+        return result if reduction is None else await self.reduce(reduction.op, result, reduction.axis)
 
     async def _run_quickly(self, call: PreparedCall) -> Tree:
         """Run a step; if it uses no variables, with little of what `_execute` does."""

@@ -78,6 +78,7 @@ class Dealer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
         self._send_part = plain_send(socket)
+        self._readable = [(socket, _POLLIN)]
         socket.setsockopt(zmq.ROUTING_ID, identity)
         # Not IMMEDIATE=1: when the connection is lost, that drops messages that have arrived, and
         # aborts the process (libzmq 4.3.5, fq.cpp: !_more) if it happens between two frames of one.
@@ -141,7 +142,10 @@ class Dealer:
     def poll(self, timeout_s: float) -> bool:
         """Wait for a message (0 s: only look); return whether there is one."""
         if not self._is_readable:
-            self._is_readable = self._wait(_POLLIN, timeout_s)
+            if not timeout_s and self._failure is None:  # the next wait, or `send`, notices a loss
+                self._is_readable = bool(zmq.zmq_poll(self._readable, 0))
+            else:
+                self._is_readable = self._wait(_POLLIN, timeout_s)
         return self._is_readable
 
     def recv(self, timeout_s: float = 60.0) -> tuple[Message, list[memoryview]]:

@@ -21,7 +21,7 @@ from pipedist.protocol.limits import ELEMENTS_MAX
 _COPIED_BYTES = 512  # copying an array of this size takes less time than to decide whether it must be copied
 
 _NUMBERS = frozenset({int, float, bool})
-_IMMUTABLE = (int, float, str, bool, bytes, complex, type(None))
+_IMMUTABLE = frozenset({int, float, str, bool, bytes, complex, type(None)})
 _NATIVE = frozenset({np.ndarray, *_IMMUTABLE})
 
 
@@ -70,10 +70,10 @@ def take_ownership(box: list[Tree], objects_max: int = ELEMENTS_MAX) -> tuple[Tr
     """
     value = box.pop()
     kind = type(value)
+    if kind is np.ndarray and (bytes_ := value.nbytes) <= _COPIED_BYTES and value.dtype.kind != "O":
+        return value.copy(), bytes_  # in C order
     if kind in _IMMUTABLE:
         return value, len(value) + 16 if kind is str or kind is bytes else 16
-    if kind is np.ndarray and value.nbytes <= _COPIED_BYTES and value.dtype.kind != "O":
-        return np.array(value, order="C", copy=True), value.nbytes
     bare = kind is np.ndarray
     leaves, treedef = ([value], None) if bare else trees.flatten(value)  # the common case, cheaper
     del value

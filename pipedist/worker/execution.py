@@ -18,7 +18,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
 from operator import lt
-from time import monotonic
+from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,6 +55,8 @@ STORED_BYTES_PER_S = 4 * 2**20
 """The value of a call is stored if it has at most this many bytes per second of the call."""
 
 _PLAIN = (bool, int, float, complex, type(None))
+_VALUES = frozenset({*_PLAIN, np.ndarray, np.float64, np.float32, np.int64, dict, list, tuple, str})
+"""Frequent types of results, which are no awaitables: `hasattr` takes longer to find that out."""
 
 
 def _is_worth_storing(value: Tree, seconds: float) -> bool:
@@ -83,6 +85,17 @@ def _plain_bytes(value: Tree) -> int | None:
     if kind is str or kind is bytes:
         return len(value) + 16
     return 16 if kind in _PLAIN else None
+
+
+class Tally:
+    """The calls of a lease that returned: their outcomes until they are reported, and what they cost."""
+
+    __slots__ = ("bytes", "outcomes", "worked_until_ns")
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+        self.bytes = 0  # of the outcomes since the slice began
+        self.worked_until_ns = perf_counter_ns()  # when the last one had returned
 
 
 class PassExecutor:
@@ -239,7 +252,7 @@ class PassExecutor:
         call.in_user_code = True
         try:
             box = [stage.call(value, ctx, call.replica)]
-            if hasattr(type(box[0]), "__await__"):
+            if (kind := type(box[0])) not in _VALUES and hasattr(kind, "__await__"):
                 box[0] = wait(box[0])
         finally:
             if process_setup.is_copy:
@@ -300,43 +313,57 @@ class PassExecutor:
         numbers: range,
         begin: Callable[[int], None],
         wait: Callable[[Awaitable[Any]], Any],
-        finished: Callable[[Outcome, int], bool],
+        tally: Tally,
+        until_ns: int,
+        bytes_max: int,
     ) -> None:
-        """Execute calls one after the other, as `run` does, until `finished` returns true for the result of one.
+        """Execute calls one after the other, as `run` does, until a time, or until results of this size wait.
 
-        `call` is the running call, whose fields change.
+        `call` is the running call, whose fields change. Its shard is read with those of the next calls, and what is
+        the same for all of them is found once.
         """
         stage, sole, replicas, seed = self._stages[0], self._sole, self.program.replicas, self.program.seed
         assert sole is not None  # see `is_plain`
         name, device, fn, slot, objects_max = stage.name, stage.device, stage.fn, sole.slot, sole.objects_max
-        find, enter, leave = shards.find, current.set, current.reset
-        for number in numbers:
+        enter, leave, add, clock = current.set, current.reset, tally.outcomes.append, perf_counter_ns
+        mark = getattr(begin, "next", begin)
+        number = numbers.start
+        while number < numbers.stop:
             begin(number)
-            call.number = number
+            first = call.number = number
             call.step, call.replica = divmod(number, replicas)
             call.reading = True
-            value, elements, epoch = find(number)
+            block = shards.from_call(number)
             call.reading = False
-            ctx = ReplicaContext(call.replica, replicas, call.step, epoch, name, elements, seed, None, device)
-            token = enter(ctx)
-            call.in_user_code = True
-            try:
-                box = [fn(value)]
-                if hasattr(type(box[0]), "__await__"):
-                    box[0] = wait(box[0])
-            finally:
-                if process_setup.is_copy:
-                    process_setup.end_copy(name)
-                leave(token)
-            call.in_user_code = False
-            call.permanent = True
-            try:
-                value, size = take_ownership(box, objects_max)
-            except UnsendableError as error:
-                raise self._labelled(error, sole) from error
-            call.permanent = False
-            if finished({slot: value}, size):
-                return
+            for value, elements, epoch in block:
+                call.number = number
+                call.step, call.replica = step, replica = divmod(number, replicas)
+                if number != first:
+                    mark(number)
+                ctx = ReplicaContext(replica, replicas, step, epoch, name, elements, seed, None, device)
+                token = enter(ctx)
+                call.in_user_code = True
+                try:
+                    box = [fn(value)]
+                    if (kind := type(box[0])) not in _VALUES and hasattr(kind, "__await__"):
+                        box[0] = wait(box[0])
+                finally:
+                    if process_setup.is_copy:
+                        process_setup.end_copy(name)
+                    leave(token)
+                call.in_user_code = False
+                call.permanent = True
+                try:
+                    value, size = take_ownership(box, objects_max)
+                except UnsendableError as error:
+                    raise self._labelled(error, sole) from error
+                call.permanent = False
+                tally.bytes += size
+                tally.worked_until_ns = now_ns = clock()
+                add({slot: value})
+                number += 1
+                if now_ns >= until_ns or tally.bytes >= bytes_max:
+                    return
 
     def _values(
         self, call: Call, shard: Shard, empty: bool, wait: Callable[[Awaitable[Any]], Any]

@@ -183,11 +183,18 @@ class LeaseShards:
         index = call - self._block_lo
         if 0 <= index < len(self._block):
             return self._block[index]
+        return self.from_call(call)[0]
+
+    def from_call(self, call: int) -> list[Shard]:
+        """Return the shards of a call, and of those after it that are read with it."""
+        index = call - self._block_lo
+        if 0 <= index < len(self._block):
+            return self._block[index:]
         if self._by_number:
             self._block, self._block_lo = self._finder.block(call, self._hi), call
             if self._block:
-                return self._block[0]
-        return self._finder.find(self._shards, call - self._lo, call)
+                return self._block
+        return [self._finder.find(self._shards, call - self._lo, call)]
 
 
 def _row_bytes(value: Tree, rows: int) -> float | None:

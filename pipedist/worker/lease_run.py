@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipedist.core.types import Tree
 from pipedist.protocol.program import Shards
 from pipedist.worker import failures
-from pipedist.worker.execution import Outcome, PassExecutor, Result
+from pipedist.worker.execution import Outcome, PassExecutor, Result, Tally
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
 from pipedist.worker.progress import Stepped
@@ -140,10 +140,9 @@ class LeaseRun:
         self._hi = hi
         self._begin = begin
         self._next = lo  # the first call that has not begun
-        self._outcomes: list[Outcome] = []  # of calls that returned, from `_taken` on
+        self._tally = Tally()  # of calls that returned, from `_taken` on
         self._taken = lo  # the first call that has neither been taken nor raised
-        self._bytes = 0  # size of the outcomes since the slice began
-        self._worked_until_ns = self._reported_until_ns = time.perf_counter_ns()
+        self._reported_until_ns = self._tally.worked_until_ns
         self._overlaps: bool | None = None
         self._running: deque[tuple[Call, asyncio.Task[Result]]] = deque()  # overlapping calls, in order
         self._is_abandoned = False  # they were cancelled
@@ -197,11 +196,11 @@ class LeaseRun:
 
         Return the failure of the first call that is not among the outcomes, or None.
         """
-        self._bytes = 0
+        self._tally.bytes = 0
         if self._overlaps is None:
             self._begin(self._next)  # the import of a user's module may end the process
             self._overlaps = self.executor.overlaps(self.executor.call(self._next))
-        self._worked_until_ns = self._reported_until_ns = start = time.perf_counter_ns()
+        self._tally.worked_until_ns = self._reported_until_ns = start = time.perf_counter_ns()
         until_ns = start + int(slice_s * 1e9)
         if self._overlaps:
             failure: CallFailure | None = self._loop.run(self._overlapping(until_ns, slice_bytes))
@@ -210,13 +209,13 @@ class LeaseRun:
 
     def take(self) -> FinishedCalls:
         """Return the outcomes since the last `take`, in order."""
-        count = len(self._outcomes)
-        outcomes = self._outcomes[:count]
-        del self._outcomes[:count]
+        count = len(self._tally.outcomes)
+        outcomes = self._tally.outcomes[:count]
+        del self._tally.outcomes[:count]
         lo = self._taken
         self._taken += count
-        busy_ns = self._worked_until_ns - self._reported_until_ns
-        self._reported_until_ns = self._worked_until_ns
+        busy_ns = self._tally.worked_until_ns - self._reported_until_ns
+        self._reported_until_ns = self._tally.worked_until_ns
         return FinishedCalls(lo, outcomes, busy_ns)
 
     def skip(self) -> None:
@@ -240,24 +239,19 @@ class LeaseRun:
                 self._finished(self.executor.run(call, self._shards, self._wait))
             except BaseException as error:  # any exception of user code is a failure of its call
                 return self._failure(call, error)
-            if self._worked_until_ns >= until_ns or self._bytes >= slice_bytes:
+            if self._tally.worked_until_ns >= until_ns or self._tally.bytes >= slice_bytes:
                 break
         return None
 
     def _plain(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
         """Execute calls of a plain program, which most calls have: in one loop, which makes few Python calls."""
-        call, clock, outcomes = self.executor.call(self._next), time.perf_counter_ns, self._outcomes
-
-        def finished(outcome: Outcome, size: int) -> bool:
-            self._bytes += size
-            self._worked_until_ns = now_ns = clock()
-            outcomes.append(outcome)
-            return now_ns >= until_ns or self._bytes >= slice_bytes
-
+        call = self.executor.call(self._next)
         failure: CallFailure | None = None
         try:
             numbers = range(self._next, self._hi)
-            self.executor.run_plain(call, self._shards, numbers, self._begin, self._wait, finished)
+            self.executor.run_plain(
+                call, self._shards, numbers, self._begin, self._wait, self._tally, until_ns, slice_bytes
+            )
         except BaseException as error:  # any exception of user code is a failure of its call
             failure = self._failure(call, error)
         self._next = call.number + 1
@@ -268,9 +262,9 @@ class LeaseRun:
 
     def _finished(self, result: Result) -> None:
         outcome, size = result
-        self._bytes += size
-        self._worked_until_ns = time.perf_counter_ns()
-        self._outcomes.append(outcome)
+        self._tally.bytes += size
+        self._tally.worked_until_ns = time.perf_counter_ns()
+        self._tally.outcomes.append(outcome)
 
     async def _overlapping(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
         import asyncio  # loaded already: only async functions come here
@@ -295,7 +289,7 @@ class LeaseRun:
                 self._finished(task.result())
             except BaseException as error:
                 return self._failure(call, error)
-            if self._worked_until_ns >= until_ns or self._bytes >= slice_bytes:
+            if self._tally.worked_until_ns >= until_ns or self._tally.bytes >= slice_bytes:
                 return None
 
 

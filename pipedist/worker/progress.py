@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from pipedist.core.memory_order import fence_unless_tso
@@ -145,6 +146,26 @@ class StageClock:
         cells[_LIMIT] = timed.limit_ns
 
 
+class RunningCall:
+    """Records the running call of a lease: as a function of its number.
+
+    `next` records another call of the lease while it runs, and costs no Python call.
+    """
+
+    __slots__ = ("_cells", "_lease", "next")
+
+    def __init__(self, cells: memoryview, lease: int) -> None:
+        self._cells = cells
+        self._lease = lease
+        self.next: Callable[[int], None] = partial(cells.__setitem__, _CALL)
+
+    def __call__(self, call: int) -> None:
+        cells = self._cells
+        cells[_STAGE] = 1
+        cells[_CALL] = call
+        cells[_LEASE] = self._lease
+
+
 class CallProgress:
     """The running call of a worker, as int64 numbers in shared memory that only the worker writes.
 
@@ -172,14 +193,7 @@ class CallProgress:
 
     def of_lease(self, lease: int) -> Callable[[int], None]:
         """Return a function that records the running call of a lease."""
-        cells = self._cells
-
-        def begin(call: int) -> None:
-            cells[_STAGE] = 1
-            cells[_CALL] = call
-            cells[_LEASE] = lease
-
-        return begin
+        return RunningCall(self._cells, lease)
 
     def read(self) -> Running | None:
         cells = self._cells

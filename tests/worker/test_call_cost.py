@@ -46,7 +46,7 @@ def test_a_call_of_a_lease_costs_few_python_calls() -> None:
     finally:
         sys.setprofile(None)
     assert [int(value[0]) for (value,) in map(dict.values, outcomes)] == list(range(20, 2000, 2))
-    assert made < 9 * len(outcomes)
+    assert made < 7 * len(outcomes)
     executor.close()
     progress.close()
 
