@@ -8,6 +8,8 @@ import click
 
 from pipedist.cli.app import app
 
+BRACKET = "\\["  # no link
+
 
 def reference() -> str:
     """Return the reference as Markdown."""
@@ -46,11 +48,11 @@ def _rows(context: click.Context, command: click.Command) -> Iterator[str]:
         record = option.get_help_record(context)
         if record is not None and record[1] and "--help" not in record[0]:
             names, text = record
-            yield f"| {_cell(f'`{names}`')} | {_cell(text)} |"
+            yield f"| `{_cell(names)}` | {_cell(text).replace('[', BRACKET)} |"
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").replace("[", "\\[").split())
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def _text(text: str | None) -> str:

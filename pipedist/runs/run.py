@@ -350,7 +350,7 @@ class Run(AsyncOnly):
     def progress(self) -> Progress | None:
         """Return the run's progress, None before it begins.
 
-        It can be called at any time, and does not change the run. docs/how-to/seeing.md has an example.
+        It can be called at any time, and does not change the run. docs/how-to/asyncio-service.md has an example.
         """
         return None if self._execution is None else self._execution.progress()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,10 @@ def test_every_picture_is_shown_and_small() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    texts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "pipedist").rglob("*.py"))
+    named = set(re.findall(r"docs/[\w/-]+\.md", texts))
+    assert named
+    assert {name for name in named if not (ROOT / name).exists()} == set()
