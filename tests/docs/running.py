@@ -34,6 +34,7 @@ _DIFFERS = (
     (re.compile(r"^pipedist: .* takes long, so it is executed on .*\n", re.MULTILINE), ""),
     # the closing table
     (re.compile(r"^stages? +calls .*?(?=^phase |^\.\.\.$)", re.MULTILINE | re.DOTALL), "TIMES\n"),
+    (re.compile(r"\b\d{4}-\d\d-\d\dT[\d:.]+Z\b"), "TIME"),
     (re.compile(r"\b\d[\d,.]* (?:ms|us|s)\b"), "TIME"),
     (re.compile(r"\brun [0-9a-f]{16}\b"), "run ID"),
     (re.compile(r"\bw\d+\b"), "w0"),
