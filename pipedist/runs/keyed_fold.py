@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Sequence
-from typing import Any, Unpack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO, Any, Unpack
 from weakref import WeakSet
 
 import anyio
 import anyio.to_thread
 import numpy as np
+from numpy.typing import NDArray
 
 from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs.sink import Sink
 from pipedist.reduction.keyed.table import KeyedTable, join, ranges
+from pipedist.reduction.keyed.texts import in_memory
 from pipedist.runs.folds import CombineFold, FoldCall, FoldOptions, Per
 
 MEMORY_BYTES_MAX = 32 * 2**20  # of tables that wait for their fold, in memory
@@ -97,6 +100,7 @@ class KeyedFold(CombineFold):
             try:
                 async with self._range_room:
                     found = await anyio.to_thread.run_sync(part, place)
+                    self._leave_pages()
                     pieces[place].append(await self._call(found))
                     del found
                     self._leave_pages()
@@ -111,7 +115,8 @@ class KeyedFold(CombineFold):
                     tasks.start_soon(merge, place, name=f"range {place} of a fold of {self.name}")
             if errors:
                 raise errors[min(errors)]
-            return [await anyio.to_thread.run_sync(lambda: join([piece for (piece,) in pieces]))]
+            together = self._in_file if size > MEMORY_BYTES_MAX else in_memory
+            return [await anyio.to_thread.run_sync(lambda: join([piece for (piece,) in pieces], together))]
         finally:
             for piece in pieces:
                 self._held.pop(id(piece), None)
@@ -120,7 +125,7 @@ class KeyedFold(CombineFold):
     async def _scope_value(self) -> Tree:
         value = await super()._scope_value()
         self._held.clear()
-        if isinstance(value, KeyedTable) and value.nbytes > MEMORY_BYTES_MAX:
+        if _size(value) > MEMORY_BYTES_MAX:
             group: list[Tree] = [value]
             del value
             await anyio.to_thread.run_sync(self._spill, [group])
@@ -138,20 +143,12 @@ class KeyedFold(CombineFold):
         ]
         if not arrays:
             return
-        try:
-            with tempfile.TemporaryFile(prefix="pipedist-") as file:
-                offsets = []
-                for array in arrays:
-                    offsets.append(file.seek(-(-file.tell() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES))
-                    file.write(np.ascontiguousarray(array).view(np.uint8).data)
-                file.flush()
-                pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise OutputError(
-                f"can't store tables of stage {self.name} in {tempfile.gettempdir()} (TMPDIR): "
-                f"{error.strerror or error}"
-            ) from error
-        self._maps.add(pages)
+        with self._file() as file:
+            offsets = []
+            for array in arrays:
+                offsets.append(file.seek(-(-file.tell() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES))
+                file.write(np.ascontiguousarray(array).view(np.uint8).data)
+            pages = self._mapped(file)
         views = iter(
             np.ndarray(array.shape, array.dtype, pages, offset)
             for array, offset in zip(arrays, offsets, strict=True)
@@ -160,6 +157,38 @@ class KeyedFold(CombineFold):
             found = [next(views) if isinstance(leaf, np.ndarray) and leaf.nbytes else leaf for leaf in leaves]
             group[at] = trees.unflatten(treedef, found)
 
+    def _in_file(self, arrays: Iterable[NDArray[Any]]) -> NDArray[Any]:
+        """Concatenate arrays of one dtype in a temporary file without a name."""
+        rows, last = 0, np.empty(0)
+        with self._file() as file:
+            for last in arrays:
+                rows += len(last)
+                file.write(np.ascontiguousarray(last).reshape(-1).view(np.uint8).data)
+                self._leave_pages()
+            shape = (rows, *last.shape[1:])
+            return (
+                np.ndarray(shape, last.dtype, self._mapped(file))
+                if file.tell()
+                else np.empty(shape, last.dtype)
+            )
+
+    @contextmanager
+    def _file(self) -> Iterator[IO[bytes]]:
+        try:
+            with tempfile.TemporaryFile(prefix="pipedist-") as file:
+                yield file
+        except OSError as error:
+            raise OutputError(
+                f"can't store tables of stage {self.name} in {tempfile.gettempdir()} (TMPDIR): "
+                f"{error.strerror or error}"
+            ) from error
+
+    def _mapped(self, file: IO[bytes]) -> mmap.mmap:
+        file.flush()
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._maps.add(pages)
+        return pages
+
     def _leave_pages(self) -> None:
         """Give back the memory of pages that were read; they are read from the files again when they are needed."""
         for pages in self._maps:
@@ -167,4 +196,7 @@ class KeyedFold(CombineFold):
 
 
 def _size(part: Any) -> int:
-    return part.nbytes if isinstance(part, KeyedTable) else 0
+    """Return the bytes of a table in memory; 0 if it is in a file."""
+    if not isinstance(part, KeyedTable):
+        return 0
+    return sum(array.nbytes for array in part.arrays() if not isinstance(array.base, mmap.mmap))

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedist.reduction.keyed import texts
-from pipedist.reduction.keyed.texts import Ints, Texts
+from pipedist.reduction.keyed.texts import Concatenate, Ints, Texts, in_memory
 
 Key = str | int | np.datetime64 | datetime.date
 
@@ -328,7 +328,9 @@ def merge_columns(parts: Sequence[KeyColumn]) -> tuple[KeyColumn, Ints, int]:
         column of texts has a code for each row.
     """
     if isinstance(parts[0], TextColumn):
-        union, found = _union(parts)
+        columns = [part for part in parts if isinstance(part, TextColumn)]
+        union, places = texts.union([column.texts for column in columns])
+        found = np.concatenate(list(map(_placed, columns, places)))
         return TextColumn(union, found), found.astype(np.int64), len(union)
     arrays = [part for part in parts if isinstance(part, np.ndarray)]
     column = _concatenated(arrays)
@@ -341,36 +343,31 @@ def merge_columns(parts: Sequence[KeyColumn]) -> tuple[KeyColumn, Ints, int]:
     return column, codes, len(distinct)
 
 
-def _union(parts: Sequence[KeyColumn]) -> tuple[Texts, NDArray[np.int32]]:
-    """Return the distinct texts of the parts of a column, and the place of each row's text among them."""
-    columns = [part for part in parts if isinstance(part, TextColumn)]
-    union, places = texts.union([part.texts for part in columns])
-    codes = np.empty(sum(map(len, columns)), np.int32)
-    end = 0
-    for column, place in zip(columns, places, strict=True):
-        start, end = end, end + len(column)
-        codes[start:end] = place if column.codes is None else place.astype(np.int32)[column.codes]
-    return union, codes
+def _placed(column: TextColumn, places: Ints) -> NDArray[np.int32]:
+    """Return the places of a column's rows, given those of its texts."""
+    narrow = places.astype(np.int32)
+    return narrow if column.codes is None else narrow[column.codes]
 
 
-def _concatenated(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+def _concatenated(arrays: Sequence[NDArray[Any]], together: Concatenate = in_memory) -> NDArray[Any]:
     dtypes = {array.dtype for array in arrays}
     if dtypes == {np.dtype(np.int64), np.dtype(np.uint64)}:
         if any(array.dtype == np.int64 and array.min() < 0 for array in arrays):
             raise TypeError("some keys are negative, and others exceed int64: convert them to text")
-        arrays = [array.astype(np.uint64, copy=False) for array in arrays]
-    return np.concatenate(arrays)
+        arrays = [array.astype(np.uint64) for array in arrays]
+    dtype = np.result_type(*arrays)
+    return together(array.astype(dtype, copy=False) for array in arrays)
 
 
-def joined(parts: Sequence[KeyColumn], *, is_sole: bool) -> KeyColumn:
+def joined(parts: Sequence[KeyColumn], together: Concatenate, *, is_sole: bool) -> KeyColumn:
     """Concatenate the parts of a column whose keys are in order; `is_sole`: it is the only one of its table."""
-    if is_sole and isinstance(parts[0], TextColumn):
-        columns = [part.texts for part in parts if isinstance(part, TextColumn)]
-        return TextColumn(texts.concatenate(columns), None)
-    if isinstance(parts[0], TextColumn):
-        union, codes = _union(parts)
-        return TextColumn(union, codes)
-    return _concatenated([part for part in parts if isinstance(part, np.ndarray)])
+    columns = [part for part in parts if isinstance(part, TextColumn)]
+    if columns and is_sole:
+        return TextColumn(texts.concatenate([column.texts for column in columns], together), None)
+    if columns:
+        union, places = texts.union_in_turn([column.texts for column in columns])
+        return TextColumn(union, together(map(_placed, columns, places)))
+    return _concatenated([part for part in parts if isinstance(part, np.ndarray)], together)
 
 
 def values_of(column: KeyColumn, lo: int, hi: int) -> list[Any]:

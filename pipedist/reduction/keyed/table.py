@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from pipedist.reduction.keyed import keys
 from pipedist.reduction.keyed.keys import KeyColumn, TextColumn
-from pipedist.reduction.keyed.texts import Ints
+from pipedist.reduction.keyed.texts import Concatenate, Ints, in_memory
 from pipedist.reduction.keyed.values import (
     Columns,
     Runs,
@@ -357,7 +357,7 @@ def _merged_values(parts: Sequence[KeyedTable], runs: Runs) -> Columns:
     return of_runs(_EXTREMES.get(kind, np.add), columns, runs)
 
 
-def _together(parts: Sequence[Columns], *, is_sum: bool) -> Columns:
+def _together(parts: Sequence[Columns], together: Concatenate = in_memory, *, is_sum: bool) -> Columns:
     """Concatenate value columns, whose integers may have several widths."""
     if len({column["value"].dtype for column in parts if "value" in column}) > 1 or any(
         "high" in part for part in parts
@@ -369,7 +369,8 @@ def _together(parts: Sequence[Columns], *, is_sum: bool) -> Columns:
         shapes = sorted({array.shape[1:] for array in arrays})
         if len(shapes) > 1:
             raise ValueError(f"values by key of shapes {shapes[0]} and {shapes[1]} can't be combined")
-        found[name] = np.concatenate(arrays)
+        dtype = np.result_type(*arrays)
+        found[name] = together(array.astype(dtype, copy=False) for array in arrays)
     return found
 
 
@@ -437,17 +438,19 @@ def ranges(tables: Sequence[KeyedTable], count: int) -> list[list[int]]:
     return bounds
 
 
-def join(parts: Sequence[KeyedTable]) -> KeyedTable:
-    """Concatenate tables of consecutive ranges of keys."""
+def join(parts: Sequence[KeyedTable], together: Concatenate = in_memory) -> KeyedTable:
+    """Concatenate tables of consecutive ranges of keys, column by column."""
     found = [part for part in parts if part.rows]
     if len(found) < 2:
         return found[0] if found else parts[0]
     is_sole = len(found[0].key_columns) == 1
     columns = [
-        keys.joined(column, is_sole=is_sole)
+        keys.joined(column, together, is_sole=is_sole)
         for column in zip(*(part.key_columns for part in found), strict=True)
     ]
     kind, values = found[0].kind, {}
     if kind != "unique":
-        values = _together([part.value_columns for part in found], is_sum=kind not in ("min", "max"))
+        values = _together(
+            [part.value_columns for part in found], together, is_sum=kind not in ("min", "max")
+        )
     return KeyedTable(kind, found[0].names, columns, values)

@@ -8,7 +8,7 @@ by their next word. A word is filled up with zeros, so texts that contain a zero
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Any
@@ -113,13 +113,21 @@ def of_unicode(array: NDArray[Any]) -> Texts:
     return Texts(points.astype(np.uint8)[np.arange(width) < lengths[:, None]], np.cumsum(lengths))
 
 
-def concatenate(parts: Sequence[Texts]) -> Texts:
+Concatenate = Callable[[Iterable[NDArray[Any]]], NDArray[Any]]
+"""Concatenates arrays of one dtype along their rows, in memory or in a file."""
+
+
+def in_memory(arrays: Iterable[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate(list(arrays))
+
+
+def concatenate(parts: Sequence[Texts], together: Concatenate = in_memory) -> Texts:
     if len(parts) == 1:
         return parts[0]
     sizes = [len(part.data) for part in parts]
     bases = np.cumsum([0, *sizes[:-1]]).tolist()
-    ends = [part.ends + base for part, base in zip(parts, bases, strict=True)]
-    return Texts(np.concatenate([part.data for part in parts]), np.concatenate(ends))
+    ends = (part.ends + base for part, base in zip(parts, bases, strict=True))
+    return Texts(together(part.data for part in parts), together(ends))
 
 
 def union(parts: Sequence[Texts]) -> tuple[Texts, list[Ints]]:
@@ -130,6 +138,15 @@ def union(parts: Sequence[Texts]) -> tuple[Texts, list[Ints]]:
     codes, first = ranks(together)
     bounds = np.cumsum([len(part) for part in parts])[:-1]
     return together.take(first), np.split(codes, bounds)
+
+
+def union_in_turn(parts: Sequence[Texts]) -> tuple[Texts, list[Ints]]:
+    """Return what `union` does, in the memory for two parts, which suits parts that have most texts in common."""
+    whole, found = parts[0], [np.arange(len(parts[0]))]
+    for part in parts[1:]:
+        whole, (left, right) = union([whole, part])
+        found = [*(left[places] for places in found), right]
+    return whole, found
 
 
 def ranks(texts: Texts) -> tuple[Ints, Ints]:
