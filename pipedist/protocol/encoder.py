@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from pipedist.protocol.layout import (
     BIG_INT,
     COLUMNS,
     COMPLEX,
+    DICTS,
     FOREIGN,
     FRAME_BYTES_MIN,
     IN_FRAME,
@@ -299,6 +301,8 @@ def _slice(value: slice) -> list[Any]:
 
 
 _TRANSLATE: Final[dict[type, Callable[[Any], Any]]] = {
+    defaultdict: dict,
+    OrderedDict: dict,
     int: _big_int,
     complex: lambda value: msgpack.ExtType(COMPLEX, PAIR.pack(value.real, value.imag)),
     slice: _slice,
@@ -354,7 +358,7 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
             )
         cls = type(node)
         where = f"at {'/'.join(path)}" if path else "as the whole value"
-        if cls is dict:
+        if cls in DICTS:
             for key in node:
                 if type(key) not in KEYS:
                     plain = "str" if isinstance(key, str) else "int" if isinstance(key, np.integer) else ""
@@ -368,7 +372,7 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
                 raise UnsuitableTree(_type_name(cls))
             if names is None:
                 _Encoder().pack(node)
-            elif cls not in (dict, list, tuple):
+            elif cls not in (*DICTS, list, tuple):
                 _signature(cls)
         except (UnsuitableTree, ValueError, OverflowError) as reason:
             hint = "" if isinstance(node, np.generic) or cls is np.ndarray else conversion_hint(node)
@@ -383,7 +387,7 @@ def _unsendable(tree: Tree, error: Exception) -> UnsendableError:
 
 def _child_names(node: Any) -> list[str] | None:
     cls = type(node)
-    if cls is dict:
+    if cls in DICTS:
         return list(map(str, node))
     if cls is list or cls is tuple:
         return list(map(str, range(len(node))))

@@ -17,6 +17,7 @@ import math
 import re
 import struct
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any, Final, TypeAlias
@@ -42,6 +43,7 @@ _SCALARS: Final = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _SMALL_NODES: Final = 48  # less than DEPTH_MAX, so a tree of this size can't be too deep
 _LEAVES: Final = _SCALARS | {np.ndarray, slice, range, bytearray, memoryview}
 KEYS: Final = frozenset({str, int})
+DICTS: Final = frozenset({dict, defaultdict, OrderedDict})  # they are sent as dicts
 COLUMNS: Final = 0xC1  # first byte of a header that holds columns; msgpack never uses it
 FOREIGN: Final = frozenset({msgpack.ExtType, msgpack.Timestamp})  # a misplaced mark, or a timestamp
 
@@ -61,7 +63,7 @@ def children_of(node: Any) -> Iterable[Any]:
     cls = type(node)
     if cls is list or cls is tuple:
         return node  # type: ignore[no-any-return]
-    if cls is dict:
+    if cls in DICTS:
         return node.values()  # type: ignore[no-any-return]
     if is_namedtuple(cls):
         return node  # type: ignore[no-any-return]
@@ -114,7 +116,7 @@ def check_nodes(tree: Tree) -> None:
         types = set(map(type, level))
         if types & FOREIGN:
             raise UnsuitableTree("a value of the msgpack library, or a misplaced mark")
-        dicts = [node for node in level if type(node) is dict] if dict in types else []
+        dicts = [node for node in level if type(node) in DICTS] if types & DICTS else []
         if not KEYS.issuperset(set(map(type, chain.from_iterable(dicts)))):
             raise UnsuitableTree("a dict whose keys are not all str or int")
         children = list(chain.from_iterable(map(children_of, level)))

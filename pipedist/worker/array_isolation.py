@@ -9,6 +9,7 @@ both (`pipedist.datasets.frames`): a stage that reads the value of another one g
 
 from __future__ import annotations
 
+import datetime
 import sys
 
 import numpy as np
@@ -23,6 +24,7 @@ _COPIED_BYTES = 512  # copying an array of this size takes less time than to dec
 _NUMBERS = frozenset({int, float, bool})
 _IMMUTABLE = frozenset({int, float, str, bool, bytes, complex, type(None)})
 _NATIVE = frozenset({np.ndarray, *_IMMUTABLE})
+_CONVERTED = (dict, datetime.date, datetime.timedelta)
 
 
 def as_readonly(value: Tree) -> Tree:
@@ -33,16 +35,23 @@ def as_readonly(value: Tree) -> Tree:
 
 
 def without_frames(value: Tree) -> Tree:
-    """Return a tree with the columns of each frame in its place; raise UnsendableError if a frame has none."""
+    """Return a tree with the columns of each frame in its place; raise UnsendableError if a frame has none.
+
+    A `Counter` becomes a dict, and Python's dates and durations become NumPy's.
+    """
     if type(value) in _NATIVE:
         return value
     leaves, treedef = trees.flatten(value)
-    if not any(map(_is_frame, leaves)):
+    if not any(map(_is_converted, map(type, leaves))):
         return value
-    from pipedist.datasets.frames import FrameError, columns_of  # rarely needed
-
     for index, leaf in enumerate(leaves):
-        if _is_frame(leaf):
+        if isinstance(leaf, dict):
+            leaves[index] = without_frames(dict(leaf))
+        elif isinstance(leaf, datetime.date | datetime.timedelta):
+            leaves[index] = _of_numpy(leaf, treedef, index)
+        elif _is_converted(type(leaf)):
+            from pipedist.datasets.frames import FrameError, columns_of  # rarely needed
+
             try:
                 leaves[index] = columns_of(leaf)
             except FrameError as error:
@@ -50,8 +59,22 @@ def without_frames(value: Tree) -> Tree:
     return trees.unflatten(treedef, leaves)
 
 
-def _is_frame(leaf: trees.Leaf) -> bool:
-    return type(leaf) not in _NATIVE and is_frame(type(leaf))
+def _of_numpy(leaf: datetime.date | datetime.timedelta, treedef: trees.Treedef, index: int) -> np.generic:
+    """Return a date or duration of Python as one of NumPy."""
+    if isinstance(leaf, datetime.timedelta):
+        return np.timedelta64(leaf)
+    if getattr(leaf, "tzinfo", None) is not None:
+        place = dlpack.place_of(treedef, index)
+        raise UnsendableError(
+            f"can't send a datetime with a time zone, {place}; "
+            "t.astimezone(datetime.UTC).replace(tzinfo=None) is the same time in UTC, without one"
+        )
+    return np.datetime64(leaf)
+
+
+def _is_converted(cls: type) -> bool:
+    """Return whether `without_frames` converts the instances of a leaf's class."""
+    return cls not in _NATIVE and (issubclass(cls, _CONVERTED) or is_frame(cls))
 
 
 def is_frame(cls: type) -> bool:
@@ -80,7 +103,7 @@ def take_ownership(box: list[Tree], objects_max: int = ELEMENTS_MAX) -> tuple[Tr
     if treedef is not None:
         check_objects(treedef, objects_max)
     kinds = set(map(type, leaves))
-    if not _NATIVE.issuperset(kinds) and any(map(is_frame, kinds)):
+    if not _NATIVE.issuperset(kinds) and any(map(_is_converted, kinds)):
         box = [without_frames(leaves[0] if treedef is None else trees.unflatten(treedef, leaves))]
         del leaves
         return take_ownership(box, objects_max)
@@ -118,7 +141,7 @@ def _to_numpy(leaf: trees.Leaf, treedef: trees.Treedef | None, index: int) -> tr
 
 def _read_only(leaf: trees.Leaf) -> trees.Leaf:
     if type(leaf) is not np.ndarray and not isinstance(leaf, np.memmap):
-        return as_readonly(without_frames(leaf)) if _is_frame(leaf) else leaf
+        return as_readonly(without_frames(leaf)) if _is_converted(type(leaf)) else leaf
     if leaf.flags.c_contiguous and not leaf.flags.writeable and leaf.dtype.kind != "O":
         return leaf
     return ragged.frozen(np.asarray(leaf, order="C"))

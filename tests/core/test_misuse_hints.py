@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections import defaultdict, deque
+from collections import Counter, deque
 from decimal import Decimal
 from typing import Any
 
@@ -47,7 +47,7 @@ def test_the_advice_for_data_frames_works_for_every_column(frame: Any) -> None:
         FRAME["number"],
         FRAME["kind"],
         np.ma.array([1.0, 2.0], mask=[True, False]),
-        defaultdict(int, a=1),
+        Counter(a=1),
         {3, 1},
         {"b": 1}.keys(),
         {"b": 1}.values(),

@@ -7,7 +7,7 @@ import struct
 import sys
 import tracemalloc
 import types
-from collections import OrderedDict, namedtuple
+from collections import Counter, namedtuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -232,7 +232,7 @@ def test_unaligned_frames_are_copied_into_place() -> None:
         ({"r": np.zeros(2, [("x", int)])}, ["structured", "dict", "at r"]),
         (Point(1, object()), ["an object", "at y"]),
         (Batch(object()), ["an object", "at rows"]),
-        (OrderedDict(a=1), ["collections.OrderedDict", "as the whole value", "dict(...)"]),
+        (Counter(a=1), ["collections.Counter", "as the whole value", "dict(...)"]),
         ({"a": {(1, 2): 3}}, ["key (1, 2) of type tuple", "at a"]),
         ({True: 1}, ["key True of type bool"]),
         ({np.str_("a"): 1}, ["key np.str_('a') of type str_", "use str(key)"]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipedist.protocol.codec import UnsendableError, decode, encode
 from pipedist.worker.array_isolation import as_readonly, take_ownership
 
 
@@ -156,3 +159,23 @@ def test_cells_of_object_arrays_belong_to_one_reader() -> None:
 def test_the_size_of_a_result_counts_the_texts() -> None:
     _, size_bytes = take_ownership([np.array(["x" * 1000, "y"], object)])
     assert 1000 < size_bytes < 1100
+
+
+def test_dicts_and_dates_of_the_standard_library_are_sent_as_dicts_and_dates_of_numpy() -> None:
+    day, time = datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 12)
+    nested = collections.defaultdict(dict, {"a": collections.Counter(x=2), "days": [day, time]})
+    owned, _ = take_ownership([collections.OrderedDict(n=nested, wait=datetime.timedelta(hours=1))])
+    found = decode(encode(owned))
+    assert type(found) is type(found["n"]) is type(found["n"]["a"]) is dict
+    assert found == {
+        "n": {"a": {"x": 2}, "days": [np.datetime64(day), np.datetime64(time)]},
+        "wait": np.timedelta64(1, "h"),
+    }
+    counts = collections.Counter(x=2)
+    (held, _) = take_ownership([counts])
+    counts["x"] = 3
+    assert held == {"x": 2}
+    with pytest.raises(UnsendableError, match="with a time zone, at t"):
+        take_ownership([{"t": time.replace(tzinfo=datetime.UTC)}])
+    with pytest.raises(UnsendableError, match=r"a dict with the key \(1, 2\) of type tuple"):
+        encode(collections.defaultdict(int, {(1, 2): 3}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import datetime
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -347,6 +348,8 @@ def _stacked(name: str, cells: list[Any]) -> NDArray[Any]:
     """Return the values of a dict as rows."""
     if all(isinstance(cell, int) for cell in cells):
         return _rows_of(list(map(int, cells)))
+    if cells and all(isinstance(cell, datetime.date) for cell in cells):
+        cells = [np.datetime64(cell) for cell in cells]
     try:
         rows = np.stack([np.asarray(cell) for cell in cells])
     except ValueError as error:
