@@ -196,6 +196,7 @@ class LocalGang:
         with self._mutex:
             self._states[0].failed = failed
             self._states[0].state = ReplicaState.ENDED
+        self._alone = None  # it refers to this gang: a cycle would wait for the garbage collector
 
     def abort(self, reason: str) -> None:
         """Abort replicas that wait for a local one or call a collective later. Thread-safe."""

@@ -15,13 +15,16 @@ import pytest
 import pytest_asyncio
 
 import pipedist
+from pipedist.transport.shared_memory.link import own_link
 from tests.strategy import functions
+from tests.transport.memory import is_shared
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STEPS = 6
 CHANGE_AT = 4  # the step in which something differs: layouts of arguments are known by then
 ROWS = 2048
+LARGE = 2**18 + 1  # elements of a variable that is updated in the pass of its all_reduce
 
 
 def halves(step: int, rows: int = ROWS) -> pipedist.PerReplica:
@@ -169,6 +172,34 @@ async def test_a_step_leaves_no_reference_cycles(strategy: pipedist.Strategy) ->
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def change_large(w: Any, x: Any) -> tuple[int, bool]:
+    """Assign a large variable; return the garbage of earlier steps, and whether its value is sent without a copy."""
+    gc.disable()
+    garbage = gc.collect()
+    new = w.assign_add(np.full(LARGE, x[0], np.float32))
+    link = own_link()
+    assert link is not None
+    return garbage, link._pool is not None and new.ctypes.data in link._pool._reserved
+
+
+async def test_a_large_variable_is_sent_without_a_copy_and_leaves_no_cycle(
+    strategy: pipedist.Strategy,
+) -> None:
+    await strategy.cluster.ready()  # both workers: one may have been killed before
+    with strategy.scope():
+        w = pipedist.Variable(np.zeros(LARGE, np.float32), aggregation="sum")
+    kept = []
+    for step in range(STEPS):
+        found = strategy.local_results(await strategy.run(change_large, args=(w, halves(step))))
+        if step > 1:
+            assert [garbage for garbage, _ in found] == [0, 0]
+        assert [is_lent for _, is_lent in found] == [True, False], "only replica 0 sends it"
+        assert is_shared(w.value())
+        kept.append(w.value())
+    sums = np.cumsum([sum(part[0] for part in halves(step)) for step in range(STEPS)])
+    assert [value[-1] for value in kept] == list(sums), "earlier values never change"
 
 
 # The number of Python calls of a step, as it was measured, plus a tenth. It is the same on every machine: more calls

@@ -121,6 +121,7 @@ async def train_large(cluster: pipedist.LocalCluster, replicas: int, *, kill_at:
 
     random = np.random.default_rng(11)
     expected = [variable.numpy() for variable in variables]
+    kept: list[tuple[np.ndarray, bytes]] = []
     for number in range(4):
         rows = random.normal(scale=1e3, size=(replicas, LARGE))
         if number == 2:
@@ -146,6 +147,8 @@ async def train_large(cluster: pipedist.LocalCluster, replicas: int, *, kill_at:
             with np.errstate(invalid="ignore"):
                 expected[place] = change(expected[place], operand[:, None])
             assert variables[place].value().tobytes() == expected[place].tobytes(), (number, kinds[place])
+            kept.append((variables[place].value(), expected[place].tobytes()))
+    assert all(value.tobytes() == bits for value, bits in kept), "a value that was read never changes"
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])

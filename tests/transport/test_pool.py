@@ -128,3 +128,57 @@ def test_without_memory_there_is_no_loan_and_later_there_is(monkeypatch: pytest.
     found = [pool.lend(bytes(MIB), book) for _ in range(100)]
     assert found[0] is None  # a system without memory is not asked each time
     assert found[-1] is not None
+
+
+def test_a_reserved_slot_is_lent_without_a_copy_and_once_at_a_time() -> None:
+    pool, book = Pool(64 * MIB, lambda _: None), ledger()
+    array = pool.reserve(MIB)
+    assert array is not None
+    array[:] = 7
+    loan = pool.lend(array.data, book)
+    assert loan is not None
+    assert np.shares_memory(loan.slot.memory, array)
+    assert pool.is_lent(array)
+    copied = pool.lend(array.data, book)
+    assert copied is not None
+    assert not np.shares_memory(copied.slot.memory, array), "a borrower reads a slot once at a time"
+    pool.withdraw(copied)
+    part = pool.lend(array[64 * KIB :].data, book)
+    assert part is not None
+    assert not np.shares_memory(part.slot.memory, array), "only a frame at its beginning"
+    give_back(loan)
+    assert not pool.is_lent(array)
+    again = pool.lend(array.data, book)
+    assert again is not None
+    assert np.shares_memory(again.slot.memory, array)
+    pool.forgive(book)
+    assert not pool.is_lent(array)
+    assert pool.lend(array.data, book) is not None
+    pool.close()
+    assert (array == 7).all()
+    assert pool.reserve(MIB) is None
+
+
+def test_a_reserved_slot_is_free_when_neither_its_owner_nor_a_borrower_has_it() -> None:
+    pool, book = Pool(MIB, lambda _: None), ledger()
+    array = pool.reserve(MIB)
+    assert array is not None
+    assert pool.reserve(MIB) is None, "the pool is full"
+    assert pool.lend(bytes(128 * KIB), book) is None, "a segment with a reserved slot is not retired"
+    view = array[10:20].view(np.int16)
+    loan = pool.lend(array.data, book)
+    del array
+    assert loan is not None
+    assert pool.reserve(MIB) is None
+    give_back(loan)
+    assert pool.reserve(MIB) is None, "there is a view"
+    del view
+    array = pool.reserve(MIB)
+    assert array is not None
+    loan = pool.lend(array.data, book)
+    assert loan is not None
+    del array
+    assert pool.reserve(MIB) is None, "the borrower reads it"
+    give_back(loan)
+    assert pool.reserve(MIB) is not None
+    assert pool.reserve(SLOT_BYTES_MAX + 1) is None

@@ -106,7 +106,8 @@ class BoundVariables:
     def __init__(self, states: Mapping[str, Sequence[int]], found: Mapping[str, Tree]) -> None:
         self._values: dict[int, Array | list[Array]] = {}
         self._versions: dict[int, int] = {}
-        self._replicas: list[ReplicaVariables] = []
+        # New values in the first replica. Not the replicas: with a cycle, values would wait for the garbage collector
+        self._changed: dict[int, Array] | None = None
         self.traits: dict[int, Traits] = {}
         self.proxies: dict[str, ReplicaVariable] = {}  # by state name: their replacements in arguments
         for name, tree in found.items():
@@ -121,7 +122,8 @@ class BoundVariables:
     def of(self, replica: int) -> ReplicaVariables:
         """Return the variables of one replica. Call it once for each replica of the lease."""
         variables = ReplicaVariables(self, replica)
-        self._replicas.append(variables)
+        if self._changed is None:
+            self._changed = variables.changed
         return variables
 
     def copies(self, space: int) -> list[Array]:
@@ -140,12 +142,9 @@ class BoundVariables:
 
     def produced(self) -> list[tuple[int, int, Tree]]:
         """Return the next versions that this worker has: (space, version, tree)."""
-        if not self._replicas:
-            return []
-        variables = self._replicas[0]
         return [
             (space, self._versions[space] + 1, to_state(self.traits[space], [value]))
-            for space, value in variables.changed.items()
+            for space, value in (self._changed or {}).items()
             if not self.traits[space].copies
         ]
 
