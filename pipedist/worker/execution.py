@@ -254,14 +254,14 @@ class PassExecutor:
             box = [stage.call(value, ctx, call.replica)]
             if (kind := type(box[0])) not in _VALUES and hasattr(kind, "__await__"):
                 box[0] = wait(box[0])
+            box[0] = self._end(call, box[0])  # a variable in the result has its value here
         finally:
             if process_setup.is_copy:
                 process_setup.end_copy(stage.name)
             current.reset(token)
         gang, sole = call.gang, self._sole
         if sole is None or gang is None or gang.variables is not None:
-            return self._emit(call, None, [self._end(call, box.pop())], False)
-        call.in_user_code = False
+            return self._emit(call, None, [box.pop()], False)
         call.permanent = True
         try:
             owned, size = take_ownership(box, sole.objects_max)

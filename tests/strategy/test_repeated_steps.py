@@ -174,6 +174,22 @@ async def test_a_step_leaves_no_reference_cycles(strategy: pipedist.Strategy) ->
         gc.enable()
 
 
+async def test_a_step_may_return_a_variable(strategy: pipedist.Strategy) -> None:
+    with strategy.scope():
+        w = pipedist.Variable(0.0, aggregation="sum")
+
+    def step(x: Any) -> Any:
+        w.assign_add(x[0])
+        return {"w": w}
+
+    expected = 0.0
+    for number in range(STEPS):
+        given = halves(number)
+        found = await strategy.run(step, args=(given,))
+        expected += sum(part[0] for part in given)
+        assert list(found["w"]) == [expected, expected]
+
+
 def change_large(w: Any, x: Any) -> tuple[int, bool]:
     """Assign a large variable; return the garbage of earlier steps, and whether its value is sent without a copy."""
     gc.disable()
