@@ -220,9 +220,11 @@ class PassFolds:
 
     def components(self, name: str, slots: list[Slots]) -> PerReplica:
         """Return the value of a run stage for a single step, for a subscriber."""
-        slot = self._slots[name]
+        slot, replicas = self._slots[name], self._plan.spec.replicas
+        if replicas == 1 and slots:  # the common case of many steps, cheaper
+            return PerReplica((slots[0].get(slot),))
         made = [each.get(slot) for each in slots]
-        return PerReplica(made + [None] * (self._plan.spec.replicas - len(made)))
+        return PerReplica(made + [None] * (replicas - len(made)))
 
     async def step_value(self, name: str, step: int, slots: list[Slots]) -> Tree:
         """Return the value of a reduce or gather stage for a single step, for a subscriber."""

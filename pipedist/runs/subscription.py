@@ -99,7 +99,8 @@ class Subscription:
         self.mark += 1
         self._items.append((item, size))
         self._bytes += size
-        self._wake()
+        if self._changed is not None:
+            self._wake()
 
     @property
     def is_full(self) -> bool:
@@ -150,19 +151,17 @@ class Subscription:
             if self._ended:
                 return None
             await self._change()
-        return self._pop()
+        return self.take_waiting()
 
     def take_waiting(self) -> Step | Part | None:
         """Return the next item, None if none waits."""
         if not self._items:
             return None
         self._given = self.mark - len(self._items)
-        return self._pop()
-
-    def _pop(self) -> Step | Part:
         item, size = self._items.popleft()
         self._bytes -= size
-        self._wake()
+        if self._changed is not None:
+            self._wake()
         return item
 
     async def _change(self) -> None:
