@@ -8,6 +8,9 @@ DEMO := $(VENV)/.demo
 INSTALLED := $(VENV)/.test
 CHECKS := $(VENV)/.check
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+LOWEST := tests/spec tests/plan tests/outputs tests/values tests/transport tests/cli/test_run.py \
+  tests/cli/test_commands.py tests/cli/test_help.py tests/datasets/sources/test_csv_files.py \
+  tests/datasets/sources/test_parquet_files.py tests/datasets/sources/test_urls.py
 FLIGHTS := examples/flights/data/flights.csv.zip
 
 .DEFAULT_GOAL := help
@@ -52,6 +55,18 @@ test: $(INSTALLED) $(FLIGHTS)  ## Run the test suite, on two cores; tests of the
 .PHONY: test-slow
 test-slow: $(INSTALLED) $(FLIGHTS)  ## Run the slow tests that make test skips.
 	PIPEDIST_TEST_SLOW=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
+
+.PHONY: test-lowest
+test-lowest:  ## Run a share of the tests with the lowest versions of the dependencies, in .venv-lowest (5 minutes).
+	@test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
+	$(PYTHON) tests/lowest_versions.py > .venv-lowest/constraints.txt
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-lowest/constraints.txt \
+	  --editable '.[parquet,fsspec,live]' pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis jsonschema
+	.venv-lowest/bin/python -m pytest -q -n 2 --dist worksteal -k "not string_views and not read[fixed]" $(LOWEST)
+
+.PHONY: test-portable
+test-portable: $(INSTALLED)  ## Run the tests that need no system calls of Linux (one minute).
+	$(BIN)/python -m pytest -q -n 2 tests/spec tests/scheduler tests/values tests/datasets/logical
 
 .PHONY: test-networks
 test-networks: $(INSTALLED)  ## Test runs over several hosts, in network namespaces, as root (4 minutes).
@@ -125,6 +140,14 @@ architecture: $(CHECKS)  ## Check layers, import cycles, prose and public docstr
 
 .PHONY: check
 check: lint types architecture  ## Check style, types and architecture.
+
+.PHONY: dist
+dist: $(CHECKS)  ## Build the source archive and the wheel in dist, and check them; the wheel must run.
+	rm -rf dist build/wheel
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+	$(PIP) --no-deps --target build/wheel dist/*.whl
+	cd build && PYTHONPATH=wheel ../$(BIN)/python -P -m pipedist schema | cmp - wheel/pipedist/spec/schema.json
 
 .PHONY: site
 site: $(CHECKS)  ## Build the documentation site to build/site; broken links and anchors are errors.

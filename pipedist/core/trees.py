@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import optree
-from optree.accessors import NamedTupleEntry
 
 from pipedist.core.types import Tree, is_record
 
@@ -130,7 +129,7 @@ def same_structure(trees: Sequence[Tree], names: Sequence[str] = ()) -> tuple[li
 
 
 def _step(entry: optree.PyTreeEntry) -> str:
-    return entry.field if isinstance(entry, NamedTupleEntry) else str(entry.entry)
+    return entry.field if isinstance(entry, optree.NamedTupleEntry) else str(entry.entry)
 
 
 def _register(cls: type) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ def nodes(schema: Any) -> Iterator[dict[str, Any]]:
         yield schema
     for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
         yield from nodes(part)
+
+
+def test_the_package_contains_the_schema() -> None:
+    published = files("pipedist.spec").joinpath("schema.json").read_text()
+    assert json.loads(published) == SCHEMA, "write it again: pipedist schema > pipedist/spec/schema.json"
 
 
 def test_the_schema_is_draft_07_and_plain_json() -> None:
