@@ -23,7 +23,9 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 
+from pipedist.core import ragged
 from pipedist.core.files import AtomicFile, AtomicPath
+from pipedist.core.types import Tree
 from pipedist.datasets.sources.arrow_columns import arrow_column
 from pipedist.errors import OutputError
 from pipedist.outputs.row_files import RowSink
@@ -347,6 +349,10 @@ class ParquetPartsSink(TableSink):
                 "text, integers, booleans or dates"
             )
 
+    def _append(self, value: Tree) -> None:
+        if not (isinstance(value, np.ndarray) and ragged.is_blank(value)):  # no call found a row
+            super()._append(value)
+
     def _table_by_key(self, value: KeyedTable) -> None:
         if self._by is None:
             super()._table_by_key(value)
@@ -361,13 +367,14 @@ class ParquetPartsSink(TableSink):
         if self._by is None:
             self._part("").push(table)
             return
-        keys = table.column(self._by)
+        keys = table.column(self._by).combine_chunks().dictionary_encode(null_encoding="encode")
         rest = table.drop_columns([self._by])
-        indices: dict[str, list[int]] = {}
-        for row, key in enumerate(keys.to_pylist()):
-            indices.setdefault(f"{quote(self._by, safe='')}={self._named(key)}", []).append(row)
-        for name, rows in indices.items():
-            self._part(name).push(rest.take(self._arrow.array(rows)))
+        codes = keys.indices.to_numpy()
+        rows = np.argsort(codes, kind="stable")
+        ends = np.searchsorted(codes[rows], np.arange(len(keys.dictionary)), side="right")
+        for key, own in zip(keys.dictionary.to_pylist(), np.split(rows, ends[:-1]), strict=True):
+            name = f"{quote(self._by, safe='')}={self._named(key)}"
+            self._part(name).push(rest.take(self._arrow.array(own)))
         # groups have the same ends whatever the pieces are, so this does not depend on those either
         if sum(part.bytes_waiting for part in self._parts.values()) > _PARTITIONS_BYTES_MAX:
             for part in self._parts.values():

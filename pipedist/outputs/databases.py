@@ -40,6 +40,8 @@ from pipedist.outputs.spool import Array
 
 COMMIT_ROWS = 2**16  # rows of a transaction, unless fewer come
 
+LOCK_S_MAX = 10.0  # how long a statement of SQLite waits for another process that writes
+
 PROGRESS = "_pipedist_progress"
 
 _TYPES = {"b": "INTEGER", "i": "INTEGER", "u": "INTEGER", "f": "REAL", "U": "TEXT", "S": "BLOB", "M": "TEXT"}
@@ -166,7 +168,7 @@ class SqliteSink(RowSink):
         self._connection: sqlite3.Connection | None = None
         with self._errors():
             self._connection = sqlite3.connect(
-                self._database, isolation_level=None, check_same_thread=False, timeout=60
+                self._database, isolation_level=None, check_same_thread=False, timeout=LOCK_S_MAX
             )
             if not self._is_outside:  # the file is made durable as a whole
                 self._connection.execute("PRAGMA synchronous = OFF")
@@ -276,7 +278,7 @@ class DuckdbSink(TableSink):
 
     def _begin(self, schema: Any) -> None:
         super()._begin(schema)
-        if not self._filled.has_columns:
+        if schema.names and not self._filled.has_columns:
             with self._errors():
                 self._connection.register("_pipedist_rows", schema.empty_table())
                 self._filled.create("AS SELECT * FROM _pipedist_rows")

@@ -20,7 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from pipedist.core import ragged
 from pipedist.core.files import AtomicPath
+from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
 from pipedist.outputs.row_files import RowSink
@@ -45,6 +47,10 @@ class FilesSink(RowSink):
         self._fields = list(dict.fromkeys(_FIELD.findall(self._names)))
         self._ending = PurePosixPath(self._names).suffix.lower()
         self._out.written.mkdir()
+
+    def _append(self, value: Tree) -> None:
+        if not (isinstance(value, np.ndarray) and ragged.is_blank(value)):  # no call found a row
+            super()._append(value)
 
     def _check(self, columns: dict[str, Array], dtypes: dict[str, Any]) -> None:
         super()._check(columns, dtypes)

@@ -507,16 +507,17 @@ def _table_misfit(ending: str, stage: StageSummary) -> tuple[str, str] | None:
     """Return why a gather's value does not fit a table of single cells, and the formats that it fits."""
     if ending not in _TABLES or stage.verb != "gather" or stage.raw.get("finish") is not None:
         return None
+    what = f"a `{ending}` file holds" if ending.startswith(".") else "files that columns name hold"
     if stage.per in ("step", "epoch"):
         return (
-            f"a `{ending}` file holds one row for each {stage.per}, but a gather has many",
+            f"{what} one row for each {stage.per}, but a gather has many",
             ".jsonl or .npz, or a gather with `per: run`",
         )
     axis = stage.raw.get("gather")
     if type(axis) is int and axis > 0:
         dimensions = f"{axis + 1} or more dimensions"
         return (
-            f"a `{ending}` file holds one-dimensional columns, but a gather along axis {axis} has {dimensions}",
+            f"{what} one-dimensional columns, but a gather along axis {axis} has {dimensions}",
             "a .npz or .json file",
         )
     return None

@@ -266,6 +266,26 @@ def test_row_groups_end_at_the_same_rows_whatever_the_pieces_are(monkeypatch: py
     assert ends(list(range(1, 200))) == ends([3, 50, 51, 120]) == expected
 
 
+def test_partitions_of_nulls_and_of_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow.parquet
+
+    from pipedist.outputs import arrow_files
+
+    options = {"partition_by": "k"}
+    rows = {"k": np.array(["b", None, "", "a", "b"], object), "n": np.arange(5)}
+    append(tmp_path / "a", rows, kind="parquet_parts", options=options)
+    monkeypatch.setattr(arrow_files, "_PARTITIONS_BYTES_MAX", 0)  # each group is written at once
+    append(tmp_path / "b", rows, kind="parquet_parts", options=options)
+    names = [str(file.relative_to(tmp_path / "a")) for file in files_in(tmp_path / "a")]
+    assert names == [f"k={key}/part-00000.parquet" for key in ("__HIVE_DEFAULT_PARTITION__", "a", "b")]
+    for name, expected in zip(names, ([1, 2], [3], [0, 4]), strict=True):
+        assert pyarrow.parquet.ParquetFile(tmp_path / "a" / name).read().column("n").to_pylist() == expected
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    append(tmp_path / "c", np.array([]), kind="parquet_parts", options=options)
+    append(tmp_path / "d", np.array([]), kind="files", options={"names": "{k}.json"})
+    assert files_in(tmp_path / "c") == files_in(tmp_path / "d") == []
+
+
 def test_contents_of_files(tmp_path: Path) -> None:
     names = {"kind": "files", "options": {"names": "{k}.json"}}
     append(tmp_path / "j", [{"k": "a", "v": {"x": [1]}}, {"k": "b", "v": None}], **names)
