@@ -48,7 +48,10 @@ def spec(output: Any) -> dict[str, Any]:
     "output",
     [
         {"lines": {"path": "deep/rows.lines", "separator": ","}},
-        {"sink": {"path": "deep/rows.lines", "class": f"{WRITERS}:Lines", "with": {"separator": ","}}},
+        pytest.param(
+            {"sink": {"path": "deep/rows.lines", "class": f"{WRITERS}:Lines", "with": {"separator": ","}}},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_class_writes_the_rows(tmp_path: Path, output: Any) -> None:
@@ -58,6 +61,7 @@ def test_a_class_writes_the_rows(tmp_path: Path, output: Any) -> None:
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [".pipedist", "deep"]
 
 
+@pytest.mark.slow
 def test_errors_of_a_class_name_it_and_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"outputs\.all \(a\.lines\): .*Lines raised ValueError: no 4"):
         pipedist.run(spec({"lines": {"path": "a.lines", "fail_at": 4}}), workers=1, output=tmp_path / "out")

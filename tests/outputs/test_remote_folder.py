@@ -41,6 +41,7 @@ def files_of(url: str) -> dict[str, bytes]:
     return {name.removeprefix(root).lstrip("/"): system.cat_file(name) for name in system.find(root)}
 
 
+@pytest.mark.slow
 def test_outputs_appear_behind_a_url_when_they_are_complete(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/bucket/run"
     result = pipedist.run(SPEC, workers=1, output=url)

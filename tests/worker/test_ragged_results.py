@@ -89,6 +89,7 @@ def spec(**run: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_ragged_results_of_a_run_are_the_same_on_any_number_of_workers() -> None:
     one, two = (pipedist.run(spec(), workers=workers) for workers in (1, 2))
     rows = one["rows"]
