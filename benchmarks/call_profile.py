@@ -36,7 +36,7 @@ PARTS = {
     "selectors:EpollSelector.select": WAITING,
     "asyncio.events:Handle._run": "event loop and tasks, the rest",
     "pipedist.transport.zeromq.pump:Pump._run": "zmq: receive",
-    "pipedist.transport.router:Router._take": "router: frames to messages",
+    "pipedist.transport.router:Router._hear": "router: frames to messages",
     "pipedist.transport.router:unpack": "codec: message heads",
     "pipedist.transport.router:pack": "codec: message heads",
     "pipedist.transport.router:Router.send": "router: send",

@@ -246,7 +246,7 @@ class PassRecord:
         overlaps: bool = False,
         is_trial: bool = False,
     ) -> None:
-        """Record a lease of calls [lo, hi), whose data was read since it was `asked` for."""
+        """Record a lease of calls [lo, hi), whose data was read since it was `asked` for; -1: it was there."""
         recorder = self.recorder
         number, state, totals = self._workers.get(worker) or self._enter(worker)
         place = bisect_right(self._lasts, lo // self.replicas)
@@ -255,6 +255,8 @@ class PassRecord:
             self, number, lo, hi, attempt, overlaps, is_trial, queued, now, hi - lo, state, totals
         )
         if state.idle_since >= 0:
+            if asked < 0:
+                asked = now
             _add_idle(totals, now, state.idle_since, since, read, queued, asked)
             state.idle_since = -1
         state.leases += 1
@@ -298,10 +300,7 @@ class PassRecord:
             self._add_stages(results.stages_ns, busy)
         if duration > self.slowest[0]:
             self.slowest = (duration, lo, opened.worker)
-        self._add(opened, lo, results.hi, started, now, busy, bytes_out, _DONE)
-        opened.left -= calls
-        if opened.left <= 0:
-            self._close(opened, worker, results.lease, now)
+        self._add(opened, worker, results.lease, lo, results.hi, started, now, busy, bytes_out, _DONE)
 
     def _add_stages(self, stages_ns: Sequence[int], busy: int) -> None:
         if len(stages_ns) == len(self.stages_ns):
@@ -319,31 +318,22 @@ class PassRecord:
             opened.totals.failed += not opened.is_trial
             timed_out = failed.name == "TimeoutError" and failed.module == "builtins"
             outcome = SpanEnd.TIMED_OUT if timed_out else SpanEnd.FAILED
-            self._end(opened, failed.call, failed.call + 1, outcome, now)
-            opened.left -= 1
-            if opened.left <= 0:
-                self._close(opened, worker, failed.lease, now)
+            self._end(opened, worker, failed.lease, failed.call, failed.call + 1, outcome, now)
 
     def ended(self, now: int, worker: str, lease: int, outcome: SpanEnd) -> None:
         """Record that the calls of a lease that have not returned will not."""
         opened = self.recorder.open.get((worker, lease))
         if opened is not None:
-            self._end(opened, opened.hi - opened.left, opened.hi, outcome, now)
-            self._close(opened, worker, lease, now)
+            self._end(opened, worker, lease, opened.hi - opened.left, opened.hi, outcome, now)
 
-    def _end(self, opened: OpenLease, lo: int, hi: int, outcome: SpanEnd, now: int) -> None:
+    def _end(
+        self, opened: OpenLease, worker: str, lease: int, lo: int, hi: int, outcome: SpanEnd, now: int
+    ) -> None:
         began = max(
             opened.sent, opened.state.last_finished
         )  # the call before it, or of another lease, was over
         started = opened.sent if opened.overlaps else began
-        self._add(opened, lo, hi, started, now, now - began, 0, outcome)
-
-    def _close(self, opened: OpenLease, worker: str, lease: int, now: int) -> None:
-        del self.recorder.open[worker, lease]
-        state = opened.state
-        state.leases -= 1
-        if not state.leases:
-            state.idle_since = now
+        self._add(opened, worker, lease, lo, hi, started, now, now - began, 0, outcome)
 
     def _enter(self, worker: str) -> tuple[int, _WorkerState, Totals]:
         """Return the number, state and totals of a worker, and keep them."""
@@ -356,6 +346,8 @@ class PassRecord:
     def _add(
         self,
         opened: OpenLease,
+        worker: str,
+        lease: int,
         lo: int,
         hi: int,
         started: int,
@@ -364,11 +356,12 @@ class PassRecord:
         bytes_out: int,
         outcome: int,
     ) -> None:
-        totals, attempt = opened.totals, opened.attempt
+        """Add a span, and close its lease if it was the last one."""
+        totals, attempt, state = opened.totals, opened.attempt, opened.state
         if started < totals.first_ns or totals.first_ns < 0:
             totals.first_ns = started
         totals.busy_ns += busy
-        totals.last_ns = opened.state.last_finished = finished
+        totals.last_ns = state.last_finished = finished
         if attempt > _ATTEMPT_MAX:
             attempt = _ATTEMPT_MAX
         recorder = self.recorder
@@ -380,6 +373,12 @@ class PassRecord:
             opened.queued, opened.sent, started, finished, busy, bytes_out,
         )  # fmt: skip
         recorder.count += 1
+        opened.left -= hi - lo
+        if opened.left <= 0:
+            del recorder.open[worker, lease]
+            state.leases -= 1
+            if not state.leases:
+                state.idle_since = finished
 
 
 def _add_idle(

@@ -267,7 +267,7 @@ def test_what_is_recorded_later_has_the_time_at_which_it_happened() -> None:
 
 # The number of Python calls that measuring a lease makes in the driver, from its offer to its completed step, with what
 # is derived from it later. It is the same on every machine, while the time depends on the load.
-PYTHON_CALLS_MAX = 13.5
+PYTHON_CALLS_MAX = 12
 NOTING_CALLS_MAX = 4.5
 
 
