@@ -4,6 +4,7 @@ A limit on calls at the same time holds for all workers together. Each worker ha
 add up to the limit at most: a quota grows only by what no other worker has. A worker whose quota becomes lower still
 runs its calls, and confirms the quota (`QuotaConfirmed`) as soon as it runs no more than that. So quotas move to
 workers that join or get calls, and away from those that leave or have no calls left, without a moment above the limit.
+A lowered quota does not grow before it is confirmed: a confirmation on its way could be taken for a later one.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Quotas:
             wanted = [0 if place is None else n // count + (place < n % count) for n in self.limits]
             held = self.held.get(worker, self.none)
             quota = tuple(min(w, h + f) for w, h, f in zip(wanted, held, self._free, strict=True))
+            if (sent := self._sent.get(worker, held)) != held:
+                quota = tuple(map(min, quota, sent))
             if place is None and not any(held):
                 self._hold(worker, None)
                 continue

@@ -103,15 +103,15 @@ def test_a_worker_that_joins_gets_its_quota_when_others_have_confirmed_theirs() 
     assert quotas(scenario.setup(ev.WorkerLost("w0", 0, "signal 9"))) == {"w1": (4, 64)}
 
 
-def test_a_late_confirmation_of_a_lower_quota_frees_only_that_which_no_worker_has() -> None:
+def test_a_lowered_quota_grows_only_after_its_confirmation() -> None:
+    """If it grew, and became lower again, the first confirmation would be taken for the second one."""
     scenario = Scenario().with_workers("w0").with_pass(LIMITED)
     leases = assigns(scenario.setup(ev.StepsAvailable(1, 0, 20, 1)))
     scenario.with_workers("w1")
     [second] = assigns(scenario.setup(ev.CallsDone("w0", 0, leases[0].lease, 0, 1, 10)))
     assert second.worker == "w1"
-    # w1 is lost before w0 has confirmed, so w0 has its quota again
-    assert quotas(scenario.setup(ev.WorkerLost("w1", 0, "signal 9"))) == {"w0": (4, 64)}
-    assert not quotas(scenario.setup(ev.QuotaConfirmed("w0", 0, 1, (2, 32))))
+    assert quotas(scenario.setup(ev.WorkerLost("w1", 0, "signal 9"))) == {"w0": (2, 32)}
+    assert quotas(scenario.setup(ev.QuotaConfirmed("w0", 0, 1, (2, 32)))) == {"w0": (4, 64)}
     assert not quotas(
         scenario.setup(ev.QuotaConfirmed("w0", 1, 1, (0, 0)), ev.QuotaConfirmed("w0", 0, 9, ()))
     )
