@@ -67,6 +67,8 @@ def create_project(names: Sequence[str], pattern: str | None) -> int:
         f"{spec}  the pipeline: {counted(data.length, 'element')} of {data.path}\n"
         f"{folder / f'{slug}_functions.py'}  its functions\n"
         f"{folder / f'test_{slug}.py'}  their test\n"
+        f"{folder / 'README.md'}  how to run and change them\n"
+        f"{folder / SCHEMA_FILE}  completion of specs, for editors\n"
         f"Next: pipedist run {spec}\n"
     )
     return terminal.OK

@@ -12,7 +12,11 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def count(*names: str, text: str, least: int = 1, most: int | None = None, **more: Any) -> Decorator:
-    return click.option(*names, metavar="N", type=click.IntRange(least, most), help=text, **more)
+    return click.option(*names, metavar="N", type=_Integer(least, most), help=text, **more)
+
+
+class _Integer(click.IntRange):
+    name = "integer"  # in errors; click's own is "integer range"
 
 
 class _Folder(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2

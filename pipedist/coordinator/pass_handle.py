@@ -478,7 +478,7 @@ class PassHandle:
             PipedistError(
                 f"{self.name}: {command.elements:,} elements failed, and at most {self.settings.quarantine_max:,} "
                 "may be quarantined (`quarantine_max` in the spec), so the run ends. The first failures:"
-                f"{''.join(lines)}\n  Fix the function or the data, or raise `quarantine_max`, then rerun with --resume"
+                f"{''.join(lines)}\n  Fix the function or the data, or raise `quarantine_max`, then rerun with --reuse"
             )
         )
 

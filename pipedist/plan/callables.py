@@ -18,7 +18,7 @@ from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import Problem, UsageError
 from pipedist.plan.model import Granularity, StatePlan
 from pipedist.spec import GatherSpec, InitFile, InitFunction, InitLiteral, ReduceSpec, Spec, UpdateSpec
-from pipedist.spec.diagnostics import EXCERPT_CHARACTERS_MAX
+from pipedist.spec.diagnostics import EXCERPT_CHARACTERS_MAX, nearest
 from pipedist.spec.scalars import printable
 
 
@@ -96,8 +96,18 @@ def _unfit(fn: Callable[..., Any], form: CallSignature) -> str | None:
     except TypeError as error:
         label = getattr(fn, "__name__", str(fn))
         given = ", ".join((*args, *(f"{name}=..." for name in form.names)))
-        return f"{label}{signature} can't be called as {form.name or label}({given}): {error}"
+        meant = _meant(signature, form)
+        return f"{label}{signature} can't be called as {form.name or label}({given}): {error}{meant}"
     return None
+
+
+def _meant(signature: inspect.Signature, form: CallSignature) -> str:
+    """Return a hint if a given name is similar to the name of a parameter that is not given."""
+    free = [name for name in signature.parameters if name not in form.names]
+    for given in form.names:
+        if given not in signature.parameters and (near := nearest(given, free)):
+            return f"; did you mean {near!r}?"
+    return ""
 
 
 class UnknownException(LookupError):

@@ -31,7 +31,7 @@ def as_text(plan: Plan) -> str:
     head = f"{plural(replicas, 'replica')} (part of the result) on {workers} (never part of it)"
     if len(sizes) == 1:
         batch = sizes.pop()
-        head += f"; {batch} element{'s' * (batch != 1)} per step, {-(-batch // replicas)} per replica"
+        head += f"; {plural(batch, 'element')} per step, {-(-batch // replicas):,} per replica"
     lines = [head, "", f"{spec.name}: seed {spec.seed}, {_launcher(plan)}"]
     for name in spec.datasets:
         lines += ["", f"dataset {name}: {_kind(plan, name)}, {_extent(plan, name)}"]

@@ -136,8 +136,9 @@ def _similar_file(name: str) -> str:
         others = [other for other in os.listdir(folder or ".") if other.endswith((".yaml", ".yml"))]
     except OSError:
         return ""
-    close = base + ".yaml" if base + ".yaml" in others else nearest(base, others)
-    return os.path.join(folder, close) if close else ""
+    stems = {os.path.splitext(other)[0]: other for other in others}  # equal endings make no names similar
+    stem = base if base in stems else nearest(os.path.splitext(base)[0], stems)
+    return os.path.join(folder, stems[stem]) if stem else ""
 
 
 class Loader:

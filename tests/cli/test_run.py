@@ -81,7 +81,7 @@ def test_a_failing_function(pipedist: Command, spec: Path, tmp_path: Path) -> No
     }
     assert document["ledger"]["committed"] == 4
     assert (
-        "Committed steps and finished calls are kept. Fix the problem, then rerun with --resume"
+        "Committed steps and finished calls are kept. Fix the problem, then rerun with --resume (--reuse"
         in done.stderr
     )
     assert document["results"] == {}

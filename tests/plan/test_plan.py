@@ -157,7 +157,7 @@ def test_the_first_line_is_that_of_the_language() -> None:
     document = {**TWO_PHASES, "datasets": {**TWO_PHASES["datasets"], "test": {"range": 9, "batch": 4096}}}
     plan = planned(document)
     assert as_text(plan).splitlines()[0] == (
-        "4 replicas (part of the result) on 2 workers (never part of it); 4096 elements per step, 1024 per replica"
+        "4 replicas (part of the result) on 2 workers (never part of it); 4,096 elements per step, 1,024 per replica"
     )
     single = {
         "pipedist": 1,
@@ -230,6 +230,7 @@ def with_update(**keys: Any) -> dict[str, Any]:
             "stages.w.init.with",
             "called as first(b=...)",
         ),
+        ({"init": {"function": f"{G}:first", "with": {"bais": 1}}}, "stages.w.init.with", "you mean 'bias'?"),
         ({"init": {"file": "no/such.npy"}}, "stages.w.init.file", "no/such.npy: No such file"),
         ({"init": {"file": "pyproject.json"}}, "stages.w.init.file", "No such file"),
     ],

@@ -37,6 +37,7 @@ TOTAL: dict[str, Any] = {
     ("name", "message", "rest"),
     [
         ("okay", "this file does not exist", "did you mean 'okay.yaml'?"),
+        ("other.yaml", "this file does not exist", "expected the path of a YAML file$"),
         (".", "this is a folder", "expected ./okay.yaml"),
         ("rows.csv", "this is a data file, not a spec", "`pipedist init --from rows.csv` writes one"),
         ("functions.py", "this is a Python file, not a spec", "expected a YAML file"),
@@ -51,7 +52,7 @@ def test_a_path_that_is_no_spec_gets_a_hint(
     with pytest.raises(SpecError) as caught:
         load(name)
     assert str(caught.value).startswith(f"{name}: {message}\n")
-    assert rest in str(caught.value)
+    assert rest in f"{caught.value}$"
 
 
 def test_sections_cannot_be_hashed_whatever_they_hold() -> None:

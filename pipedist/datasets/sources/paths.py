@@ -6,6 +6,7 @@ another host reads a source itself if it sees the same files: equal path, size a
 
 from __future__ import annotations
 
+import difflib
 import glob
 import os
 from collections import OrderedDict
@@ -190,6 +191,14 @@ def _instead(pattern: str, folder: Path) -> str:
         return f"files, not a folder: {below!r} matches those in its folders"
     if pattern.endswith("/*") and glob.glob(pattern, root_dir=folder):
         return f"files, not folders: {pattern + '*'!r} matches those in the folders too"
+    if not glob.has_magic(pattern):
+        within, name = os.path.split(pattern)
+        place = os.path.join(folder, within)
+        others = [
+            each for each in glob.iglob("*", root_dir=place) if os.path.isfile(os.path.join(place, each))
+        ]
+        if close := difflib.get_close_matches(name, others, n=1, cutoff=0.7):
+            return f"a file that exists, such as {os.path.join(within, close[0])!r}"
     return ""
 
 

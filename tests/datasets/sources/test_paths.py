@@ -72,7 +72,13 @@ def test_no_match_names_pattern_and_folder(folder: Path, path: str | list[str]) 
 
 
 @pytest.mark.parametrize(
-    ("path", "instead"), [("~/x.csv", r"\$\{env\.HOME\}"), (".", r"a folder: '\./\*'"), ("none", "^$")]
+    ("path", "instead"),
+    [
+        ("~/x.csv", r"\$\{env\.HOME\}"),
+        (".", r"a folder: '\./\*'"),
+        ("none", "^$"),
+        ("d/aa.txt", "such as 'd/a.txt'"),
+    ],
 )
 def test_no_match_is_reported_with_a_hint(folder: Path, path: str, instead: str) -> None:
     with pytest.raises(SourceError, match="no file matches") as caught:
