@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import random
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -88,7 +88,7 @@ def make(name: str, data: Path, *, smoke: bool) -> Path:
 
 
 def _plain(result: Any) -> Any:
-    return dict(result) if isinstance(result, dict) else np.asarray(result).tolist()
+    return dict(result) if isinstance(result, Mapping) else np.asarray(result).tolist()
 
 
 def lines_of(function: Callable[..., Any]) -> int:
