@@ -91,7 +91,8 @@ _START, _INSPECT, _CLUSTERS, _EDITORS = "Write and run", "Inspect a run", "Clust
     "pattern",
     metavar="FILE|GLOB",
     type=click.Path(),
-    help="Data to read: .csv, .parquet, .jsonl, .npy, .npz or .txt. Its columns and types are read from its head.",
+    help="Data to read: .csv, .tsv, .parquet, .jsonl, .npy, .npz, .txt, or files of other kinds, whose bytes are "
+    "read. The columns of tables and their types come from the first rows.",
 )
 def init(names: tuple[str, ...], pattern: str | None) -> None:
     """Create a project: a spec, functions, a test and a README.

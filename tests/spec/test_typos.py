@@ -14,6 +14,7 @@ from pipedist.spec.diagnostics import Place
 from pipedist.spec.yaml_text import read_yaml
 from tests.spec.golden import ROOT
 
+ENVIRONMENT = {"MODEL_URL": "http://127.0.0.1:8000"}  # variables that shipped specs read
 SHIPPED = [*sorted((ROOT / "specs").glob("*.yaml")), *sorted((ROOT / "examples").glob("**/*.yaml"))]
 
 
@@ -57,7 +58,7 @@ def test_a_misspelled_key(spec: Path, path: KeyPath, place: Place, tmp_path: Pat
         copy = tmp_path / "spec.yaml"
         copy.write_text("".join(lines))
         with pytest.raises(SpecError) as caught:
-            load(copy)
+            load(copy, env=ENVIRONMENT)
         problem = next(p for p in caught.value.problems if p.message == f"unknown key `{wrong}`")
         assert problem.where == f"{copy}:{place.line}:{place.column}"
         assert problem.nearest == word
@@ -67,4 +68,4 @@ def test_a_misspelled_key(spec: Path, path: KeyPath, place: Place, tmp_path: Pat
 def test_there_are_shipped_specs() -> None:
     assert len(SHIPPED) >= 5
     for spec in SHIPPED:
-        load(spec)
+        load(spec, env=ENVIRONMENT)
