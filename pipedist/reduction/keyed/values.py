@@ -65,41 +65,31 @@ def of_runs(ufunc: np.ufunc, columns: Columns, runs: Runs) -> Columns:
 
 
 def in_tree(combine: Callable[[Columns, Columns], Columns], columns: Columns, runs: Runs) -> Columns:
-    """Reduce each key's rows by `combine(a, b)`, which works row by row, in the fixed tree over their leaves."""
+    """Reduce each key's rows by `combine(a, b)`, which works row by row, in the fixed tree over their leaves.
+
+    The nodes of two neighbouring rows of a key meet at the level that is the highest bit in which their leaves
+    differ, whatever has been merged below. A node is kept in the place of its first row.
+    """
     columns = {name: column[runs.order] for name, column in columns.items()}
-    firsts = np.flatnonzero(runs.fresh)
-    counts = np.diff(np.append(firsts, len(runs.fresh)))
-    several = counts > 1
-    if not several.any():
-        return columns
-    # The rows of keys that have several, as long as they do.
-    result = {name: column[firsts] for name, column in columns.items()}
-    inside = np.repeat(several, counts)
-    key = np.repeat(np.arange(len(firsts)), counts)[inside]
-    leaf = runs.leaves[inside]
-    columns = {name: column[inside] for name, column in columns.items()}
+    inner = np.flatnonzero(~runs.fresh[1:])  # places of rows that have a next one of their key
+    levels = np.frexp((runs.leaves[inner] ^ runs.leaves[inner + 1]).astype(np.float64))[1].astype(np.int8)
+    head, end = (
+        np.arange(len(runs.order)),
+        np.arange(len(runs.order)),
+    )  # of the node that ends, or begins, there
     with np.errstate(all="ignore"):
-        while len(key):
-            leaf = leaf >> 1  # two neighbours have one parent now
-            twins = np.flatnonzero((key[1:] == key[:-1]) & (leaf[1:] == leaf[:-1]))
-            if len(twins):
-                pair = [{n: c[at] for n, c in columns.items()} for at in (twins, twins + 1)]
-                merged = combine(pair[0], pair[1])
-                kept = np.ones(len(key), bool)
-                kept[twins + 1] = False
-                for name, column in columns.items():
-                    column[twins] = merged[name]
-                    columns[name] = column[kept]
-                key, leaf = key[kept], leaf[kept]
-            alone = np.ones(len(key), bool)
-            alone[1:] = key[1:] != key[:-1]
-            alone[:-1] &= key[1:] != key[:-1]
-            if alone.any():
-                for name, column in columns.items():
-                    result[name][key[alone]] = column[alone]
-                    columns[name] = column[~alone]
-                key, leaf = key[~alone], leaf[~alone]
-    return result
+        for level in np.unique(levels):
+            places = inner[levels == level]
+            left, right = head[places], places + 1
+            merged = combine(
+                {name: column[left] for name, column in columns.items()},
+                {name: column[right] for name, column in columns.items()},
+            )
+            for name, column in columns.items():
+                column[left] = merged[name]
+            last = end[right]
+            end[left], head[last] = last, left
+    return {name: column[runs.fresh] for name, column in columns.items()}
 
 
 def _exact_sums(columns: Columns, order: Ints, starts: Ints) -> Columns:
