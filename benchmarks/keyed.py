@@ -2,9 +2,10 @@
 
 The data is generated, the same in each run, below build/keyed: lines of words whose pairs are as unequal as those of
 a text, and rows of a key and a value. Each job of a system runs in a process of its own, with 2 workers or threads,
-which are started before the time is taken. The answers must agree. A cell has the time, as a multiple of pipedist's and in
-seconds, the processor time of all processes, and the largest memory of the process that has the result. On a busy
-machine compare processor times: half of it, where the work is divided, is the time on two idle processors.
+which are started before the time is taken. The answers must agree.
+
+A cell has the time, as a multiple of pipedist's and in seconds, the processor time of all processes, and the largest
+memory of the process that has the result. On a busy machine compare processor times.
 """
 
 from __future__ import annotations
