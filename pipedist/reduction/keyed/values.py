@@ -73,10 +73,8 @@ def in_tree(combine: Callable[[Columns, Columns], Columns], columns: Columns, ru
     columns = {name: column[runs.order] for name, column in columns.items()}
     inner = np.flatnonzero(~runs.fresh[1:])  # places of rows that have a next one of their key
     levels = np.frexp((runs.leaves[inner] ^ runs.leaves[inner + 1]).astype(np.float64))[1].astype(np.int8)
-    head, end = (
-        np.arange(len(runs.order)),
-        np.arange(len(runs.order)),
-    )  # of the node that ends, or begins, there
+    # For the last row of a node its first one, and for the first one the last.
+    head, end = np.arange(len(runs.order)), np.arange(len(runs.order))
     with np.errstate(all="ignore"):
         for level in np.unique(levels):
             places = inner[levels == level]
