@@ -75,17 +75,17 @@ UNSEEN: tuple[msg.Message, ...] = (
 @contextmanager
 def recording(into: list[Frames]) -> Iterator[None]:
     """Record the messages that the routers of this process receive and send."""
-    take, send = Router._take, Router.send
+    opens, send = Router._open_message, Router.send
 
-    def hears(self: Router, identity: bytes, parts: list[memoryview]) -> None:
+    def hears(self: Router, identity: bytes, parts: list[memoryview]) -> tuple[msg.Message, list[memoryview]]:
         into.append(tuple(map(bytes, parts)))
-        take(self, identity, parts)
+        return opens(self, identity, parts)
 
     def says(self: Router, identity: bytes, message: msg.Message, payload: Sequence[Any] = ()) -> bool:
         into.append((seal(pack(message), bytes(payload[0]) if payload else b""), *map(bytes, payload[1:])))
         return send(self, identity, message, payload)
 
-    with mock.patch.object(Router, "_take", hears), mock.patch.object(Router, "send", says):
+    with mock.patch.object(Router, "_open_message", hears), mock.patch.object(Router, "send", says):
         yield
 
 
