@@ -160,11 +160,15 @@ def test_a_reserved_slot_is_lent_without_a_copy_and_once_at_a_time() -> None:
 
 
 def test_a_reserved_slot_is_free_when_neither_its_owner_nor_a_borrower_has_it() -> None:
-    pool, book = Pool(MIB, lambda _: None), ledger()
+    pool, book = Pool(2 * MIB, lambda _: None), ledger()
     array = pool.reserve(MIB)
     assert array is not None
-    assert pool.reserve(MIB) is None, "the pool is full"
-    assert pool.lend(bytes(128 * KIB), book) is None, "a segment with a reserved slot is not retired"
+    assert pool.reserve(MIB) is None, "half of the pool is reserved"
+    other = pool.lend(bytes(MIB), book)
+    assert other is not None
+    give_back(other)
+    assert pool.lend(bytes(512 * KIB), book) is not None, "the other segment is retired"
+    assert pool.lend(bytes(128 * KIB), book) is None, "a segment with a reserved slot is not"
     view = array[10:20].view(np.int16)
     loan = pool.lend(array.data, book)
     del array

@@ -189,14 +189,17 @@ class Pool:
     def reserve(self, size_bytes: int) -> NDArray[np.uint8] | None:
         """Return memory that is lent without a copy; None where there is none, or the size is unsuitable.
 
-        It is uint8[size_bytes], writable. After a frame that begins with it was lent it must not change, until neither
-        other references to it exist nor `is_lent` is true.
+        At most half of the pool is reserved. The memory is uint8[size_bytes], writable. After a frame that begins
+        with it was lent it must not change, until neither other references to it exist nor `is_lent` is true.
         """
         if not SHARED_BYTES_MIN <= size_bytes <= SLOT_BYTES_MAX:
             return None
         with self._lock:
             self._take_dropped()
             slot_bytes = slot_bytes_for(size_bytes)
+            reserved_bytes = sum(each.slot.segment.slot_bytes for each in self._reserved.values())
+            if reserved_bytes + slot_bytes > self._bytes_max // 2:  # the rest is for frames of others
+                return None
             shelf = self._shelves.setdefault(slot_bytes, _Shelf())
             # No segment is retired for it: only the sender's thread may announce that.
             slot = shelf.find() or self._grow(shelf, slot_bytes, may_retire=False)
