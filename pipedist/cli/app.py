@@ -74,7 +74,10 @@ def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None
     help="Print the version and exit.",
 )
 def app() -> None:
-    """Declarative pipelines over per-replica values: bit-identical on any number of workers."""
+    """Run pipelines over data, with the same bytes on any number of workers.
+
+    A pipeline is a YAML file, the spec, and the Python functions that it names.
+    """
 
 
 _START, _INSPECT, _CLUSTERS, _EDITORS = "Write and run", "Inspect a run", "Clusters", "Editors and shells"
@@ -157,7 +160,7 @@ def init(names: tuple[str, ...], pattern: str | None) -> None:
     help="Print the run's events on stderr too: workers, phases, the outcome.",
 )
 @click.option(
-    "-q", "--quiet", is_flag=True, help="Print only warnings and errors on stderr, and no progress."
+    "-q", "--quiet", is_flag=True, help="Print results, warnings and errors: no progress, no timings."
 )
 @trace_option
 @live_options

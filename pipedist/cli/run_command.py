@@ -351,7 +351,7 @@ def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: flo
             rows += [Row(key, verb, result.files[key], result.files[key]) for key in parts]
             if name in result and not parts:
                 rows.append(Row(name, verb, result[name], result.files.get(name)))
-        times = result.timings.with_parts(total)
+        times: Mapping[str, float] = {} if options.quiet else result.timings.with_parts(total)
         write_out(render(rows, result.ledger.to_json(), times, result.retries, result.resumed))
     if result.quarantined:
         write_error(_quarantine_text(result, replays=options.key_file is None))

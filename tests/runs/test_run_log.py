@@ -203,6 +203,7 @@ def test_the_command_shows_events_or_only_problems(tmp_path: Path, option: str) 
     )
     assert done.returncode == 0, done.stderr
     assert "out.npy" in done.stdout, "results are printed"
+    assert (", total " in done.stdout) == (option == "-v"), "quiet runs print no timings"
     err = done.stderr
     shown = {
         "phase": "pipedist: phase 1 of 1 begins: y" in err,
