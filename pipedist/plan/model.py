@@ -267,7 +267,7 @@ class Plan(Struct, frozen=True):
             )
 
         for name, dataset in spec.datasets.items():
-            add(name, "dataset", None, f"{dataset.kind}, batch {dataset.batch}")
+            add(name, "dataset", None, f"{dataset.kind}, batch {dataset.batch:,}")
         for number, phase in enumerate(self.phases):
             for pass_ in phase:
                 for name in pass_.runs:

@@ -101,6 +101,7 @@ function overview() {
     tile(count(total("calls")), "calls");
     tile(count(data.processes.at(-1).workers.length), "workers");
     tile(count(total("failed")), "failed attempts", total("failed") ? "warn" : "");
+    if (total("repeated")) tile(count(total("repeated")), "repeated calls", "warn");
     tile(bytes(total("bytes_in") + total("bytes_out")), "sent and received");
   }
   const limit = data.processes.at(-1)?.limit;

@@ -114,7 +114,9 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
     if counted and column.null_count:
         row = int(np.flatnonzero(column.is_null().to_numpy())[0])
         named = str(own) if kind == OWN_TYPE else kind
-        raise CellError(row, f"a value of type {named} is missing; float columns read one as NaN")
+        raise CellError(
+            row, f"a value of type {named} is missing: declare the column float64, which reads it as NaN"
+        )
     values: Column = column.to_numpy()
     return values if kind == OWN_TYPE else _fitted(values, dtype_of(kind))
 

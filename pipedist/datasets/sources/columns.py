@@ -272,7 +272,9 @@ def _number(row: int, text: bytes, read: Callable[[bytes], Any], dtype: np.dtype
     if bare in MISSING:
         if dtype.kind == "f":
             return float("nan")
-        raise CellError(row, f"a value of type {dtype} is missing; float columns read one as NaN")
+        raise CellError(
+            row, f"a value of type {dtype} is missing: declare the column float64, which reads it as NaN"
+        )
     try:
         if b"_" in bare:
             raise ValueError
