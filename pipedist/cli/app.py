@@ -31,6 +31,8 @@ def main() -> None:
     except click.Abort:  # click's KeyboardInterrupt; click itself would exit with 1
         raise KeyboardInterrupt from None
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and error.possibilities:
+            del error.possibilities[1:]  # the nearest one is first
         error.show()
         raise SystemExit(error.exit_code) from None
     except (OSError, PipedistError) as error:

@@ -69,7 +69,7 @@ def create_project(names: Sequence[str], pattern: str | None) -> int:
         f"{folder / f'test_{slug}.py'}  their test\n"
         f"{folder / 'README.md'}  how to run and change them\n"
         f"{folder / SCHEMA_FILE}  completion of specs, for editors\n"
-        f"Next: pipedist run {spec}\n"
+        f"Next: pipedist run {spec}; its test: pytest {folder}\n"
     )
     return terminal.OK
 

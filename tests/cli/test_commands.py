@@ -47,6 +47,13 @@ def test_usage_errors_are_exit_2_and_say_so_on_stderr(pipedist: Command, args: l
     assert "Traceback" not in done.stderr
 
 
+def test_a_wrong_option_or_number_gets_one_hint(pipedist: Command) -> None:
+    wrong = pipedist("run", "x.yaml", "--worker", "2").stderr
+    assert "--workers" in wrong
+    assert "--force" not in wrong
+    assert "'two' is not a valid integer." in pipedist("run", "x.yaml", "--workers", "two").stderr
+
+
 def test_a_batch_system_is_no_cluster_but_has_a_command(pipedist: Command, spec: Path) -> None:
     done = pipedist("run", "squares.yaml", "--cluster", "slurm")
     assert done.returncode == 2

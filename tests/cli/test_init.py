@@ -100,7 +100,9 @@ def test_a_project_reads_data_of_a_kind(
     make(tmp_path / name)
     made = pipedist("init", "my-project", "--from", pattern)
     assert (made.returncode, made.stderr) == (0, "")
-    assert made.stdout.endswith("Next: pipedist run my-project/my_project.yaml\n")
+    assert made.stdout.endswith(
+        "Next: pipedist run my-project/my_project.yaml; its test: pytest my-project\n"
+    )
     project = tmp_path / "my-project"
     spec = load(project / "my_project.yaml")
     assert spec.datasets["dataset"].kind == ("csv" if kind == "tsv" else kind)
