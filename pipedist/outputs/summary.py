@@ -46,6 +46,8 @@ def summarize(value: Tree) -> str:
         return _array(value)
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"
+    if isinstance(value, KeyedTable) and value.kind in NUMBERS:
+        return _inline_numbers(value) or counted(len(value), "key")
     if isinstance(value, KeyedTable) and len(value) > INLINE_SIZE_MAX:
         return counted(len(value), "key")
     if encoding.node(value) is None:
@@ -204,7 +206,7 @@ def records(value: Tree) -> Records | None:
 
 def _records_by_key(table: KeyedTable) -> Records | None:
     """Return the first rows of a table by key, or the largest counts of a counter that is not shown in full."""
-    if len(table) < 2 or (table.kind in NUMBERS and len(table) <= INLINE_SIZE_MAX):
+    if len(table) < 2 or (table.kind in NUMBERS and _inline_numbers(table)):
         return None
     if table.kind == "counter":
         largest = table.largest(LARGEST_MAX)
@@ -222,6 +224,15 @@ def _records_by_key(table: KeyedTable) -> Records | None:
         more = "smaller ones" if table.kind == "counter" else "more"
         rows.append([f"... {total - len(rows):,} {more}", *([""] * len(names))])
     return Records(total, names, rows)
+
+
+def _inline_numbers(table: KeyedTable) -> str:
+    """Return a table of one number by key as one line, the largest counts first; "" if it is too long for that."""
+    if len(table) > INLINE_SIZE_MAX:
+        return ""
+    entries = table.largest(len(table)) if table.kind == "counter" else table.items()
+    text = encoding.dumps({_key(key): value for key, value in entries}, sort_keys=False)
+    return text if len(text) <= INLINE_CHARACTERS_MAX else ""
 
 
 def _key(key: Any) -> str:

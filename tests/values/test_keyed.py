@@ -364,6 +364,12 @@ def test_a_summary_shows_the_largest_counts_and_the_first_rows() -> None:
     assert (found.count, found.rows[0], found.rows[-1]) == (22, ["0", "100"], ["... 12 smaller ones", ""])
     assert summary.summarize(counts) == "22 keys"
     assert summary.summarize(counter.of(["a"])) == '{"a": 1}'
+    assert summary.summarize(counter.of(["a", "b", "c", "b"])) == '{"b": 2, "a": 1, "c": 1}', (
+        "by count, then by key"
+    )
+    long = counter.of([f"a long key {k // 3}" for k in range(20)])
+    assert summary.summarize(long) == "7 keys", "too long for one line: a table"
+    assert summary.records(long) is not None
     of_pairs = by_key_counter.of((["a", "b"], [1, 2]), ["x", "y"])
     assert to_json(of_pairs) == [
         {"key/0": "a", "key/1": 1, "value": "x", "count": 1},
