@@ -15,10 +15,10 @@ from __future__ import annotations
 import contextvars
 import hashlib
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
 from operator import lt
-from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,7 +95,7 @@ class Tally:
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
         self.bytes = 0  # of the outcomes since the slice began
-        self.worked_until_ns = perf_counter_ns()  # when the last one had returned
+        self.worked_until_ns = time.perf_counter_ns()  # when the last one had returned
 
 
 class PassExecutor:
@@ -325,7 +325,7 @@ class PassExecutor:
         stage, sole, replicas, seed = self._stages[0], self._sole, self.program.replicas, self.program.seed
         assert sole is not None  # see `is_plain`
         name, device, fn, slot, objects_max = stage.name, stage.device, stage.fn, sole.slot, sole.objects_max
-        enter, leave, add, clock = current.set, current.reset, tally.outcomes.append, perf_counter_ns
+        enter, leave, add, clock = current.set, current.reset, tally.outcomes.append, time.perf_counter_ns
         mark = getattr(begin, "next", begin)
         number = numbers.start
         while number < numbers.stop:
@@ -375,7 +375,7 @@ class PassExecutor:
                 continue
             ctx = self._enter(stage, len(values) + 1, call, shard)
             token = current.set(ctx)
-            began = monotonic() if self._times_stages else 0.0
+            began = time.monotonic() if self._times_stages else 0.0
             try:
                 result = self._begin(stage, call, shard, values, ctx)
                 if hasattr(type(result), "__await__"):
@@ -450,7 +450,7 @@ class PassExecutor:
         for place, stage in enumerate(self._stages):
             call.place = place + 1
             self._enter(stage, call.place if call.lease else 0, call, shard)
-            began = monotonic() if self._times_stages else 0.0
+            began = time.monotonic() if self._times_stages else 0.0
             value = self._input(stage, shard, values)
             context = partial(self._context, stage, call, shard)
             if stage.program.per_element:
@@ -465,7 +465,7 @@ class PassExecutor:
         return values
 
     def _count_time(self, call: Call, place: int, began: float) -> None:
-        seconds = monotonic() - began
+        seconds = time.monotonic() - began
         self._stages_s[place] += seconds
         call.seconds.append(seconds)
 
