@@ -128,7 +128,7 @@ def _of_arrow(arrow: Any, column: Any, name: object) -> Column:
             if "is missing" in error.message
             else "Convert the column"
         )
-        message = error.message.partition("; float")[0]
+        message = error.message.partition(": declare ")[0]  # that is for sources
         raise FrameError(f"column {name!r}, row {error.row}: {message}. {fix}") from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -70,6 +71,7 @@ async def close() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell's background jobs inherit that it is ignored
     if "directory" in sys.argv:
         make_directory()
     elif "closed" in sys.argv:
