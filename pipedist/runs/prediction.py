@@ -35,7 +35,7 @@ from pipedist.spec import RunSpec, Spec, with_cluster
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 SCHEDULED_MAX = 20_000  # calls that are scheduled one by one; more of them are counted
 SAMPLED_S = 1.0  # short calls are sampled for this time
-SAMPLED_MAX = 4096  # calls of a sample, unless more are asked for
+SAMPLED_MAX = 65_536  # calls of a sample, unless more are asked for
 ERROR_MIN = 0.1  # of an expected time
 STARTED_S = 0.1  # time of the driver to begin and end a run, which does not depend on its calls
 _WARM = 3.0  # a first call that is this times longer than the median also imported modules
@@ -405,12 +405,16 @@ async def sampled_costs(plan: Plan, calls: int) -> Costs:
     try:
         first, first_s = await _SampledRun(plan.spec, 1).measure()
         measured, total_s = await _SampledRun(plan.spec, steps).measure()
-        busy_s = sum(each.busy_s for each in measured.stages)
-        if busy_s < SAMPLED_S and not slots:
+        while (
+            not slots
+        ):  # the first calls of a worker take longer than later ones: a small sample shows too much
+            busy_s = sum(each.busy_s for each in measured.stages)
             most = max(1, SAMPLED_MAX // per_step)
             more = min(most, int(steps * SAMPLED_S / max(busy_s, 1e-6)))
-            if more > steps:
-                measured, total_s = await _SampledRun(plan.spec, more).measure()
+            if more < 1.5 * steps or sum(stage.calls for stage in measured.stages) < steps * per_step:
+                break  # long enough, or the whole dataset
+            steps = more
+            measured, total_s = await _SampledRun(plan.spec, steps).measure()
     except UsageError:
         raise
     except PipedistError as error:
