@@ -1,4 +1,4 @@
-"""A stand-in for a language model behind HTTP, which fails at random, as real ones do.
+"""A local server in place of a language model behind HTTP, which fails at random, as real ones do.
 
     python server.py COMMAND...     # serves on a free port while COMMAND runs, with MODEL_URL in its environment
 
