@@ -221,24 +221,19 @@ class _Body:
         import anyio
 
         caller_is_waiting.set(True)
-        try:
-            anyio.run(self._reader.main)
-        finally:
-            self._ended.set()
+        anyio.run(self._reader.main)
 
     def close(self) -> None:
         self._reader.cancel()
-        if self._thread is None and self._loop is None:
-            return
-        is_inside = self._thread is threading.current_thread() or running_loop() is self._loop is not None
-        # The last reference may have been dropped by the run's own thread, which can't wait for itself.
-        while self._thread_has_begun and not is_inside and not self._reader.is_lost:
-            if self._ended.wait(api.TURN_S):
-                break
-
-    @property
-    def _thread_has_begun(self) -> bool:
-        return self._loop is not None or (self._thread is not None and self._thread.ident is not None)
+        # In intervals, for a signal. The last reference may have been dropped by the run's own thread, which can't
+        # wait for itself.
+        if self._loop is not None:
+            while running_loop() is not self._loop and not self._reader.is_lost:
+                if self._ended.wait(api.TURN_S):
+                    return
+        elif self._thread is not None and self._thread.ident is not None:
+            while self._thread is not threading.current_thread() and self._thread.is_alive():
+                self._thread.join(api.TURN_S)
 
 
 @overload
