@@ -25,16 +25,14 @@ def plural(count: int, noun: str) -> str:
 
 def as_text(plan: Plan) -> str:
     spec = plan.spec
-    replicas = spec.replicas
-    sizes = {d.batch for d in spec.datasets.values()}
-    workers = plural(plan.workers, "worker")
-    head = f"{plural(replicas, 'replica')} (part of the result) on {workers} (never part of it)"
-    if len(sizes) == 1:
-        batch = sizes.pop()
-        head += f"; {plural(batch, 'element')} per step, {-(-batch // replicas):,} per replica"
-    lines = [head, "", f"{spec.name}: seed {spec.seed}, {_launcher(plan)}"]
+    sizes = f"{plural(spec.replicas, 'replica')}, {plural(plan.workers, 'worker')}"
+    lines = [
+        f"{spec.name}: {sizes}, seed {spec.seed}, {_launcher(plan)}",
+        "  another number of replicas changes the results; another number of workers never does",
+    ]
     for name in spec.datasets:
-        lines += ["", f"dataset {name}: {_kind(plan, name)}, {_extent(plan, name)}"]
+        title = name if name == "dataset" else f"dataset {name}"
+        lines += ["", f"{title}: {_kind(plan, name)}, {_extent(plan, name)}"]
         lines += [f"  {line}" for line in _elements(plan, name)]
         lines += [f"  {line}" for line in _ranges(plan, name)]
         lines.append(f"  {_delivery(plan, name)}")
@@ -68,10 +66,15 @@ def _elements(plan: Plan, name: str) -> list[str]:
 def _extent(plan: Plan, name: str) -> str:
     dataset = plan.spec.datasets[name]
     division = plan.division(name)
+    replicas = plan.spec.replicas
+    share = f"{dataset.batch // replicas:,}"
+    if dataset.batch % replicas:
+        share = f"up to {dataset.batch // replicas + 1:,}"
+    size = f"{dataset.batch:,}{f' ({share} per replica)' if replicas > 1 else ''}"
     if division is None:
-        return f"as many elements as it yields, {plural(dataset.epochs, 'epoch')}"
-    steps = f"{plural(division.steps_per_epoch, 'step')} of {dataset.batch:,}"
-    epochs = f" per epoch, {plural(dataset.epochs, 'epoch')}" if dataset.epochs > 1 else ""
+        return f"as many elements as it yields, in steps of {size}, {plural(dataset.epochs, 'epoch')}"
+    steps = f"{plural(division.steps_per_epoch, 'step')} of {size}"
+    epochs = f" in each of {dataset.epochs:,} epochs" if dataset.epochs > 1 else ""
     return f"{plural(division.length, 'element')}, {steps}{epochs}{', shuffled' if dataset.shuffle else ''}"
 
 
@@ -88,13 +91,15 @@ def _ranges(plan: Plan, name: str) -> list[str]:
     lines = []
     order = " of the shuffled order" if plan.spec.datasets[name].shuffle else ""
     for step, bounds in element_ranges(plan, name):
+        if step > 1:
+            lines.append("...")
         texts = [
-            f"replica {r}: [{lo:,}, {hi:,})" if lo < hi else f"replica {r}: none"
+            f"{f'[{lo}, {hi})' if lo < hi else 'none'} for replica {r}"
             for r, (lo, hi) in enumerate(bounds[:_REPLICAS_SHOWN])
         ]
         if len(bounds) > _REPLICAS_SHOWN:
             texts.append(f"and {len(bounds) - _REPLICAS_SHOWN} more")
-        lines.append(f"step {step:,}{order}: " + "  ".join(texts))
+        lines.append(f"step {step:,}{order}: elements " + ", ".join(texts))
     return lines
 
 

@@ -102,9 +102,7 @@ def test_schema_is_a_json_schema(pipedist: Command) -> None:
 def test_plan_formats(pipedist: Command, spec: Path) -> None:
     text = pipedist("plan", spec, "--workers", "3")
     assert text.returncode == 0, text.stderr
-    assert text.stdout.startswith(
-        "2 replicas (part of the result) on 3 workers (never part of it); 4 elements per step"
-    )
+    assert text.stdout.startswith("squares: 2 replicas, 3 workers, seed ")
     mermaid = pipedist("plan", spec, "--format", "mermaid")
     assert mermaid.returncode == 0, mermaid.stderr
     assert mermaid.stdout.startswith(("flowchart", "graph"))

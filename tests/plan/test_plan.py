@@ -153,20 +153,32 @@ def test_mermaid_shows_names_as_they_are() -> None:
         plan.close()
 
 
-def test_the_first_line_is_that_of_the_language() -> None:
-    document = {**TWO_PHASES, "datasets": {**TWO_PHASES["datasets"], "test": {"range": 9, "batch": 4096}}}
-    plan = planned(document)
-    assert as_text(plan).splitlines()[0] == (
-        "4 replicas (part of the result) on 2 workers (never part of it); 4,096 elements per step, 1,024 per replica"
-    )
-    single = {
-        "pipedist": 1,
-        "dataset": {"range": 3, "batch": 1},
-        "stages": {"t": {"reduce": "sum", "of": "dataset", "axis": 0}},
-    }
-    assert as_text(planned(single, workers=1)).splitlines()[0] == (
-        "1 replica (part of the result) on 1 worker (never part of it); 1 element per step, 1 per replica"
-    )
+def test_the_head_explains_replicas_and_workers() -> None:
+    lines = as_text(planned(TWO_PHASES, workers=1)).splitlines()
+    assert lines[:2] == [
+        "two: 4 replicas, 1 worker, seed 7, launcher local",
+        "  another number of replicas changes the results; another number of workers never does",
+    ]
+
+
+def test_steps_that_are_not_shown_have_a_line() -> None:
+    def steps(length: int) -> list[str]:
+        document = {
+            "pipedist": 1,
+            "replicas": 2,
+            "dataset": {"range": length, "batch": 3},
+            "stages": {"t": {"reduce": "sum", "of": "dataset", "axis": 0}},
+        }
+        lines = as_text(planned(document)).splitlines()
+        return [line.strip() for line in lines if line.startswith(("dataset:", "  step", "  ..."))]
+
+    first = "step 0: elements [0, 2) for replica 0, [2, 3) for replica 1"
+    assert steps(4) == [
+        "dataset: range, 4 elements, 2 steps of 3 (up to 2 per replica)",
+        first,
+        "step 1: elements [3, 4) for replica 0, none for replica 1",
+    ]
+    assert steps(9)[1:] == [first, "...", "step 2: elements [6, 8) for replica 0, [8, 9) for replica 1"]
 
 
 def test_phases() -> None:

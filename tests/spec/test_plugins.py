@@ -44,7 +44,7 @@ def test_the_key_of_a_plugin_is_short_for_its_class(tmp_path: Path) -> None:
     spec = load(written(tmp_path, 'squares: {count: "${params.n}", broken: [1, 2]}'))
     assert spec.datasets["dataset"].kind == "source"
     plan = compile_plan(spec, workers=1)
-    assert f"dataset dataset: source {READERS}:Squares, 7 elements" in as_text(plan)
+    assert f"dataset: source {READERS}:Squares, 7 elements" in as_text(plan)
     plan.close()
 
 

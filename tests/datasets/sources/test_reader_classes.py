@@ -91,7 +91,7 @@ def test_the_plan_names_the_class_and_the_elements() -> None:
     )
     text = as_text(plan)
     plan.close()
-    assert f"dataset dataset: source {R}:Squares, 60 elements" in text
+    assert f"dataset: source {R}:Squares, 60 elements" in text
     assert "an element is {number: int64, square: float64}" in text
     assert "workers read their own shards" in text
 
