@@ -36,6 +36,7 @@ WORKERS = (1, 2, 4, 8, 16, 32, 64)
 SCHEDULED_MAX = 20_000  # calls that are scheduled one by one; more of them are counted
 SAMPLED_S = 1.0  # short calls are sampled for this time
 SAMPLED_MAX = 65_536  # calls of a sample, unless more are asked for
+SPREAD_MAX = 4096  # steps of a sample that are spread over the dataset; more are its first ones
 ERROR_MIN = 0.1  # of an expected time
 STARTED_S = 0.1  # time of the driver to begin and end a run, which does not depend on its calls
 _WARM = 3.0  # a first call that is this times longer than the median also imported modules
@@ -332,16 +333,19 @@ def costs_of_run(plan: Plan, folder: Path) -> Costs:
 
 
 class _SampledSource(Source):
-    """Some rows of a source, as a dataset of its own."""
+    """Some rows of a source, or its first ones, as a dataset of its own."""
 
-    def __init__(self, source: Source, rows: NDArray[np.int64]) -> None:
+    def __init__(self, source: Source, rows: NDArray[np.int64] | range) -> None:
         self._source, self._rows = source, rows
         self.length: int = len(rows)
         self.random_access = source.random_access
         self.portable, self.why_not_portable = source.portable, source.why_not_portable
         self.in_memory, self.config = source.in_memory, source.config
+        self.by_id = source.by_id and isinstance(rows, range)
 
     def locate(self, ids: Ids) -> Tree:
+        if isinstance(self._rows, range):
+            return self._source.locate(ids)
         rows = self._rows[ids.start : ids.stop] if isinstance(ids, range) else self._rows[ids]
         if len(rows) and int(rows[-1]) - int(rows[0]) + 1 == len(rows) and (np.diff(rows) == 1).all():
             return self._source.locate(range(int(rows[0]), int(rows[-1]) + 1))
@@ -375,6 +379,10 @@ class _SampledRun(Run):
                 "how long all of them take. Use --from RUN, with a run of this spec"
             )
         total = division.steps_per_epoch
+        if self._steps > SPREAD_MAX:  # such short calls differ in little, and cost less in the order of a run
+            return _SampledSource(
+                plan.sources[name], range(min(self._steps * division.batch, division.length))
+            )
         chosen = np.unique(np.linspace(0, total - 1, min(self._steps, total)).astype(np.int64))
         firsts = [(int(step) * division.batch, division.rows(int(step))) for step in chosen]
         rows = np.concatenate([np.arange(first, first + size) for first, size in firsts])

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pipedist.core import dlpack, functions, ragged, trees
+from pipedist.core.platform_id import process_usage
 from pipedist.core.types import Tree
 from pipedist.errors import NonDeterministicError, PipedistError
 from pipedist.protocol.codec import UnsendableError, encode
@@ -125,6 +126,7 @@ class PassExecutor:
         self._stored = [e for e in emits if e.stored]
         self._times_stages = bool(self._stored) or len(self._stages) > 1
         self._stages_s = [0.0] * len(self._stages)  # since `take_costs`
+        self.loaded_at_cpu_ns = 0  # the processor time of the process when it had imported the functions
         self._slots = [emit.slot for emit in emits if not emit.stored]
         self._assigned = [emit.slot for emit in program.emits if emit.of < -1]  # slots of variables
         whole = self._whole
@@ -213,11 +215,14 @@ class PassExecutor:
         return self._waiting_stages[stage.name]
 
     def _load(self, stage: Stage, call: Call) -> None:
+        if stage.is_loaded:
+            return
         token = importer.set((stage.name, call.step, call.replica))
         try:
             stage.load()
         finally:
             importer.reset(token)
+        self.loaded_at_cpu_ns = process_usage()[1]
 
     def run(self, call: Call, shards: LeaseShards, wait: Callable[[Awaitable[Any]], Any]) -> Result:
         """Execute one call in this thread; return its outcome, which no other code can change.

@@ -181,9 +181,12 @@ class ResultReporter:
 
     def measured(self, results: Results) -> Results:
         """Return results that are being reported with the costs of executing them."""
-        reading_ns, stages_ns = (0, ()) if self._executor is None else self._executor.take_costs()
-        memory_bytes, cpu_ns = process_usage()
-        spent_ns, self._cpu_ns = cpu_ns - self._cpu_ns, cpu_ns
+        executor, counted_ns = self._executor, self._cpu_ns
+        reading_ns, stages_ns = (0, ()) if executor is None else executor.take_costs()
+        if executor is not None:
+            counted_ns = max(counted_ns, executor.loaded_at_cpu_ns)  # calls don't include imports
+        memory_bytes, self._cpu_ns = process_usage()
+        spent_ns = self._cpu_ns - counted_ns
         return replace(
             results, reading_ns=reading_ns, stages_ns=stages_ns, memory_bytes=memory_bytes, cpu_ns=spent_ns
         )

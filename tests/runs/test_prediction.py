@@ -232,6 +232,25 @@ def test_a_sample_is_executed_and_nothing_is_written(tmp_path: Path, monkeypatch
     assert two["seconds"] < one["seconds"]
 
 
+def test_a_large_sample_is_the_beginning_of_the_dataset_in_the_order_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pipedist.runs.prediction.SAMPLED_S", 0.0)
+    monkeypatch.setattr("pipedist.runs.prediction.SPREAD_MAX", 8)
+    (tmp_path / "notes.py").write_text(
+        "def note(x):\n    with open('seen', 'a') as file: file.write(f'{x[0]}\\n')\n    return x\n"
+    )
+    (tmp_path / "notes.yaml").write_text(
+        "{pipedist: 1, replicas: 2, dataset: {range: 4000, batch: 8}, stages: {y: {run: 'notes:note'}, "
+        "rows: {gather: 0, of: y}}}"
+    )
+    outcome = CliRunner().invoke(app, ["plan", "notes.yaml", "--predict", "--sample", "18"])
+    assert outcome.exit_code == 0, outcome.output
+    seen = [int(line) for line in (tmp_path / "seen").read_text().split()]
+    assert seen == [0, 4, *range(0, 72, 4)], "a step before it, and nine steps"
+
+
 def test_a_run_is_a_source_of_measurements(tmp_path: Path) -> None:
     document = {
         "pipedist": 1,

@@ -66,6 +66,20 @@ def test_a_result_has_the_timings_of_stages_and_workers(tmp_path: Path) -> None:
     assert {each.text for each in measured.driver if each.work == DriverWork.FOLD} == {"out"}
 
 
+def test_the_processor_time_of_calls_does_not_include_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "slow_to_import.py").write_text(
+        "import time\nend = time.process_time() + 2\nwhile time.process_time() < end: pass\ndef same(x): return x\n"
+    )
+    spec = document("same") | {
+        "stages": {"y": {"run": "slow_to_import:same"}, "out": {"gather": 0, "of": "y"}}
+    }
+    (stage,) = pipedist.run(spec, workers=1, output=tmp_path / "out").timings.stages
+    assert stage.cpu_s < 2
+
+
 def test_the_workers_measure_stages_reading_and_memory(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.arange(40.0))
     spec = document("double") | {"dataset": {"npy": {"path": str(tmp_path / "x.npy")}, "batch": 4}}
