@@ -63,7 +63,14 @@ class CommandExecutor:
 
     def execute(self, command: cmd.Command, chunk: Chunk | None) -> None:
         """Execute one command; `chunk`: the results that came with its event."""
-        match command:
+        match command:  # the most frequent ones first
+            case cmd.AcceptResults(pass_id):
+                if chunk is not None:
+                    self._handles[pass_id].arrived(chunk)
+            case cmd.StepsReady(pass_id, first, last):
+                self._handles[pass_id].ready(first, last)
+            case cmd.SendAssign(pass_id=pass_id):
+                self._send_calls(self._handles[pass_id], command)
             case cmd.StashResults(serial):
                 if chunk is not None:
                     self._gangs.stash(serial, chunk)
@@ -71,18 +78,11 @@ class CommandExecutor:
                 pass_id, stash, peers = self._gangs.end(command)
                 if stash:
                     self._handles[pass_id].gang_arrived(stash, peers)
-            case cmd.AcceptResults(pass_id):
-                if chunk is not None:
-                    self._handles[pass_id].arrived(chunk)
-            case cmd.StepsReady(pass_id, first, last):
-                self._handles[pass_id].ready(first, last)
             case cmd.SendGang() if command == self.sent:
                 self._gangs.begin(command)
                 self.sent = None
             case cmd.SendGang(pass_id=pass_id):
                 self._send_gang(self._handles[pass_id], command)
-            case cmd.SendAssign(pass_id=pass_id):
-                self._send_calls(self._handles[pass_id], command)
             case cmd.RequestSteps(pass_id, count):
                 self._handles[pass_id].want(count)
             case cmd.SendBind(worker, pass_id):
@@ -134,7 +134,7 @@ class CommandExecutor:
         asked = 0 if handle.record is None else handle.record.recorder.now()
 
         def send(payloads: list[list[Frame]]) -> None:
-            sent = sum(end - start for start, end in command.elements)
+            sent = sum([end - start for start, end in command.elements]) if command.elements else 0
             record = handle.record
             if record is not None:
                 size, is_trial = frame_bytes(payloads[0]), bool(command.elements)
@@ -193,15 +193,18 @@ class CommandExecutor:
     ) -> None:
         """Get the data of leases, in a thread if that may block, and send them in their order."""
         requests: list[Shards | ShardRead] = []
+        shards: list[Shards] = []
         has_feed = handle.has_feed
         for part in parts:
             local = not has_feed or self._pool.reads(part.worker, handle.id)
             try:
-                requests.append(handle.request(part.lo, part.hi, local=local, elements=elements))
+                request = handle.request(part.lo, part.hi, local=local, elements=elements)
+                requests.append(request)
+                if isinstance(request, Shards):
+                    shards.append(request)
             except Exception as error:  # reading the user's data may raise anything
                 self._not_sent(handle, part, error)
                 return
-        shards = [each for each in requests if isinstance(each, Shards)]
         if len(shards) == len(requests) and self._leases.is_empty:  # the common case, cheaper
             payloads = self._payloads(handle, parts, shards)
             if payloads is not None:

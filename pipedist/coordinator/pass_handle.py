@@ -109,6 +109,7 @@ class PassHandle:
         self._failed_attempts: dict[int, tuple[str, str]] = {}  # stage and exception, by call
         self._post = post
         self._feed = feed
+        self.has_feed = feed is not None
         self._on_arrival = on_arrival
         self._on_quarantine = on_quarantine
         self.record = record
@@ -421,10 +422,6 @@ class PassHandle:
         return self._error is not None
 
     @property
-    def has_feed(self) -> bool:
-        return self._feed is not None
-
-    @property
     def steps_total(self) -> int | None:
         """Number of steps; None if not known yet."""
         return self._feed.steps_total if self._feed is not None else None
@@ -576,11 +573,13 @@ class PassHandle:
             return
         self.counts.elements_visible += elements
         self._drop_errors(first, last)
-        if self._visible and self._visible[-1][1] == first:
+        if not self._visible:
+            self._visible.append((first, last))
+            self._changed.set()  # it stays set while there is a range
+        elif self._visible[-1][1] == first:
             self._visible[-1] = (self._visible[-1][0], last)
         else:
             self._visible.append((first, last))
-        self._changed.set()
 
     def step_failed(self, step: int, failure: Failure) -> None:
         """End a step that failed for good; with a feed, end the pass."""

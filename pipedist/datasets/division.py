@@ -20,6 +20,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import force_setattr
 
 
 def chunks(rows: int, replicas: int) -> int:
@@ -38,10 +39,11 @@ class Division(Struct, frozen=True):
     batch: int  # B, the GLOBAL batch size in elements, >= 1
     replicas: int  # R, shards per step, >= 1
     drop_remainder: bool = False  # drop an epoch's last step if it has fewer than B elements
+    steps_per_epoch: int = 0  # follows from the others
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.length // self.batch if self.drop_remainder else -(-self.length // self.batch)
+    def __post_init__(self) -> None:
+        steps = self.length // self.batch if self.drop_remainder else -(-self.length // self.batch)
+        force_setattr(self, "steps_per_epoch", steps)
 
     def rows(self, step: int) -> int:
         """Return m, the number of elements of `step`."""

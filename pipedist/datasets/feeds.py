@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from typing import Protocol
 
 import anyio
@@ -176,28 +177,39 @@ class IndexedFeed(Feed):
         send_ids = self._shuffle_seed is not None or len(elements) > 0  # they don't follow from the calls
         if read_there and self._source.by_id and not send_ids:
             return Shards()
-        ids = [self._ids(call) for call in range(lo, hi)]
-        if elements:
-            ids = [np.asarray(ids[0], np.int64)[positions(elements)]]
         length = self._division.length
-        rows = [
-            range(i.start % length, i.start % length + len(i)) if isinstance(i, range) else i % length
-            for i in ids
-        ]
-        sent_ids: list[Tree] | None = list(ids) if send_ids else None
+        ids: list[Tree] = []
+        rows: list[range | NDArray[np.int64]] = []
+        for call in range(lo, hi):
+            found = self._ids(call)
+            if elements:
+                found = np.asarray(found, np.int64)[positions(elements)]
+            ids.append(found)
+            if isinstance(found, range):
+                first = found.start % length
+                rows.append(range(first, first + len(found)))
+            else:
+                rows.append(found % length)
+        sent_ids = ids if send_ids else None
         if read_there:
             return Shards(
                 ids=sent_ids,
                 locations=None if self._source.by_id else [self._source.locate(r) for r in rows],
             )
-
-        def read() -> Shards:
-            with self._reading:
-                values = [self._source.read(self._source.locate(r)) for r in rows]
-            self._element_bytes = _array_bytes(values) / max(1, sum(map(len, rows)))
-            return Shards(ids=sent_ids, values=values)
-
+        read = partial(self._read, rows, sent_ids)
         return read() if self._source.in_memory else read
+
+    def _read(self, rows: list[range | NDArray[np.int64]], ids: list[Tree] | None) -> Shards:
+        values: list[Tree] = []
+        size = count = 0
+        with self._reading:
+            for each in rows:
+                value = self._source.read(self._source.locate(each))
+                values.append(value)
+                size += _array_bytes(value)
+                count += len(each)
+        self._element_bytes = size / max(1, count)
+        return Shards(ids=ids, values=values)
 
     def separable(self, call: int) -> int:
         return len(self._ids(call))
@@ -448,6 +460,8 @@ class SequentialFeed(Feed):
 
 
 def _array_bytes(tree: Tree) -> int:
+    if type(tree) is np.ndarray:
+        return ragged.size_bytes(tree)
     return sum(ragged.size_bytes(leaf) for leaf in trees.flatten(tree)[0] if isinstance(leaf, np.ndarray))
 
 

@@ -110,40 +110,50 @@ _RAW_KINDS: Final = frozenset("biufc")  # of dtypes whose memory is sent as it i
 
 
 def encode_arguments(values: list[Tree]) -> list[Frame]:
-    """Return `encode([None, None, values, None])`, for (args, kwargs) of each call of a lease, or lists of them.
+    """Return `encode([None, None, values, None])`, for the shard or (args, kwargs) of each call, or lists of them.
 
     In a loop only the contents of arrays change from step to step: a header is made once for each form, which is
-    the dtypes and shapes of positional arguments that are arrays in one shared frame.
+    the dtypes and shapes of shards and positional arguments that are arrays: all in one shared frame, or each in its
+    own.
     """
     form: list[Any] = []
     parts: list[Any] = []
+    large: list[Frame] = []
     shared_bytes = 0
     for value in _calls_of(values, form):
-        if type(value) is not tuple or len(value) != 2:
+        if type(value) is np.ndarray:
+            arrays: tuple[Any, ...] = (value,)
+            form.append(np.ndarray)
+        elif type(value) is tuple and len(value) == 2 and type(value[0]) is tuple:
+            arrays, kwargs = value
+            if type(kwargs) is not dict or kwargs:
+                return encode([None, None, values, None])
+        else:
             return encode([None, None, values, None])
-        args, kwargs = value
-        if type(args) is not tuple or type(kwargs) is not dict or kwargs:
-            return encode([None, None, values, None])
-        for array in args:
+        for array in arrays:
             if (
                 type(array) is not np.ndarray
                 or array.dtype.kind not in _RAW_KINDS
                 or not array.dtype.isnative
+                or not array.flags.c_contiguous
+                or (size_bytes := array.nbytes) <= INLINE_BYTES_MAX
             ):
                 return encode([None, None, values, None])
-            size_bytes = array.nbytes
-            shared_bytes += size_bytes + -size_bytes % SHARED_ALIGNMENT_BYTES
-            if not INLINE_BYTES_MAX < size_bytes < FRAME_BYTES_MIN or not array.flags.c_contiguous:
-                return encode([None, None, values, None])
             form.append((array.dtype, array.shape))
-            parts += (array.data, b"\0" * (-size_bytes % SHARED_ALIGNMENT_BYTES))
+            if size_bytes >= FRAME_BYTES_MIN:
+                large.append(array.reshape(-1).view(np.uint8).data.toreadonly())
+            else:
+                padding = -size_bytes % SHARED_ALIGNMENT_BYTES
+                shared_bytes += size_bytes + padding
+                parts += (array.data, b"\0" * padding)
         form.append(None)
     key = tuple(form)
     header = _headers.get(key)
     if header is not None:
-        return [header, b"".join(parts)]
+        return [header, *large] if large else [header, b"".join(parts)]
     frames = encode([None, None, values, None])
-    if 0 < shared_bytes <= SHARED_FRAME_BYTES_MAX and sys.byteorder == "little":
+    is_uniform = not shared_bytes if large else 0 < shared_bytes <= SHARED_FRAME_BYTES_MAX
+    if is_uniform and sys.byteorder == "little":
         if len(_headers) >= _FORMS_MAX:
             _headers.clear()
         _headers[key] = bytes(frames[0])

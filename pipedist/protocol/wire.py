@@ -18,7 +18,8 @@ import re
 import struct
 from collections.abc import Sequence
 from functools import reduce
-from itertools import pairwise
+from itertools import starmap
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -95,7 +96,7 @@ def seal(head: bytes, header: bytes | memoryview = b"", references: Sequence[Ref
     start = START.pack(len(head), len(references))
     if not references:  # the common case, cheaper
         return b"".join((start, head, header))
-    return b"".join([start, *[ENTRY.pack(*reference) for reference in references], head, header])
+    return b"".join([start, *starmap(ENTRY.pack, references), head, header])
 
 
 def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memoryview, list[Reference]]:
@@ -123,7 +124,8 @@ def unseal(first: memoryview, limits: MessageLimits) -> tuple[memoryview, memory
 def parse_references(table: memoryview) -> list[Reference]:
     """Return the references in a table of whole entries; raise RemoteProtocolError if not in order."""
     references = list(map(Reference._make, ENTRY.iter_unpack(table)))
-    if references[0].place == 0 or any(a.place >= b.place for a, b in pairwise(references)):
+    places = list(map(itemgetter(0), references))
+    if places[0] == 0 or not all(map(operator.lt, places, places[1:])):
         raise RemoteProtocolError("references that are not in order")
     return references
 
@@ -135,11 +137,14 @@ def weave(
     limits: MessageLimits,
 ) -> None:
     """Insert shared frames at their places among the others, or raise RemoteProtocolError."""
+    size_bytes = 0
+    for frame in frames:
+        size_bytes += frame.nbytes
     for reference, frame in zip(references, shared, strict=True):
         if reference.place > len(frames):
             raise RemoteProtocolError(f"a shared frame {reference.place} in a payload of {len(frames)}")
         frames.insert(reference.place, frame)
-    size_bytes = sum(frame.nbytes for frame in frames)
+        size_bytes += frame.nbytes
     if len(frames) > limits.frames_max or size_bytes > limits.message_bytes_max:
         raise RemoteProtocolError(
             f"a message of {len(frames)} frames and {size_bytes} bytes, with shared ones"

@@ -93,16 +93,16 @@ class Assigner:
             self._out.append(cmd.SendRecall(worker.name, lease.id, pass_.id, lo, hi))
 
     def _with_room(self, pass_: Pass, wanted: float | None) -> Worker | None:
-        gpus = pass_.settings.gpus
-        worker = self._members.idle_for(gpus) if self._members.idle else None
+        members, gpus = self._members, pass_.settings.gpus
+        worker = members.idle_for(gpus) if members.idle else None
         if pass_.settings.at_once:
             if pass_.settings.concurrency and pass_.leased >= pass_.settings.concurrency:
                 return None
-            return worker or self._members.with_slot(pass_.id, self._calls_at_once(pass_))
-        worker = worker or self._members.waiting_for(gpus)
-        if worker is None and pass_.is_short(self._limits) and not pass_.searches.waiting:
-            return self._members.under_prefetched_for(gpus, wanted)
-        return worker
+            return worker or members.with_slot(pass_.id, self._calls_at_once(pass_))
+        if worker is not None or not members.roomy:
+            return worker
+        in_advance = pass_.is_short(self._limits) and not pass_.searches.waiting
+        return members.busy_for(gpus, in_advance=in_advance, below=wanted)
 
     def _calls_at_once(self, pass_: Pass) -> int:
         """Return the number of overlapping calls of a pass that one worker may have."""

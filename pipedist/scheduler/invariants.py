@@ -130,6 +130,9 @@ def _check_workers(members: Membership) -> Iterator[str]:
                 yield f"worker {name} has {len(held)} leases: do all of them overlap or not?"
             if name in room.under_prefetched and worker.ordered != 1:
                 yield f"worker {name} has {len(held)} leases and wants one in advance"
+        rooms = () if room is None else (room.idle, room.waiting, room.under_prefetched)
+        if (name in members.roomy) != any(name in each for each in rooms):
+            yield f"worker {name} is indexed as one that can get a lease in one place only"
         if (name in supervised) != (is_ready and worker.supervised):
             yield f"worker {name} is {worker.state.value}: supervised or not?"
     if not all(room.ready for room in capacity_classes.values()):

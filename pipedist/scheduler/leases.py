@@ -19,8 +19,7 @@ from pipedist.scheduler.transitions import (
 )
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
+class Lease(Struct, eq=False):
     """One assignment of calls [lo, hi) to one incarnation of one worker."""
 
     id: int

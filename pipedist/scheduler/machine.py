@@ -159,14 +159,14 @@ class Scheduler:
 
     def deadline(self) -> float | None:
         """Return the time at which to send a Tick if no other event occurs, or None."""
-        if not (self._backing_off or self._members.watched or self._members.supervised):
-            return None
-        due = [pass_.backing_off.due for pass_ in self._backing_off.values()]
-        if self._members.watched:
+        due: list[float | None] = []
+        if self._backing_off:
+            due += [pass_.backing_off.due for pass_ in self._backing_off.values()]
+        if self._members.watched and self._members.idle:
             due.append(self._outcomes.speculation.due)
-        if (first := next(iter(self._members.supervised.values()), None)) is not None:
-            due.append(self._silent_at(first))
-        return min((at for at in due if at is not None), default=None)
+        if self._members.supervised:
+            due.append(self._silent_at(next(iter(self._members.supervised.values()))))
+        return min([at for at in due if at is not None], default=None) if due else None
 
     def why(self, now: float) -> Explanation:
         from pipedist.scheduler.diagnostics import explain  # rarely needed

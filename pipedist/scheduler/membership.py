@@ -41,6 +41,7 @@ class Membership:
         self.ready = 0  # number of READY workers that are not suspended
         self.watched: dict[int, Stragglers] = {}  # leases that may get a second attempt, by pass
         self.idle: OrderedDict[str, Worker] = OrderedDict()  # READY, not suspended; longest idle first
+        self.roomy: set[str] = set()  # those in any mapping of a `CapacityClass`
         self.capacity_classes: dict[float, CapacityClass] = {}  # READY by GPUs, fewest first; not empty
         self.supervised: OrderedDict[str, Worker] = OrderedDict()  # READY; longest silent first
         # Unreported calls of each worker with overlapping leases of a pass. A worker moves to the end when it reports
@@ -82,12 +83,6 @@ class Membership:
                 return next(iter(room.idle.values()))
         return None
 
-    def waiting_for(self, gpus: float) -> Worker | None:
-        for owned, room in self.capacity_classes.items():
-            if room.waiting and owned >= gpus:
-                return next(iter(room.waiting.values()))
-        return None
-
     def with_slot(self, pass_id: int, calls_max: int) -> Worker | None:
         """Return a worker that executes overlapping calls of a pass, fewer than `calls_max`."""
         slots = self.slots.get(pass_id)
@@ -97,12 +92,20 @@ class Membership:
             slots.move_to_end(last, last=False)
         return self.workers[last]
 
-    def under_prefetched_for(self, gpus: float, below: float | None = None) -> Worker | None:
-        """Return a worker that can get a lease in advance, with at least `gpus` and less than `below` GPUs."""
+    def busy_for(self, gpus: float, *, in_advance: bool, below: float | None = None) -> Worker | None:
+        """Return a worker with at least `gpus` GPUs that has a lease, and can get another one, or None.
+
+        All of its leases overlap; otherwise it gets one `in_advance`, and has less than `below` GPUs.
+        """
+        later: Worker | None = None
         for owned, room in self.capacity_classes.items():
-            if room.under_prefetched and owned >= gpus and (below is None or owned < below):
-                return next(iter(room.under_prefetched.values()))
-        return None
+            if owned < gpus:
+                continue
+            if room.waiting:
+                return next(iter(room.waiting.values()))
+            if in_advance and later is None and room.under_prefetched and (below is None or owned < below):
+                later = next(iter(room.under_prefetched.values()))
+        return later
 
     def admit(self, worker: Worker, incarnation: int, *, supervised: bool, gpus: float) -> None:
         worker.become("joined")
@@ -279,6 +282,7 @@ class Membership:
 
     def _sort(self, worker: Worker) -> None:
         self.idle.pop(worker.name, None)
+        self.roomy.discard(worker.name)
         room = self.capacity_classes.get(worker.gpus)
         if room is None:
             return  # it is not READY, or suspended
@@ -291,7 +295,8 @@ class Membership:
             self.idle[worker.name] = room.idle[worker.name] = worker
         elif not (ordered := len(worker.leases) - worker.overlapping):
             room.waiting[worker.name] = worker
-        elif ordered == 1:
-            expected_s = self.leases[worker.leases[0]].expected_s
-            if 0 < expected_s < self._prefetch_below_s:
-                room.under_prefetched[worker.name] = worker
+        elif ordered == 1 and 0 < self.leases[worker.leases[0]].expected_s < self._prefetch_below_s:
+            room.under_prefetched[worker.name] = worker
+        else:
+            return
+        self.roomy.add(worker.name)

@@ -26,7 +26,6 @@ from pipedist.transport.zeromq.connections import (
     configure,
     event_of,
     plain_send,
-    size_of,
 )
 
 if TYPE_CHECKING:
@@ -133,7 +132,8 @@ class Dealer:
         last = len(parts) - 1
         for number, part in enumerate(parts):
             flags = _SNDMORE if number < last else 0
-            self._send_part(part, flags, copy or size_of(part) <= COPY_BYTES_MAX)
+            size_bytes = part.nbytes if type(part) is memoryview else len(part)
+            self._send_part(part, flags, copy or size_bytes <= COPY_BYTES_MAX)
 
     def fileno(self) -> int:
         """Return a file that becomes readable when a message arrives after `poll` has found none."""

@@ -138,6 +138,8 @@ class PassExecutor:
         self._quota, self._sharing = (0,) * len(self._limited), 1  # until `use_quota`
         self._quota_is_unmet = False  # whether it is lower than before, and was not confirmed
         self._waiting_stages: dict[str, WaitingStage] = {}
+        self.calls_overlap: bool | None = None
+        """Whether calls of a lease may overlap; None until all functions are loaded."""
         self.waits = any(stage.waits for stage in self._stages)
         """Whether its calls are tasks of an event loop, because they wait for elements, attempts or a rate."""
         self._shard_is_shared = (readers + [emit.of for emit in program.emits]).count(-1) > 1
@@ -183,9 +185,10 @@ class PassExecutor:
                 self._load(stage, call)
             except BaseException:  # each call raises and reports it, under its own number
                 return False
-        return any(s.is_async for s in self._stages) and not any(
+        self.calls_overlap = any(s.is_async for s in self._stages) and not any(
             s.is_class and s.is_async for s in self._stages
         )
+        return self.calls_overlap
 
     def use_quota(self, calls: tuple[int, ...], sharing: int) -> None:
         """Set how much of the limits of stages the calls may use; see `messages.Quota`."""

@@ -143,7 +143,7 @@ class LeaseRun:
         self._tally = Tally()  # of calls that returned, from `_taken` on
         self._taken = lo  # the first call that has neither been taken nor raised
         self._reported_until_ns = self._tally.worked_until_ns
-        self._overlaps: bool | None = None
+        self._overlaps = executor.calls_overlap
         self._running: deque[tuple[Call, asyncio.Task[Result]]] = deque()  # overlapping calls, in order
         self._is_abandoned = False  # they were cancelled
 

@@ -601,7 +601,7 @@ def probes_are_queued_in_advance(patch: pytest.MonkeyPatch) -> None:
     def assign(original: Any, self: Assigner) -> None:
         original(self)
         for pass_ in [p for p in self._waiting.values() if p.has_assignable_calls and p.searches.waiting]:
-            if (worker := self._members.under_prefetched_for(0.0)) is not None:
+            if (worker := self._members.busy_for(0.0, in_advance=True)) is not None:
                 self._issue(worker, pass_)
 
     wrapped(patch, Assigner, "assign", assign)

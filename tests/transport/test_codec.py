@@ -623,6 +623,13 @@ FORMS: list[list[Any]] = [
     [(np.arange(400.0), np.arange(2.0))],
     [((), {})],
     [],
+    [np.zeros(10_000), np.ones((100, 200), np.complex64)],
+    [np.zeros(400), np.ones((20, 30), np.float32)],
+    [np.zeros(400), np.zeros(10_000)],
+    [np.zeros((100, 200)).T],
+    [[np.zeros(10_000)], [np.zeros(10_000), np.zeros(9_000)]],
+    [((np.zeros(10_000), np.zeros(400)), {})],
+    [np.zeros((3, 0))],
 ]
 
 
@@ -638,9 +645,28 @@ def test_headers_of_arguments_are_kept_by_form(monkeypatch: pytest.MonkeyPatch) 
     headers: dict[Any, bytes] = {}
     monkeypatch.setattr(encoder, "_headers", headers)
     for step in range(3):
-        values = [((np.arange(400.0) + step,), {})]
-        assert same([None, None, values, None], decode(encoder.encode_arguments(values)))
-        assert len(headers) == 1
+        for values in ([((np.arange(400.0) + step,), {})], [np.arange(9_000.0) + step]):
+            assert same([None, None, values, None], decode(encoder.encode_arguments(values)))
+    assert len(headers) == 2
+
+
+def test_forms_of_shards_and_arguments_differ() -> None:
+    large = np.arange(9_000.0)
+    for values in (
+        [large],
+        [((large,), {})],
+        [[large]],
+        [large, large],
+        [[large, large]],
+        [((large, large), {})],
+    ):
+        for _ in range(2):
+            assert same([None, None, values, None], decode(encoder.encode_arguments(values)))
+
+
+def test_the_number_of_kept_headers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers: dict[Any, bytes] = {}
+    monkeypatch.setattr(encoder, "_headers", headers)
     for rows in range(200, 500):
         encoder.encode_arguments([((np.arange(float(rows)),), {})])
         assert len(headers) <= encoder._FORMS_MAX

@@ -77,7 +77,10 @@ class ArrayTreeSource(Source):
     by_id = True
 
     def __init__(self, tree: Tree, length: int) -> None:
-        self._tree = tree
+        leaves, self._treedef = trees.flatten(tree)
+        self._leaves: list[npt.NDArray[Any]] = leaves
+        # Slices of these are as `sealed` makes them.
+        self._views = [sealed(leaf) for leaf in leaves] if all(map(_is_plain, leaves)) else None
         self.element_spec = trees.tree_map(lambda leaf: ArraySpec(leaf.dtype, leaf.shape[1:]), tree)
         self.length: int = length
         self.config = {}
@@ -85,7 +88,17 @@ class ArrayTreeSource(Source):
     def read(self, location: Tree) -> Tree:
         rows = rows_of(location, self.length)
         chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-        return trees.tree_map(lambda leaf: sealed(leaf[chosen]), self._tree)
+        if self._views is not None and isinstance(rows, range):
+            found = [view[chosen] for view in self._views]
+        else:
+            found = [sealed(leaf[chosen]) for leaf in self._leaves]
+        return trees.unflatten(self._treedef, found)
+
+
+def _is_plain(array: npt.NDArray[Any]) -> bool:
+    """Return whether `sealed` copies neither an array nor its slices."""
+    plain = array.dtype.isnative and array.dtype.kind not in "OU"
+    return plain and array.flags.c_contiguous and array.flags.aligned
 
 
 def open_arrays(config: Config, _folder: object) -> ArrayTreeSource:

@@ -142,9 +142,12 @@ class Link:
         return self._pool is not None and self._pool.is_lent(array)
 
     def frames(self, references: Sequence[Reference]) -> list[memoryview]:
-        if not all(self._borrowed.has(reference.segment) for reference in references):
-            self.read()  # a segment's packet is here before the message that refers to it
-        return [self._borrowed.frame(reference) for reference in references]
+        frames: list[memoryview] = []
+        for reference in references:
+            if not self._borrowed.has(reference.segment):
+                self.read()  # a segment's packet is here before the message that refers to it
+            frames.append(self._borrowed.frame(reference))
+        return frames
 
     def read(self) -> None:
         """Take the packets that have come, or raise RemoteProtocolError; `is_open` is False after the last one."""
@@ -186,7 +189,7 @@ class Link:
     def _lend(self, place: int, frame: bytes | memoryview, size_bytes: int) -> Reference | None:
         if self._pool is None:
             self.read()  # the greeting, without which nothing is shared yet
-        if not self.is_open or self._pool is None or not self._flush():
+        if not self.is_open or self._pool is None or (self._unsent and not self._flush()):
             return None
         loan = self._pool.lend(frame, self._ledger)
         if loan is None:

@@ -17,12 +17,13 @@ import mmap
 import os
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from pipedist.errors import RemoteProtocolError
@@ -114,8 +115,7 @@ class _Slot:
     memory: NDArray[np.uint8]  # uint8[slot_bytes], writable
 
 
-@dataclass(slots=True, eq=False)
-class Loan:
+class Loan(Struct, eq=False):
     """A slot that a borrower reads."""
 
     slot: _Slot
@@ -176,11 +176,11 @@ class Pool:
     def __init__(self, bytes_max: int, on_retire: Callable[[int], None]) -> None:
         self._bytes_max = bytes_max
         self._on_retire = on_retire
-        self._shelves: dict[int, _Shelf] = {}
+        self._shelves: defaultdict[int, _Shelf] = defaultdict(_Shelf)
         self._segments: dict[int, LentSegment] = {}  # by number
         self.size_bytes = 0  # bytes of all segments, lent or not
         self._serials = itertools.count()
-        self._loans = itertools.count(1)
+        self._loans = itertools.chain.from_iterable(itertools.repeat(range(1, _LOANS)))  # their numbers
         self._misses_left = 0
         self._lock = threading.Lock()  # held while slots are taken or given back
         self._reserved: dict[int, _Reserved] = {}  # by address
@@ -200,7 +200,7 @@ class Pool:
             reserved_bytes = sum(each.slot.segment.slot_bytes for each in self._reserved.values())
             if reserved_bytes + slot_bytes > self._bytes_max // 2:  # the rest is for frames of others
                 return None
-            shelf = self._shelves.setdefault(slot_bytes, _Shelf())
+            shelf = self._shelves[slot_bytes]
             # No segment is retired for it: only the sender's thread may announce that.
             slot = shelf.find() or self._grow(shelf, slot_bytes, may_retire=False)
             if slot is None:
@@ -232,14 +232,14 @@ class Pool:
                 self._take_dropped()
                 reserved = self._reserved.get(_address(source))
                 if reserved is not None and not reserved.is_lent:  # a borrower reads a slot once at a time
-                    reserved.loan = Loan(reserved.slot, self._next_loan(), ledger)
+                    reserved.loan = Loan(reserved.slot, next(self._loans), ledger)
                     return reserved.loan
             slot_bytes = slot_bytes_for(source.size)
-            shelf = self._shelves.setdefault(slot_bytes, _Shelf())
+            shelf = self._shelves[slot_bytes]
             slot = shelf.find() or self._grow(shelf, slot_bytes)
             if slot is None:
                 return None
-            loan = Loan(slot, self._next_loan(), ledger)
+            loan = Loan(slot, next(self._loans), ledger)
             shelf.lent.append(loan)
         _fill(slot.memory[: source.size], source)
         return loan
@@ -271,9 +271,6 @@ class Pool:
             self._segments.clear()
             self._reserved.clear()
             self.size_bytes = self._bytes_max = 0
-
-    def _next_loan(self) -> int:
-        return next(self._loans) % _LOANS or next(self._loans) % _LOANS
 
     def _take_dropped(self) -> None:
         """Take back reserved slots whose arrays are gone."""
@@ -344,4 +341,4 @@ def _address(array: NDArray[np.uint8]) -> int:
 
 
 def _fill(slot: NDArray[np.uint8], frame: NDArray[np.uint8]) -> None:
-    np.copyto(slot, frame)
+    slot[:] = frame
