@@ -32,7 +32,7 @@ from pipedist.outputs import summary
 from pipedist.outputs.encoding import to_json
 from pipedist.protocol.codec import decode, encode
 from pipedist.reduction.keyed import texts
-from pipedist.reduction.keyed.keys import stable_order
+from pipedist.reduction.keyed.keys import sorted_rows
 from pipedist.reduction.keyed.table import join, merge, ranges
 from pipedist.reduction.keyed.values import RELATIVE_ERROR, buckets_of, middles
 from pipedist.reduction.tree import FoldTree
@@ -71,8 +71,9 @@ def test_texts_are_ranked_and_found_as_python_sorts_them(strings: list[str]) -> 
 def test_integers_are_ordered_stably(values: list[int], bits: int) -> None:
     packed = np.array([value % (1 << bits) for value in values])
     for has_runs in (False, True):
-        order = stable_order(packed, 1 << bits, has_runs=has_runs)
+        order, found = sorted_rows(packed, 1 << bits, has_runs=has_runs)
         assert order.tolist() == np.argsort(packed, kind="stable").tolist()
+        assert found.tolist() == sorted(packed.tolist())
 
 
 @settings(max_examples=40)
@@ -219,6 +220,16 @@ def test_buckets_are_ordered_and_near_their_values() -> None:
     assert found[~finite].tolist()[:2] == [-np.inf, np.inf]
     assert np.isnan(by_key_quantiles.of(["a", "a"], [1.0, np.nan])["a"]["p50"])
     assert by_key_quantiles.of(["a", "b"], [1.0, np.nan], skip_missing=True)["a"]["count"] == 1
+
+
+def test_columns_whose_ranges_together_exceed_64_bits_are_merged() -> None:
+    rng = np.random.default_rng(3)
+    columns = [np.append(rng.integers(-(2**60), 2**60, 30), [5, 5]) for _ in range(3)]
+    parts = [counter.of(tuple(column[place::2] for column in columns)) for place in range(2)]
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    merged = counter(*parts)
+    assert dict(merged) == Counter(rows)
+    assert list(merged) == sorted(set(rows))
 
 
 def test_keys_of_several_columns_have_names_and_dates() -> None:

@@ -8,8 +8,9 @@ so rows are grouped by sorting integers, whatever the columns are.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -23,6 +24,7 @@ Key = str | int | np.datetime64 | datetime.date
 
 _PACKED_MAX = 1 << 62
 _RADIX_BITS_MAX = 48  # more digits take longer than comparisons
+_DENSE_SIZE_MAX = 8  # integers below this multiple of their number are ranked in a table of them
 _DENSE_ROWS = 1024
 
 
@@ -72,24 +74,38 @@ def group(columns: Sequence[Iterable[Any] | Texts | TextColumn]) -> Grouping:
         TypeError: a key is neither text, nor an integer, nor a date.
         ValueError: the columns differ in length.
     """
-    ranked = [_rank(column) for column in columns]
-    if len({len(codes) for _, codes in ranked}) > 1:
+    found = [_rank(column) for column in columns]
+    if len({len(codes) for _, codes in found}) > 1:
         raise ValueError(
-            f"key columns of different lengths: {', '.join(str(len(codes)) for _, codes in ranked)}"
+            f"key columns of different lengths: {', '.join(str(len(codes)) for _, codes in found)}"
         )
-    if len(ranked) == 1:
-        distinct, codes = ranked[0]
-        found: KeyColumn = TextColumn(distinct, None) if isinstance(distinct, Texts) else distinct
-        return Grouping([found], codes, len(distinct))
-    packed, size = pack([(codes, len(distinct)) for distinct, codes in ranked])
-    codes, first = _dense(packed, size)
-    found_columns: list[KeyColumn] = [
-        TextColumn(distinct, own[first].astype(np.int32))
-        if isinstance(distinct, Texts)
-        else distinct[own[first]]
-        for distinct, own in ranked
-    ]
-    return Grouping(found_columns, codes, len(first))
+    if len(found) == 1:
+        distinct, codes = found[0]
+        sole: KeyColumn = TextColumn(distinct, None) if isinstance(distinct, Texts) else distinct
+        return Grouping([sole], codes, len(distinct))
+    ranked = [Ranked(codes, len(distinct), partial(_chosen, distinct)) for distinct, codes in found]
+    packed, size, unpacked = pack(ranked)
+    codes, present = _dense(packed, size)
+    return Grouping(unpacked(present), codes, len(present))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A key column whose rows have codes that compare as the keys do.
+
+    Args:
+        codes: int64[rows].
+        size: a number that is larger than all codes.
+        chosen: makes a column of the keys that have some codes.
+    """
+
+    codes: Ints
+    size: int
+    chosen: Callable[[Ints], KeyColumn]
+
+
+def _chosen(distinct: Texts | NDArray[Any], codes: Ints) -> KeyColumn:
+    return TextColumn(distinct, codes.astype(np.int32)) if isinstance(distinct, Texts) else distinct[codes]
 
 
 def _rank(values: Iterable[Any] | Texts | TextColumn) -> tuple[Texts | NDArray[Any], Ints]:
@@ -142,9 +158,18 @@ def _rank_integers(array: NDArray[Any]) -> tuple[NDArray[Any], Ints]:
     if size > _PACKED_MAX:
         distinct, codes = np.unique(array, return_inverse=True)
         return distinct, codes.astype(np.int64, copy=False)
-    offsets = (array - array.dtype.type(low)).astype(np.int64, copy=False)
-    codes, first = _dense(offsets, size)
-    return array[first], codes
+    codes, present = _dense(_offsets(array, low), size)
+    return _keys_at(array.dtype, low, present), codes
+
+
+def _offsets(array: NDArray[Any], low: int) -> Ints:
+    offsets: Ints = (array - array.dtype.type(low)).astype(np.int64, copy=False)
+    return offsets
+
+
+def _keys_at(dtype: np.dtype[Any], low: int, offsets: Ints) -> NDArray[Any]:
+    found: NDArray[Any] = offsets.astype(dtype) + dtype.type(low)
+    return found
 
 
 def _listed(keys: list[Any]) -> NDArray[Any]:
@@ -185,50 +210,69 @@ def _unsuitable(array: NDArray[Any]) -> TypeError:
 # -- integers ----------------------------------------------------------------------------------------
 
 
-def pack(ranked: Sequence[tuple[Ints, int]]) -> tuple[Ints, int]:
-    """Pack the ranks of several columns into one integer for each row, which compares as the keys do.
-
-    Args:
-        ranked: ranks of each column, and a number that is larger than all of them.
+def pack(ranked: Sequence[Ranked]) -> tuple[Ints, int, Callable[[Ints], list[KeyColumn]]]:
+    """Pack the codes of several columns into one integer for each row, which compares as the keys do.
 
     Returns:
-        The integers int64[rows], and a number that is larger than all of them.
+        The integers int64[rows], a number that is larger than all of them, and a function that makes the columns of
+        the keys that have some of these integers.
     """
-    packed, size = ranked[0]
-    for codes, count in ranked[1:]:
-        count = max(1, count)
-        if size * count > _PACKED_MAX:
-            packed, first = _dense(packed, size)
-            size = len(first)
-        packed, size = packed * count + codes, size * count
-    return packed, size
+    first = ranked[0]
+    packed, size = first.codes, first.size
+    steps: list[
+        tuple[Ranked, Ints | None]
+    ] = []  # further columns, and the integers before, if they are ranked
+    for column in ranked[1:]:
+        present = None
+        if size * max(1, column.size) > _PACKED_MAX:
+            packed, present = _dense(packed, size)
+            size, column = len(present), _ranked_anew(column)
+        packed, size = packed * max(1, column.size) + column.codes, size * max(1, column.size)
+        steps.append((column, present))
+
+    def unpacked(values: Ints) -> list[KeyColumn]:
+        found = []
+        for column, present in reversed(steps):
+            rest = values // max(1, column.size)
+            found.append(column.chosen(values - rest * max(1, column.size)))
+            values = rest if present is None else present[rest]
+        return [first.chosen(values), *reversed(found)]
+
+    return packed, size, unpacked
+
+
+def _ranked_anew(column: Ranked) -> Ranked:
+    """Return a column whose codes are smaller than the number of rows."""
+    codes, present = _dense(column.codes, column.size)
+    return Ranked(codes, len(present), lambda codes: column.chosen(present[codes]))
 
 
 def _dense(packed: Ints, size: int) -> tuple[Ints, Ints]:
-    """Return the rank of each integer in [0, size) among the distinct ones, and the first row of each of these."""
+    """Return the rank of each integer in [0, size) among the distinct ones, and these, sorted."""
     n = len(packed)
-    if size <= 4 * n + _DENSE_ROWS:
-        first = np.full(size, -1)
-        first[packed[::-1]] = np.arange(n - 1, -1, -1)
-        present = first >= 0
-        rank = np.cumsum(present) - 1
-        return rank[packed], first[present]
-    order = stable_order(packed, size)
-    fresh = starts_of_runs(packed[order])
+    if size <= _DENSE_SIZE_MAX * n + _DENSE_ROWS:
+        is_present = np.zeros(size, bool)
+        is_present[packed] = True
+        rank = np.cumsum(is_present, dtype=np.int32 if size < 1 << 31 else np.int64)
+        return rank.take(packed).astype(np.int64) - 1, np.flatnonzero(is_present)
+    order, values = sorted_rows(packed, size)
+    fresh = starts_of_runs(values)
     codes = np.empty(n, np.int64)
     codes[order] = np.cumsum(fresh) - 1
-    return codes, order[fresh]
+    return codes, values.take(np.flatnonzero(fresh))
 
 
 def starts_of_runs(values: NDArray[Any]) -> NDArray[np.bool_]:
     """Return for each place of sorted values whether its value is another one than that before it."""
     fresh = np.ones(len(values), bool)
-    fresh[1:] = values[1:] != values[:-1]
+    np.not_equal(values[1:], values[:-1], out=fresh[1:])
     return fresh
 
 
-def stable_order(packed: Ints, size: int, *, has_runs: bool = False) -> Ints:
-    """Return the rows in the order of integers in [0, size); among equal ones, in their own order.
+def sorted_rows(packed: Ints, size: int, *, has_runs: bool = False) -> tuple[Ints, Ints]:
+    """Sort integers in [0, size); return the rows in their order, and the sorted integers.
+
+    Among equal integers rows are in their own order.
 
     Args:
         has_runs: whether they are a few sorted runs, which NumPy's stable sort of numbers merges.
@@ -236,19 +280,18 @@ def stable_order(packed: Ints, size: int, *, has_runs: bool = False) -> Ints:
     bits, row_bits = (size - 1).bit_length(), len(packed).bit_length()
     if has_runs or bits > _RADIX_BITS_MAX:
         if bits + row_bits > 62:
-            return np.argsort(packed, kind="stable")
+            order = np.argsort(packed, kind="stable")
+            return order, packed.take(order)
         keyed = packed << row_bits
         keyed |= np.arange(len(packed))
         keyed.sort(kind="stable")
+        values = keyed >> row_bits
         keyed &= (1 << row_bits) - 1
-        return keyed
-    order: Ints | None = None
-    for shift in range(0, max(bits, 1), 16):  # NumPy sorts 16 bits by radix
-        rest = packed if order is None else packed[order]
-        inner = np.argsort((rest >> shift).astype(np.uint16), kind="stable")
-        order = inner if order is None else order[inner]
-    assert order is not None  # there is at least one digit
-    return order
+        return keyed, values
+    order = np.argsort(packed.astype(np.uint16), kind="stable")  # NumPy sorts 16 bits by radix
+    for shift in range(16, bits, 16):
+        order = order.take(np.argsort((packed.take(order) >> shift).astype(np.uint16), kind="stable"))
+    return order, packed.take(order)
 
 
 # -- columns of tables -------------------------------------------------------------------------------
@@ -320,27 +363,23 @@ def encode_text(strings: Iterable[str]) -> TextColumn:
     return TextColumn(distinct, codes.astype(np.int32))
 
 
-def merge_columns(parts: Sequence[KeyColumn]) -> tuple[KeyColumn, Ints, int]:
-    """Concatenate the parts of one column, and rank its rows.
-
-    Returns:
-        The column; codes int64[rows] that compare as the keys do; and a number that is larger than all of them. The
-        column of texts has a code for each row.
-    """
+def merge_columns(parts: Sequence[KeyColumn]) -> Ranked:
+    """Concatenate the parts of one column, and rank its rows."""
     if isinstance(parts[0], TextColumn):
         columns = [part for part in parts if isinstance(part, TextColumn)]
         union, places = texts.union([column.texts for column in columns])
         found = np.concatenate(list(map(_placed, columns, places)))
-        return TextColumn(union, found), found.astype(np.int64), len(union)
-    arrays = [part for part in parts if isinstance(part, np.ndarray)]
-    column = _concatenated(arrays)
+        return Ranked(found.astype(np.int64), len(union), partial(_chosen, union))
+    column = _concatenated([part for part in parts if isinstance(part, np.ndarray)])
     numbers = column.view(np.int64) if column.dtype.kind == "M" else column
     low = int(numbers.min())
     size = int(numbers.max()) - low + 1
     if size <= _PACKED_MAX:
-        return column, (numbers - numbers.dtype.type(low)).astype(np.int64, copy=False), size
+        return Ranked(
+            _offsets(numbers, low), size, lambda codes: _keys_at(numbers.dtype, low, codes).view(column.dtype)
+        )
     distinct, codes = _rank_integers(numbers)
-    return column, codes, len(distinct)
+    return Ranked(codes, len(distinct), lambda codes: distinct[codes].view(column.dtype))
 
 
 def _placed(column: TextColumn, places: Ints) -> NDArray[np.int32]:

@@ -331,19 +331,16 @@ def merge(groups: Sequence[Sequence[KeyedTable]]) -> KeyedTable:
     _check(parts)
     if len(parts) < 2:
         return parts[0] if parts else every[0]
-    merged = [
-        keys.merge_columns(columns) for columns in zip(*(part.key_columns for part in parts), strict=True)
-    ]
-    packed, size = keys.pack([(codes, count) for _, codes, count in merged])
-    order = keys.stable_order(packed, size, has_runs=True)
-    fresh = keys.starts_of_runs(packed[order])
-    first = order[fresh]
-    columns: list[KeyColumn] = [keys.take(column, first) for column, _, _ in merged]
-    sole = merged[0][0]
-    if len(merged) == 1 and isinstance(sole, TextColumn):
-        columns = [TextColumn(sole.texts, None)]
-    leaves = np.repeat(np.array([leaf for _, leaf in placed]), [part.rows for part in parts])
-    runs = Runs(order, fresh, leaves[order])
+    packed, size, unpacked = keys.pack(
+        [keys.merge_columns(columns) for columns in zip(*(part.key_columns for part in parts), strict=True)]
+    )
+    order, values = keys.sorted_rows(packed, size, has_runs=True)
+    leaves = np.array([leaf for _, leaf in placed])
+    leaves = leaves.astype(np.min_scalar_type(leaves[-1]))  # few bytes stay in the processor's cache
+    runs = Runs.of(order, values, np.repeat(leaves, [part.rows for part in parts]).take(order))
+    columns = unpacked(values.take(runs.starts))
+    if len(columns) == 1 and isinstance(sole := columns[0], TextColumn):
+        columns = [TextColumn(sole.texts, None)]  # each text is a key
     return KeyedTable(parts[0].kind, parts[0].names, columns, _merged_values(parts, runs))
 
 

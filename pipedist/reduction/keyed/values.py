@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedist.reduction.keyed.keys import Grouping, stable_order, starts_of_runs
+from pipedist.reduction.keyed.keys import Grouping, sorted_rows, starts_of_runs
 from pipedist.reduction.keyed.texts import Ints
 
 Columns = dict[str, NDArray[Any]]
@@ -45,13 +45,21 @@ class Runs:
 
     Args:
         order: the row at each place.
-        fresh: for each place whether its key is another one than that before it.
+        starts: the first place of each key.
+        inner: the places of rows that have a next one of their key.
         leaves: for each place the index of the row's leaf.
     """
 
     order: Ints
-    fresh: NDArray[np.bool_]
-    leaves: Ints
+    starts: Ints
+    inner: Ints
+    leaves: NDArray[Any]
+
+    @classmethod
+    def of(cls, order: Ints, values: Ints, leaves: NDArray[Any]) -> Runs:
+        """Return the runs of equal ones of sorted values."""
+        fresh = starts_of_runs(values)
+        return cls(order, np.flatnonzero(fresh), np.flatnonzero(~fresh[1:]), leaves)
 
 
 def of_runs(ufunc: np.ufunc, columns: Columns, runs: Runs) -> Columns:
@@ -59,8 +67,8 @@ def of_runs(ufunc: np.ufunc, columns: Columns, runs: Runs) -> Columns:
     value = columns["value"]
     if value.dtype.kind in "iub":
         if ufunc is np.add:
-            return _exact_sums(columns, runs.order, np.flatnonzero(runs.fresh))
-        return {"value": ufunc.reduceat(value[runs.order], np.flatnonzero(runs.fresh), axis=0)}
+            return _exact_sums(columns, runs.order, runs.starts)
+        return {"value": ufunc.reduceat(value.take(runs.order, axis=0), runs.starts, axis=0)}
     return in_tree(lambda a, b: {"value": ufunc(a["value"], b["value"])}, columns, runs)
 
 
@@ -70,24 +78,27 @@ def in_tree(combine: Callable[[Columns, Columns], Columns], columns: Columns, ru
     The nodes of two neighbouring rows of a key meet at the level that is the highest bit in which their leaves
     differ, whatever has been merged below. A node is kept in the place of its first row.
     """
-    columns = {name: column[runs.order] for name, column in columns.items()}
-    inner = np.flatnonzero(~runs.fresh[1:])  # places of rows that have a next one of their key
-    levels = np.frexp((runs.leaves[inner] ^ runs.leaves[inner + 1]).astype(np.float64))[1].astype(np.int8)
+    columns = _taken(columns, runs.order)
+    differ = runs.leaves.take(runs.inner) ^ runs.leaves.take(runs.inner + 1)
+    # The exponent of a number is the place of its highest bit.
+    levels = ((differ.astype(np.float64).view(np.int64) >> 52) - 1023).astype(np.uint8)
+    places = runs.inner.take(np.argsort(levels, kind="stable"))
+    bounds = np.cumsum(np.bincount(levels)).tolist()
     # For the last row of a node its first one, and for the first one the last.
     head, end = np.arange(len(runs.order)), np.arange(len(runs.order))
     with np.errstate(all="ignore"):
-        for level in np.unique(levels):
-            places = inner[levels == level]
-            left, right = head[places], places + 1
-            merged = combine(
-                {name: column[left] for name, column in columns.items()},
-                {name: column[right] for name, column in columns.items()},
-            )
+        for lo, hi in zip([0, *bounds], bounds, strict=False):
+            left, right = head.take(places[lo:hi]), places[lo:hi] + 1
+            merged = combine(_taken(columns, left), _taken(columns, right))
             for name, column in columns.items():
                 column[left] = merged[name]
-            last = end[right]
+            last = end.take(right)
             end[left], head[last] = last, left
-    return {name: column[runs.fresh] for name, column in columns.items()}
+    return _taken(columns, runs.starts)
+
+
+def _taken(columns: Columns, rows: Ints) -> Columns:
+    return {name: column.take(rows, axis=0) for name, column in columns.items()}
 
 
 def _exact_sums(columns: Columns, order: Ints, starts: Ints) -> Columns:
@@ -176,13 +187,13 @@ def reduced_rows(ufunc: np.ufunc, grouping: Grouping, rows: NDArray[Any]) -> Col
                 sums = np.bincount(grouping.codes, rows, grouping.count)
                 return {"value": sums.astype(np.int64)}
         runs = _runs_of(grouping)
-        return _exact_sums({"value": rows}, runs.order, np.flatnonzero(runs.fresh))
+        return _exact_sums({"value": rows}, runs.order, runs.starts)
     if rows.dtype.kind == "f" and rows.ndim == 1:
         return {"value": sums_of(grouping, rows)}
     runs = _runs_of(grouping)
     dtype = np.result_type(rows.dtype, np.float32) if rows.dtype.kind in "fcV" else rows.dtype
     with np.errstate(all="ignore"):
-        return {"value": np.add.reduceat(rows.astype(dtype)[runs.order], np.flatnonzero(runs.fresh), axis=0)}
+        return {"value": np.add.reduceat(rows.astype(dtype)[runs.order], runs.starts, axis=0)}
 
 
 def sums_of(grouping: Grouping, rows: NDArray[Any]) -> NDArray[np.float64]:
@@ -203,13 +214,13 @@ def _extremes(ufunc: np.ufunc, grouping: Grouping, columns: Columns) -> Columns:
             rows = rows.astype(np.uint64 if rows.dtype == np.uint64 else np.int64)
     runs = _runs_of(grouping)
     with np.errstate(all="ignore"):
-        return {"value": ufunc.reduceat(rows[runs.order], np.flatnonzero(runs.fresh), axis=0)}
+        return {"value": ufunc.reduceat(rows[runs.order], runs.starts, axis=0)}
 
 
 def _runs_of(grouping: Grouping) -> Runs:
     """Return the rows of a shard by key, each key's in their own order."""
-    order = stable_order(grouping.codes, max(1, grouping.count))
-    return Runs(order, starts_of_runs(grouping.codes[order]), np.zeros(len(order), np.int64))
+    order, codes = sorted_rows(grouping.codes, max(1, grouping.count))
+    return Runs.of(order, codes, np.zeros(len(order), np.uint8))
 
 
 def moments_of(grouping: Grouping, rows: NDArray[Any], *, skip_missing: bool) -> Columns:
@@ -221,11 +232,10 @@ def moments_of(grouping: Grouping, rows: NDArray[Any], *, skip_missing: bool) ->
         for name in ("count", "missing", "mean", "m2", "min", "max")
     }
     runs = _runs_of(grouping)
-    starts = np.flatnonzero(runs.fresh)
     with np.errstate(all="ignore"):
         for inner in np.ndindex(x.shape[1:]):
             at = (slice(None), *inner)
-            for name, column in _moments(grouping, x[at], runs.order, starts, skip_missing).items():
+            for name, column in _moments(grouping, x[at], runs.order, runs.starts, skip_missing).items():
                 columns[name][at] = column
     return columns
 
