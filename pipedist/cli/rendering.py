@@ -28,7 +28,12 @@ PLAIN_WIDTH = 1_000_000
 PLAIN_VALUE_WIDTH = 60  # of the column of values
 NAMES_MAX = 4  # stages of a pass that are all named
 
-_REASONS = {"error": "raised", "timeout": "timed out", "death": "whose worker died", "slow": "slow"}
+_REASONS = {
+    "error": "after an error",
+    "timeout": "after a timeout",
+    "death": "after a worker died",
+    "slow": "of slow calls",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,8 @@ def render(
         )
     for stage, counts in retries.items():
         reasons = ", ".join(f"{count:,} {_REASONS[reason]}" for reason, count in counts.items())
-        attempts = counted(sum(counts.values()), "attempt")
-        console.print(Text(f"stage {stage}: {attempts} did not count ({reasons})"))
+        total = sum(counts.values())
+        console.print(Text(f"stage {stage}: {total:,} {'retry' if total == 1 else 'retries'} ({reasons})"))
     if isinstance(timings, Timings) and timings.stages:
         console.print(_stages_table(timings), "", sep="\n")
     if isinstance(timings, Timings) and timings.limit:

@@ -274,7 +274,7 @@ class Coordinator:
         return self._log_sinks.add(sink, is_extra=is_extra)
 
     def add_notice_sink(self, sink: NoticeSink) -> Callable[[], None]:
-        """Have `sink` called with each line about a worker or a repeated call; return what removes it."""
+        """Have `sink` called with each line about a worker or a retry; return what removes it."""
         self._notices.sinks.append(sink)
         return lambda: self._notices.sinks.remove(sink)
 

@@ -109,7 +109,7 @@ class DriverSpan(Struct, frozen=True):
 
 
 class Mark(Struct, frozen=True):
-    """An event: the death of a worker, or a repeated call."""
+    """An event: the death of a worker, or a retry."""
 
     at_ns: int
     text: str  # for people
@@ -140,7 +140,6 @@ class Totals:
 
     calls: int = 0  # that returned
     failed: int = 0  # that raised, or exceeded their time limit
-    repeated: int = 0  # attempts after the first
     trials: int = (
         0  # that searched for elements to quarantine; they count nowhere else but in times and bytes
     )
@@ -204,6 +203,7 @@ class PassRecord:
         self.phase = phase
         self.totals: dict[int, Totals] = {}  # by worker
         self.calls = 0  # whose results count
+        self.retries = 0  # attempts that did not count, as in the result of the run
         self.elements = 0  # of completed steps
         self.waits = waits  # whether its functions are async, so that its calls wait at the same time
         self.durations = DurationHistogram()
@@ -263,8 +263,6 @@ class PassRecord:
         totals.bytes_in += bytes_in
         if is_trial:
             totals.trials += hi - lo
-        elif attempt:
-            totals.repeated += hi - lo
 
     def returned(self, now: int, worker: str, results: Results, bytes_out: int) -> None:
         """Record results of calls of a lease."""

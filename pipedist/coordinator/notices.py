@@ -1,4 +1,4 @@
-"""Lines about workers and repeated calls as they happen.
+"""Lines about workers and retries as they happen.
 
 Warnings, such as a death, are logged at a limited rate; a sink gets every line.
 """

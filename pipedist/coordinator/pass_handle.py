@@ -488,7 +488,7 @@ class PassHandle:
             self.raised[running.call] = failed
         outcome = self.policy.on_death(running, failed)
         self._failed_attempts.pop(running.call, None)  # the death has a line of its own, and counts with it
-        self.counts.retries[outcome.stage or self.name, "timeout" if failed is not None else "death"] += 1
+        self._count_retries(outcome.stage, "timeout" if failed is not None else "death")
         return replace(outcome, place=self._place(outcome.stage, running.call))
 
     def on_raised(self, failed: msg.Failed) -> None:
@@ -503,21 +503,26 @@ class PassHandle:
         If `slow`, another worker executes them, too.
         """
         if slow:
-            self.counts.retries[self.name, "slow"] += hi - lo
+            self._count_retries("", "slow", hi - lo)
             yield f"{self._place('', lo)} takes long, so it is executed on worker {worker}, too"
         for call in [] if slow else range(lo, hi):
             if call in self._failed_attempts:
                 stage, text = self._failed_attempts.pop(call)
-                self.counts.retries[stage, "error"] += 1
+                self._count_retries(stage, "error")
                 yield f"{self._place(stage, call)}: {text}; attempt {attempt + 1} begins on worker {worker}"
 
     def on_retried(self, message: msg.Retried, worker: str) -> str:
         """Count a call that its worker repeats, and return a line for the user."""
         if message.stage not in self.policy.stages:
             raise RemoteProtocolError(f"a retry of stage {message.stage!r}, which is not in the pass")
-        self.counts.retries[message.stage, "timeout" if message.timed_out else "error"] += 1
+        self._count_retries(message.stage, "timeout" if message.timed_out else "error")
         place = self._place(message.stage, message.call)
         return f"{place}: {message.text}; attempt {message.attempt} begins on worker {worker}"
+
+    def _count_retries(self, stage: str, reason: RetryReason, count: int = 1) -> None:
+        self.counts.retries[stage or self.name, reason] += count
+        if self.record is not None:
+            self.record.retries += count
 
     def _place(self, stage: str, call: int) -> str:
         step, replica = divmod(call, self.settings.replicas)

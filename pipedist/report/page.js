@@ -90,7 +90,7 @@ function overview() {
   const total = (name) => data.processes.flatMap((each) => each.stages).reduce((sum, stage) => sum + stage[name], 0);
   const ledger = data.ledger;
   const tiles = [];
-  const tile = (value, name, kind = "") => tiles.push(el("div", { class: "tile" }, el("b", { class: kind }, value), el("span", {}, name)));
+  const tile = (value, name, kind = "", title = "") => tiles.push(el("div", { class: "tile", title }, el("b", { class: kind }, value), el("span", {}, name)));
   if (data.processes.length) tile(seconds(data.processes.reduce((sum, each) => sum + each.seconds, 0)), "time");
   if (ledger) {
     tile(count(ledger.committed), `of ${count(ledger.elements)} elements committed`, ledger.committed === ledger.elements ? "good" : "");
@@ -100,8 +100,8 @@ function overview() {
   if (data.processes.length) {
     tile(count(total("calls")), "calls");
     tile(count(data.processes.at(-1).workers.length), "workers");
-    tile(count(total("failed")), "failed attempts", total("failed") ? "warn" : "");
-    if (total("repeated")) tile(count(total("repeated")), "repeated calls", "warn");
+    tile(count(total("failed")), "failed attempts", total("failed") ? "warn" : "", "Calls that raised or exceeded their time limit, also for the last time.");
+    if (total("retries")) tile(count(total("retries")), "retries", "warn", "Attempts that did not count: after an error, a timeout or the death of a worker, and of slow calls.");
     tile(bytes(total("bytes_in") + total("bytes_out")), "sent and received");
   }
   const limit = data.processes.at(-1)?.limit;
@@ -145,12 +145,12 @@ function stages(process) {
   const rows = process.stages.map((stage) => [
     stage.name, count(stage.calls), count(stage.elements), rate(stage.elements_per_s), seconds(stage.busy_s),
     seconds(stage.reading_s), seconds(stage.p50_s), seconds(stage.p95_s), seconds(stage.max_s),
-    stage.slowest ? el("code", {}, `${stage.slowest} on ${stage.slowest_worker}`) : "", count(stage.failed), count(stage.repeated), count(stage.trials),
+    stage.slowest ? el("code", {}, `${stage.slowest} on ${stage.slowest_worker}`) : "", count(stage.failed), count(stage.retries), count(stage.trials),
     bytes(stage.bytes_in), bytes(stage.bytes_out)]);
   const parts = process.stages.filter((stage) => Object.keys(stage.stages_s).length > 1).map((stage) =>
     el("p", { class: "dim" }, `Busy time of ${stage.name}: ${Object.entries(stage.stages_s).map(([name, spent]) => `${name} ${seconds(spent)}`).join(", ")}`));
   return section("Stages", table([["stages"], ["calls", 1], ["elements", 1], ["elements/s", 1], ["busy", 1], ["reading", 1],
-    ["median call", 1], ["95 percent", 1], ["longest", 1], ["longest call"], ["failed", 1], ["repeated", 1], ["trials", 1], ["in", 1], ["out", 1]], rows), ...parts);
+    ["median call", 1], ["95 percent", 1], ["longest", 1], ["longest call"], ["failed", 1], ["retries", 1], ["trials", 1], ["in", 1], ["out", 1]], rows), ...parts);
 }
 
 function workers(process) {
@@ -311,7 +311,7 @@ function timeline(process) {
   const kinds = process.passes.map((pass, index) => [color(index), pass.name]).slice(0, 8);
   const present = new Set(spans.outcome);
   ENDS.forEach((name, end) => { if (end && present.has(end)) kinds.push([endColor(end), name]); });
-  if (process.marks.length) kinds.push([css("--bad"), "dashed: a death or a repeated call"]);
+  if (process.marks.length) kinds.push([css("--bad"), "dashed: a death or a retry"]);
   return section("Timeline", tools, canvas, legend(kinds));
 }
 
@@ -453,7 +453,7 @@ function log() {
 
 function events(process) {
   if (!process.marks.length) return null;
-  return section("Deaths and repeated calls", table([["after", 1], ["event"]], process.marks.slice(-200).map(([at, text]) => [seconds(at), text])));
+  return section("Deaths and retries", table([["after", 1], ["event"]], process.marks.slice(-200).map(([at, text]) => [seconds(at), text])));
 }
 
 function about() {

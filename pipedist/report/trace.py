@@ -188,7 +188,7 @@ class _Process:
             yield self._slice(self._driver, at, _text(each.text), work.name.lower(), {})
 
     def _marks(self, marks: Sequence[Mark]) -> Iterator[str]:
-        """Yield deaths and repeated calls as instants, also on the track of the worker that they name."""
+        """Yield deaths and retries as instants, also on the track of the worker that they name."""
         if marks:
             yield self._thread(self._driver, _EVENTS, "events")
         numbers = {name: number for number, name in enumerate(self._measured.worker_names)}

@@ -73,7 +73,7 @@ class RunLog:
         self._put(level, LOGGER, "-", "driver", text)
 
     def notice(self, level: int, text: str) -> None:
-        """Write a line about a worker or a repeated call, which was logged already."""
+        """Write a line about a worker or a retry, which was logged already."""
         self._put(level, CLUSTER_LOGGER, "-", "driver", printable(text))
 
     def line(self, worker: str, line: LogLine) -> None:

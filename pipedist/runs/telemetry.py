@@ -35,7 +35,7 @@ STAGE_COUNTERS = (
         "{call}",
         "Attempts of calls that raised or exceeded their time limit.",
     ),
-    ("repeated", "pipedist.repeated_calls", "{call}", "Attempts of calls after the first."),
+    ("retries", "pipedist.retries", "{call}", "Attempts of calls that did not count."),
     ("elements", "pipedist.elements", "{element}", "Elements of completed steps."),
     ("busy_s", "pipedist.busy", "s", "Time that workers spent on calls."),
     ("reading_s", "pipedist.reading", "s", "Time that workers spent reading shards."),

@@ -43,7 +43,8 @@ class StageTimings(Struct, frozen=True):
         name: the stages that its calls execute: runs, an update, or the combine function of a reduction.
         phase: the phase in which it ran, from 0.
         calls: calls whose results count, as in the progress of the run.
-        failed, repeated: calls that raised or exceeded their time limit, and attempts after the first.
+        failed, retries: calls that raised or exceeded their time limit; attempts that did not count, as in
+            `Result.retries`.
         trials: executions with a part of a call's elements, which search for those to quarantine.
         waits: whether its functions are async, so that its calls wait at the same time.
         elements: elements of completed steps.
@@ -68,7 +69,7 @@ class StageTimings(Struct, frozen=True):
     phase: int
     calls: int
     failed: int
-    repeated: int
+    retries: int
     trials: int
     waits: bool
     elements: int
@@ -291,7 +292,7 @@ def _stage(record: PassRecord, workers: Sequence[str]) -> StageTimings:
         phase=record.phase,
         calls=record.calls,
         failed=sum(each.failed for each in totals),
-        repeated=sum(each.repeated for each in totals),
+        retries=record.retries,
         trials=sum(each.trials for each in totals),
         waits=record.waits,
         elements=record.elements,

@@ -94,7 +94,7 @@ def test_a_failed_call_is_a_span_of_its_own(name: str, end: SpanEnd) -> None:
     clock.at(30)
     clock.note(record.raised, "w0", failed(1, 1, name))
     assert [(int(s["lo"]), int(s["started"]), int(s["outcome"])) for s in recorder.spans][1] == (1, 10, end)
-    assert (record.totals[0].failed, record.totals[0].repeated) == (1, 3)
+    assert record.totals[0].failed == 1
 
 
 def test_the_calls_of_a_lost_worker_are_lost() -> None:
@@ -219,7 +219,7 @@ def test_trials_count_apart_from_calls() -> None:
     clock.at(150)
     clock.note(record.raised, "w0", failed(2, 0))
     totals = record.totals[0]
-    assert (totals.calls, totals.failed, totals.repeated, totals.trials) == (0, 0, 0, 2)
+    assert (totals.calls, totals.failed, totals.trials) == (0, 0, 2)
     assert (totals.busy_ns, totals.bytes_out, record.durations.quantile_s(0.5)) == (150, 7, 0.0)
 
 

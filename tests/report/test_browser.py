@@ -124,7 +124,7 @@ def test_the_report_is_drawn(browser: Chrome, report: Path, width: int, scheme: 
     browser.get(report.as_uri())
     titles = [each.text for each in browser.find_elements("tag name", "h2")]
     assert titles == [
-        "Summary", "Plan", "Stages", "Timeline", "Over time", "Workers", "Deaths and repeated calls",
+        "Summary", "Plan", "Stages", "Timeline", "Over time", "Workers", "Deaths and retries",
         "Values over the training", "Quarantine: 1 element", "Outputs", "Log", "How to reproduce it",
     ]  # fmt: skip
     assert browser.title == "job: finished", "markup in the data is text"

@@ -48,6 +48,7 @@ def test_repeated_calls_have_lines_and_counts(tmp_path: Path, caplog: pytest.Log
     assert result["out"].tolist() == list(range(40))
     assert result.retries == {"y": {"error": 1, "death": 1, "timeout": 1}}
     assert result.document["retries"] == result.retries
+    assert [stage.retries for stage in result.timings.stages] == [3], "the report shows the same number"
     died, raised, ended = sorted(
         caplog.messages, key=lambda line: ("ended" in line, "stage y, step 1" in line)
     )
@@ -57,8 +58,8 @@ def test_repeated_calls_have_lines_and_counts(tmp_path: Path, caplog: pytest.Log
     assert "died: signal 9 (SIGKILL); it executed stage y, step 2, replica 0" in died
     assert "was ended: stage y, step 3, replica 0: TimeoutError: timed out after 2 s" in ended
     shown = render([], result.ledger.to_json(), {}, result.retries)
-    (line,) = [line for line in shown.splitlines() if line.startswith("stage y: 3 attempts did not count (")]
-    assert all(part in line for part in ("1 raised", "1 whose worker died", "1 timed out"))
+    (line,) = [line for line in shown.splitlines() if line.startswith("stage y: 3 retries (")]
+    assert all(part in line for part in ("1 after an error", "1 after a worker died", "1 after a timeout"))
 
 
 def test_a_run_without_failures_has_neither(caplog: pytest.LogCaptureFixture) -> None:

@@ -113,7 +113,7 @@ def test_a_run_has_spans_and_metrics(exported: Exported, tmp_path: Path) -> None
     names = {name.replace(".", "_") + units.get(each.unit, "") for name, each in found.items()}
     assert names - families <= {"pipedist_call_duration_seconds", "pipedist_worker_memory_max_bytes"}
     assert families - names <= {
-        "pipedist_run_state", "pipedist_run_seconds", "pipedist_repeated_calls", "pipedist_reading_seconds",
+        "pipedist_run_state", "pipedist_run_seconds", "pipedist_retries", "pipedist_reading_seconds",
         "pipedist_worker_memory_max_bytes",
     }, "and those of other runs and the server"  # fmt: skip
 

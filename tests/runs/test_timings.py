@@ -48,7 +48,7 @@ def document(
 def test_a_result_has_the_timings_of_stages_and_workers(tmp_path: Path) -> None:
     result = pipedist.run(document("double"), workers=2, output=tmp_path)
     (stage,) = result.timings.stages
-    assert (stage.name, stage.calls, stage.elements, stage.failed, stage.repeated) == ("y", 20, 40, 0, 0)
+    assert (stage.name, stage.calls, stage.elements, stage.failed, stage.retries) == ("y", 20, 40, 0, 0)
     assert 0 < stage.p50_s <= stage.p95_s <= stage.max_s <= stage.seconds
     assert stage.slowest.startswith("y/")
     assert stage.elements_per_s == pytest.approx(40 / stage.seconds)
@@ -100,7 +100,7 @@ def test_trials_of_a_search_are_counted_apart() -> None:
     result = pipedist.run(spec, workers=2)
     (stage,) = result.timings.stages
     assert result.ledger.quarantined == 1
-    assert (stage.calls, stage.failed, stage.repeated) == (20, 1, 0), "as many calls as the dataset has"
+    assert (stage.calls, stage.failed, stage.retries) == (20, 1, 0), "as many calls as the dataset has"
     assert stage.trials > 0
 
 
@@ -128,7 +128,7 @@ def test_failed_attempts_and_deaths_are_measured(tmp_path: Path) -> None:
         document("fails_on_eleven_once", folder=str(folder)), workers=2, output=tmp_path / "out"
     )
     (stage,) = result.timings.stages
-    assert (stage.calls, stage.failed, stage.repeated) == (20, 1, 1)
+    assert (stage.calls, stage.failed, stage.retries) == (20, 1, 1)
     folder = tmp_path / "deaths"
     folder.mkdir()
     pipedist.run(document("dies_once", folder=str(folder)), workers=2, output=tmp_path / "dead")
