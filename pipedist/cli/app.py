@@ -335,12 +335,10 @@ def why(run: str, as_json: bool) -> None:
     "--output",
     metavar="FILE",
     type=click.Path(),
-    default="report.html",
-    show_default=True,
-    help="The page to write.",
+    help="The page to write; by default RUN/report.html.",
 )
 @trace_option
-def report(run: str, output: str, trace: str | None) -> None:
+def report(run: str, output: str | None, trace: str | None) -> None:
     """Write a report of a run: one HTML page that needs no network.
 
     It shows the plan, a timeline of the workers, timings by stage, quarantined elements, outputs and logs. RUN is the

@@ -131,11 +131,12 @@ def audit_run(run: str) -> int:
     return terminal.FAILED if found.problems else terminal.OK
 
 
-def write_report(run: str, output: str, trace: str | None = None) -> int:
-    """Write the report of the run in an output folder, or its trace into the file `trace`."""
+def write_report(run: str, output: str | None, trace: str | None = None) -> int:
+    """Write the report of the run in an output folder, by default into it, or its trace into the file `trace`."""
     from pipedist.core.files import replace_file
     from pipedist.report import collect, page, trace_of
 
+    output = output or os.path.join(run, "report.html")
     path, option = (output, "--output") if trace is None else (trace, "--trace")
     content = page(collect(Path(run))).encode() if trace is None else trace_of(Path(run))
     try:

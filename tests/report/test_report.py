@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,17 @@ def test_metrics_pass_the_rules_of_promlint(job: Path) -> None:
     assert [each.value for each in calls] == [2 * process["stages"][0]["calls"]]
 
 
-def test_the_command_writes_the_page(job: Path, tmp_path: Path) -> None:
+def test_the_command_writes_the_page_into_the_folder_of_its_run(job: Path, tmp_path: Path) -> None:
+    run = tmp_path / "out"
+    shutil.copytree(job, run)
+    before = sorted(path.name for path in run.iterdir())
+    done = run_module("pipedist", "report", "out", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "out/report.html\n"), done.stderr
+    assert sorted(path.name for path in run.iterdir()) == sorted([*before, "report.html"])
+    assert run_module("pipedist", "diff", job, "out", cwd=tmp_path).returncode == 0, "it is no result"
+
+
+def test_the_command_writes_the_page_where_it_is_told(job: Path, tmp_path: Path) -> None:
     done = run_module("pipedist", "report", job, "-o", "r.html", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "r.html\n"), done.stderr
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")

@@ -221,6 +221,6 @@ def test_the_command_report_writes_the_trace_of_a_folder(job: Path, tmp_path: Pa
     done = run_module("pipedist", "report", job, "--trace", "t.json", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "t.json\n"), done.stderr
     assert (tmp_path / "t.json").read_bytes() == trace_of(job)
-    assert not (tmp_path / "report.html").exists()
+    assert not (job / "report.html").exists()
     with pytest.raises(UsageError, match="there is no run in"):
         trace_of(tmp_path)
