@@ -129,12 +129,14 @@ class PreparedSteps:
         if members.segment is not None:
             where = members.segment.where
             members.segment.serials.add(serial)
+        messages: list[tuple[Peer, msg.Message, list[Frame]]] = []
         for member, (worker, lease, lo, hi) in enumerate(parts):
             if record is not None:
                 size = frame_bytes(payloads[member])
                 record.recorder.later(record.sent, worker, lease, lo, hi, 0, size, asked, False, False)
             head = msg.AssignGang(lease, handle.id, lo, hi, 0, serial, member, len(parts), where, number)
-            self._pool.send_to(members.peers[member], head, payloads[member])
+            messages.append((members.peers[member], head, payloads[member]))
+        self._pool.send_all(messages)
         return True
 
     def _find_members(self, command: cmd.SendGang, replicas: int) -> _Members | None:

@@ -254,8 +254,18 @@ class WorkerPool(WorkerRegistry):
 
     def send_to(self, peer: Peer, message: msg.Message, payload: Sequence[Frame] = ()) -> None:
         """Send a message to a worker that has joined; see `send`."""
-        if self._router.send(peer.identity, message, payload):
-            return
+        if not self._router.send(peer.identity, message, payload):
+            self._unreachable(peer)
+
+    def send_all(self, messages: Sequence[tuple[Peer, msg.Message, Sequence[Frame]]]) -> None:
+        """Send messages to different workers that have joined, so that they begin at the same time."""
+        sent = self._router.send_all([(peer.identity, message, frames) for peer, message, frames in messages])
+        if not all(sent):
+            for (peer, _, _), reached in zip(messages, sent, strict=True):
+                if not reached:
+                    self._unreachable(peer)
+
+    def _unreachable(self, peer: Peer) -> None:
         worker = peer.worker
         is_running = peer.local and self._started.get(worker) == peer.incarnation
         if self.launcher is not None and is_running:

@@ -130,6 +130,10 @@ class SimulatedRouter:
         peer.connection.send_down((unpack(pack(message)), frozen(payload)))
         return True
 
+    def send_all(self, messages: Sequence[tuple[bytes, msg.Message, Sequence[Frame]]]) -> list[bool]:
+        """Send messages to workers; return which of them are reachable."""
+        return [self.send(*each) for each in messages]
+
     def keep(self, identity: bytes) -> None:
         return
 

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
 
 
+Outgoing = tuple[
+    bytes, Message, Sequence[bytes | memoryview]
+]  # the identity of a peer, a message, and its payload
+
+
 @dataclass(slots=True)
 class _Peer:
     user: str  # the key that it is bound to; "" without keys
@@ -116,23 +121,43 @@ class Router:
         Frames above 64 KiB may be sent from their own memory, which must not change any more. Return False if the peer
         is gone, unknown or dropped; raise LocalProtocolError if the message is not allowed, or the Router is not open.
         """
+        return self.send_all([(identity, message, payload)])[0]
+
+    def send_all(self, messages: Sequence[Outgoing]) -> list[bool]:
+        """Send messages to different peers, each as `send` does; return its values.
+
+        All are packed before the first is sent. A receiver on this host can run in place of this process as soon as its
+        message is sent, and the others would wait for theirs.
+        """
+        sealed = [self._sealed(*each) for each in messages]
+        sent: list[bool] = []
+        try:
+            for (identity, _, _), parts in zip(messages, sealed, strict=True):
+                try:
+                    sent.append(parts is not None and self._server.send(identity, parts))
+                except RemoteProtocolError as error:
+                    self._lose(identity, f"peer {_shown(identity)} {error}")
+                    sent.append(False)
+        finally:
+            self._server.look_again()
+        return sent
+
+    def _sealed(
+        self, identity: bytes, message: Message, payload: Sequence[bytes | memoryview]
+    ) -> list[bytes | memoryview] | None:
+        """Return the frames of a message, None if the peer gets none."""
         if not self._is_open:
             raise LocalProtocolError("a Router sends only between entering and leaving `async with`")
         peer = self._peers.get(identity)
         if peer is None or peer.is_dropped:
-            return False
+            return None
         references: Sequence[Reference] = ()
         # One small frame, as in a step of a training loop, is never lent.
         may_lend = len(payload) > 2 or (len(payload) == 2 and len(payload[1]) >= SHARED_BYTES_MIN)
         if may_lend and self._listener is not None:
             references, payload = self._listener.lend(identity, payload)
         header = payload[0] if payload else b""
-        first = seal(pack(message), header, references)
-        try:
-            return self._server.send(identity, [first, *payload[1:]])
-        except RemoteProtocolError as error:
-            self._lose(identity, f"peer {_shown(identity)} {error}")
-            return False
+        return [seal(pack(message), header, references), *payload[1:]]
 
     def keep(self, identity: bytes) -> None:
         """Know a peer that has sent a message until `release`, or until it is dropped."""

@@ -49,6 +49,9 @@ class Wire:
         self.sent.append((identity.decode(), message, payload))
         return True
 
+    def send_all(self, messages: Sequence[tuple[bytes, msg.Message, Sequence[Frame]]]) -> list[bool]:
+        return [self.send(*each) for each in messages]
+
     def keep(self, identity: bytes) -> None:
         return
 

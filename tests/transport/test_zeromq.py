@@ -47,6 +47,22 @@ async def test_there_and_back(over: str, copy: bool) -> None:
 
 
 @pytest.mark.asyncio
+async def test_messages_to_several_peers_are_packed_before_the_first_is_sent() -> None:
+    async with router() as (opened, inbox):
+        with dealer(opened, None, b"a") as first, dealer(opened, None, b"b") as second:
+            for worker in (first, second):
+                worker.send(log())
+                await inbox.get()
+            not_allowed = Bind("no number")  # type: ignore[arg-type]
+            with pytest.raises(LocalProtocolError):
+                opened.send_all([(b"a", Bind(1), []), (b"b", not_allowed, [])])
+            sent = opened.send_all([(b"a", Bind(2), []), (b"unknown", Bind(2), []), (b"b", Bind(2), [])])
+            assert sent == [True, False, True]
+            for worker in (first, second):
+                assert (await blocking(worker.recv))[0] == Bind(2)
+
+
+@pytest.mark.asyncio
 async def test_many_messages_arrive_in_order_and_other_tasks_have_their_turn() -> None:
     count, turns, heard = 3000, 0, []
     all_heard = asyncio.Event()

@@ -133,7 +133,7 @@ class ServerSocket:
     def send(self, identity: bytes, parts: list[bytes | memoryview]) -> bool:
         """Send a message as soon as there is room; return False if the peer is gone.
 
-        Raise RemoteProtocolError if too much waits for it already.
+        Raise RemoteProtocolError if too much waits for it already. Call `look_again` after one or several messages.
         """
         message = [identity, *parts]
         outbox = self._waiting.get(identity)
@@ -147,10 +147,15 @@ class ServerSocket:
         self._retry_soon()
         return True
 
+    def look_again(self) -> None:
+        """Look for messages that have come: sending may have used up the edge that announces them."""
+        self._pump.look_again()
+
     def silence(self, identity: bytes, last_words: bytes = b"") -> None:
         """Send nothing more to a peer, but for a last frame if there is room."""
         if last_words:
             self._try_send([identity, last_words])
+            self._pump.look_again()
         self._waiting.pop(identity, None)
 
     async def close(self) -> None:
@@ -290,8 +295,6 @@ class ServerSocket:
             if error.errno == errno.EHOSTUNREACH:
                 return False
             raise
-        finally:
-            self._pump.look_again()
         return True
 
     def _flush(self) -> None:
