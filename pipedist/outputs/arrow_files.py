@@ -26,7 +26,7 @@ import numpy.typing as npt
 from pipedist.core import ragged
 from pipedist.core.files import AtomicFile, AtomicPath
 from pipedist.core.types import Tree
-from pipedist.datasets.sources.arrow_columns import arrow_column
+from pipedist.datasets.sources.arrow_columns import arrow_column, numbers_of
 from pipedist.errors import OutputError
 from pipedist.outputs.row_files import RowSink
 from pipedist.outputs.sink import Target
@@ -107,11 +107,9 @@ def _value_bytes(arrow: Any, column: Any) -> npt.NDArray[np.int64]:
         or types.is_large_string(own)
         or types.is_large_binary(own)
     ):
-        lengths = compute.binary_length(column).fill_null(0)
-        return np.asarray(lengths.to_numpy(zero_copy_only=False), np.int64)
+        return numbers_of(arrow, compute.binary_length(column).fill_null(0)).astype(np.int64)
     if types.is_list(own) or types.is_large_list(own) or types.is_fixed_size_list(own):
-        lengths = compute.list_value_length(column).fill_null(0)
-        ends = np.cumsum(lengths.to_numpy(zero_copy_only=False).astype(np.int64))
+        ends = np.cumsum(numbers_of(arrow, compute.list_value_length(column).fill_null(0)), dtype=np.int64)
         inner = np.concatenate([[0], np.cumsum(_value_bytes(arrow, compute.list_flatten(column)))])
         return np.asarray(np.diff(inner[np.concatenate([[0], ends])]), np.int64)
     if types.is_struct(own):
@@ -119,8 +117,8 @@ def _value_bytes(arrow: Any, column: Any) -> npt.NDArray[np.int64]:
         for child in column.flatten():
             total += _value_bytes(arrow, child)
         return total
-    valid = column.is_valid().to_numpy(zero_copy_only=False)
-    sizes: npt.NDArray[np.int64] = valid.astype(np.int64) * max(1, own.bit_width // 8)
+    valid = numbers_of(arrow, column.is_valid()).astype(np.int64)
+    sizes: npt.NDArray[np.int64] = valid * max(1, own.bit_width // 8)
     return sizes
 
 
@@ -171,9 +169,9 @@ class TableSink(RowSink):
             offsets[1:] = ends
             buffers = [None, self._arrow.py_buffer(offsets), self._arrow.py_buffer(array.texts.data)]
             texts = self._arrow.LargeStringArray.from_buffers(len(ends), buffers[1], buffers[2])
-            return (texts if array.codes is None else texts.take(self._arrow.array(array.codes))).cast(
-                "string"
-            )
+            return (
+                texts if array.codes is None else texts.take(arrow_column(self._arrow, array.codes))
+            ).cast("string")
         try:
             return arrow_column(self._arrow, array)
         except (self._arrow.ArrowException, ValueError, TypeError, OverflowError) as error:

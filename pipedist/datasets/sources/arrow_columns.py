@@ -13,7 +13,8 @@
 
 In the other direction a further axis is a fixed-size list, and the cells of an object array decide its type. Columns
 of numbers and dates without nulls share their memory in both directions, booleans and text do not. pyarrow is an
-extra, and an argument here.
+extra, and an argument here. Its own conversions of numbers import pandas where it is installed, which takes a quarter
+of a second in each process, so numbers are views of the buffers.
 """
 
 from __future__ import annotations
@@ -112,19 +113,55 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
         return ragged.objects(column.to_pylist())
     counted = types.is_boolean(own) or (types.is_integer(own) and not kind.startswith("float"))
     if counted and column.null_count:
-        row = int(np.flatnonzero(column.is_null().to_numpy())[0])
+        row = int(np.flatnonzero(numbers_of(arrow, column.is_null()))[0])
         named = str(own) if kind == OWN_TYPE else kind
         raise CellError(
             row, f"a value of type {named} is missing: declare the column float64, which reads it as NaN"
         )
-    values: Column = column.to_numpy()
+    values = numbers_of(arrow, column)
     return values if kind == OWN_TYPE else _fitted(values, dtype_of(kind))
+
+
+def numbers_of(arrow: Any, column: Any) -> Column:
+    """Return an Array or ChunkedArray of numbers, booleans or dates; with nulls integers become float64."""
+    if arrow.types.is_boolean(column.type):
+        return numbers_of(arrow, column.cast(arrow.uint8())).view(np.bool_)
+    parts = column.chunks if isinstance(column, arrow.ChunkedArray) else [column]
+    chunks = [_chunk(arrow, part) for part in parts if len(part)]
+    if not chunks:
+        return np.empty(0, _dtype_of_type(arrow.types, column.type))
+    return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+
+
+def _chunk(arrow: Any, chunk: Any) -> Column:
+    dtype = _dtype_of_type(arrow.types, chunk.type)
+    stored = np.dtype(np.int32) if arrow.types.is_date32(chunk.type) else dtype
+    values: Column = np.frombuffer(
+        chunk.buffers()[1], stored, count=len(chunk), offset=chunk.offset * stored.itemsize
+    )
+    values.flags.writeable = False  # other readers share the buffer
+    if stored != dtype:
+        values = values.astype(np.int64).view(dtype)
+    if not chunk.null_count:
+        return values
+    values = values.astype(np.float64 if dtype.kind in "iu" else dtype)
+    values[numbers_of(arrow, chunk.is_null())] = np.nan if values.dtype.kind == "f" else "NaT"
+    return values
+
+
+def _dtype_of_type(types: Any, own: Any) -> np.dtype[Any]:
+    if types.is_timestamp(own) or types.is_duration(own):
+        return np.dtype(f"{'M8' if types.is_timestamp(own) else 'm8'}[{own.unit}]")
+    if types.is_date(own):
+        return np.dtype("M8[D]" if types.is_date32(own) else "M8[ms]")
+    return np.dtype({"halffloat": "f2", "float": "f4", "double": "f8"}.get(str(own), str(own)))
 
 
 def _lists(arrow: Any, column: Any) -> Column:
     """Return lists: of a fixed size as array[n, size], others as an object array of arrays."""
     size = column.type.list_size if arrow.types.is_fixed_size_list(column.type) else None
-    lengths = arrow.compute.list_value_length(column).fill_null(size or 0).to_numpy().astype(np.int64)
+    counted = arrow.compute.list_value_length(column).fill_null(size or 0)
+    lengths = numbers_of(arrow, counted).astype(np.int64)
     if size is not None and column.null_count:  # `flatten` drops the values of a null
         null = arrow.scalar([None] * size, column.type)
         column = column.fill_null(null)
@@ -178,13 +215,22 @@ def arrow_column(arrow: Any, array: Column) -> Any:
     if 0 in array.shape[1:]:
         raise ValueError(f"lists of shape {array.shape[1:]} have no values")
     values: Any = array.reshape(-1)
+    if array.dtype.kind in "iuf" and array.dtype.isnative:
+        kind = arrow.from_numpy_dtype(array.dtype)
+        column = arrow.Array.from_buffers(
+            kind, len(values), [None, arrow.py_buffer(np.ascontiguousarray(values))]
+        )
+        return _fixed_size(arrow, column, array.shape[1:])
     if array.dtype.kind in "US":
         values = values.tolist()
     elif array.dtype.kind == "O":
         values = list(map(_plain_cell, values))
     kinds = {"U": arrow.string(), "S": arrow.binary()}
-    column = arrow.array(values, type=kinds.get(array.dtype.kind))
-    for size in reversed(array.shape[1:]):
+    return _fixed_size(arrow, arrow.array(values, type=kinds.get(array.dtype.kind)), array.shape[1:])
+
+
+def _fixed_size(arrow: Any, column: Any, sizes: tuple[int, ...]) -> Any:
+    for size in reversed(sizes):
         column = arrow.FixedSizeListArray.from_arrays(column, size)
     return column
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from pipedist.datasets.sources import SourceError, open_source, parquet_files, table_files
+from pipedist.datasets.sources.arrow_columns import OWN_TYPE, numpy_column
 from tests.datasets.sources.reading import read_elsewhere
 
 pa = pytest.importorskip("pyarrow")
@@ -29,6 +31,48 @@ def _write(path: Path, rows: int, first: int = 0, group: int = 7) -> None:
         "b": pa.array([n % 2 == 0 for n in numbers], pa.bool_()),
     }
     pq.write_table(pa.table(columns), path, row_group_size=group)
+
+
+TYPES = [
+    *(pa.int8(), pa.uint64(), pa.float32(), pa.float64(), pa.date32(), pa.date64(), pa.duration("ms")),
+    *(pa.timestamp("s"), pa.timestamp("ns"), pa.timestamp("us", "Europe/Berlin")),
+]
+
+
+@pytest.mark.parametrize("own", TYPES, ids=str)
+def test_numbers_and_dates_are_those_of_pyarrow(own: pa.DataType) -> None:
+    days = np.array([3, 1, 2, 5]) * (86_400_000 if own == pa.date64() else 1)
+    plain = pa.array(days, pa.int32() if own == pa.date32() else pa.int64()).cast(own)
+    with_null = pa.concat_arrays([plain.slice(0, 2), pa.nulls(1, own), plain.slice(2)])
+    kind = "float64" if pa.types.is_integer(own) else OWN_TYPE
+    for array in (plain, with_null):
+        for chunks in ([array], [array.slice(1, 3)], [array, array.slice(2)], []):
+            column = pa.chunked_array(chunks, type=own)
+            found = numpy_column(pa, column, kind if column.null_count else OWN_TYPE)
+            expected = column.to_numpy()
+            assert found.dtype == expected.dtype
+            assert np.array_equal(found, expected, equal_nan=True)
+            if len(chunks) == 1 and not column.null_count and own != pa.date32():
+                assert not found.flags.writeable  # other readers share the memory
+
+
+def test_numbers_are_read_and_written_without_pandas(tmp_path: Path) -> None:
+    _write(tmp_path / "a.parquet", 20)
+    code = (
+        "import sys, pipedist\n"
+        "columns = {'i': 'int64', 'f': 'float64', 't': 'date'}\n"
+        "spec = {'pipedist': 1, 'dataset': {'parquet': {'path': 'a.parquet', 'columns': columns}, 'batch': 9},\n"
+        "        'stages': {'same': {'run': 'same:same'}, 'all': {'gather': 0, 'of': 'same'}},\n"
+        "        'outputs': {'all': 'all.parquet'}}\n"
+        "pipedist.run(spec, workers=1, output='out')\n"
+        "print('pandas' in sys.modules)"
+    )
+    same = "import sys\ndef same(x):\n    assert 'pandas' not in sys.modules\n    return {'i': x['i'], 'f': x['f']}\n"
+    (tmp_path / "same.py").write_text(same)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines()[-1:] == ["False"], done.stderr
 
 
 @pytest.mark.parametrize("cached", [True, False])
