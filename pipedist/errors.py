@@ -168,6 +168,7 @@ class CallError(PipedistError):
         attempts: number of attempts.
         cause: the exception as `ClassName: text`.
         remote_traceback: the traceback in the worker, or "".
+        element: the number of the element for which the function was called, if it gets single elements.
 
     Attributes:
         replay: the command that executes the call again, alone; or "".
@@ -191,6 +192,7 @@ class CallError(PipedistError):
         attempts: int,
         cause: str,
         remote_traceback: str = "",
+        element: int | None = None,
     ) -> None:
         self.stage = stage
         self.step = step
@@ -199,8 +201,12 @@ class CallError(PipedistError):
         self.attempts = attempts
         self.cause = cause
         self.remote_traceback = remote_traceback
+        self.element = element
         times = "once" if attempts == 1 else f"{attempts} times"
-        text = f"stage {stage}, step {step}, replica {replica}, worker {worker}: {cause} (tried {times})"
+        place = f"stage {stage}, step {step}, replica {replica}"
+        if element is not None:
+            place += f", element {element}"
+        text = f"{place}, worker {worker}: {cause} (tried {times})"
         if remote_traceback:
             text += "\n" + remote_traceback.rstrip()
         super().__init__(text)
@@ -215,6 +221,7 @@ class CallError(PipedistError):
             attempts=self.attempts,
             cause=self.cause,
             remote_traceback=self.remote_traceback,
+            element=self.element,
         )
 
     def __str__(self) -> str:

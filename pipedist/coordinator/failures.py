@@ -102,10 +102,12 @@ def call_error(
     """
     replica = failure.call % replicas
     cause: BaseException
+    element = None
     if failure.cause is None:
         failed = raised[failure.call]
         cause = rebuild_exception(failed.module, failed.name, failed.text)
         name, text, trace = failed.stage or name, f"{failed.name}: {failed.text}", failed.traceback
+        element = failed.element
     else:
         cause = WorkerDied(failure.worker, failure.cause)
         text, trace = f"WorkerDied: {failure.cause}", ""
@@ -117,6 +119,7 @@ def call_error(
         attempts=failure.attempts,
         cause=text,
         remote_traceback=trace,
+        element=element,
     )
     error.__cause__ = cause
     return error

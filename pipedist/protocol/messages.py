@@ -289,6 +289,9 @@ class Failed(Message, frozen=True, tag=10):
     )
     # Elements that failed for good by themselves: position in the call's shard, and the exception, for people
     culprits: Annotated[tuple[tuple[Count, Text], ...], Meta(max_length=CULPRITS_MAX)] = ()
+    element: Count | None = (
+        None  # the id of the element for which the function was called, if it gets single ones
+    )
 
 
 class Stalled(Message, frozen=True, tag=19):

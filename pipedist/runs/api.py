@@ -189,7 +189,23 @@ def blocking(main: Callable[[], Awaitable[T]], cluster: Cluster | str | None, wh
     with without_collections():
         import anyio
 
-    return _in_thread(main, loop) if loop is not None or running_loop() else anyio.run(main)
+    from pipedist.errors import PipedistError
+
+    try:
+        return _in_thread(main, loop) if loop is not None or running_loop() else anyio.run(main)
+    except PipedistError as error:
+        raise without_frames(error) from error.__cause__
+
+
+def without_frames(error: Exception) -> Exception:
+    """Return an error without the frames of pipedist that it came through, if its text is complete without them.
+
+    The traceback in the user's program then shows the user's own frames, and those of the replica function.
+    """
+    from pipedist.errors import PipedistError, ProtocolError
+
+    is_complete = isinstance(error, PipedistError) and not isinstance(error, ProtocolError)
+    return error.with_traceback(None) if is_complete else error
 
 
 def loop_of(cluster: Cluster, what: str) -> asyncio.AbstractEventLoop:

@@ -118,7 +118,8 @@ def map(
         with_: keyword arguments of the function (of a class: of its constructor).
         columns: of files with columns: those to read, and their types, `{"x": "float32"}`. Default: all; types of .csv
             are inferred.
-        seed: of `ctx.rng`.
+        seed: of `ctx.rng`. With `per_element`, each element has its own in a function with a parameter `ctx`; that of
+            `get_replica_context()` may go on from one element of a call to the next.
         timeout_s, retries, retry, on_error, concurrency, rate, resources, inputs: as for a `run` stage in a spec.
         workers, cluster, on_log, progress: as for `open`.
         output: a folder that keeps the results. The same call again goes on with an interrupted run, or returns the

@@ -158,7 +158,7 @@ class SyncStream(Generic[T]):
             return item
         self.close()
         if kind == "error":
-            raise value
+            raise api.without_frames(value)
         raise StopIteration
 
     def _outcome(self) -> Outcome:

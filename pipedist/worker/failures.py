@@ -8,10 +8,13 @@ a function that does not exist) have no traceback: their text is complete.
 from __future__ import annotations
 
 import os
+import reprlib
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 
+import numpy as np
 from msgspec import Struct
 
 from pipedist.core import functions
@@ -60,6 +63,7 @@ class CallFailure(Struct, frozen=True):
     retryable: bool
     aborted: bool = False  # the call failed only because its gang was ended
     culprits: tuple[tuple[int, str], ...] = ()
+    element: int | None = None
 
 
 def describe(
@@ -85,7 +89,41 @@ def describe(
         retryable=retryable,
         aborted=aborted,
         culprits=culprits,
+        element=_element_of(error),
     )
+
+
+class _Preview(reprlib.Repr):
+    """Shortens numbers, texts and collections of them; calls no method of a user's class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxstring, self.maxother = 2, 6, 60, 60
+
+    def repr_instance(self, x: object, level: int) -> str:
+        if isinstance(x, np.generic):
+            return self.repr1(x.item(), level)
+        return repr(x) if type(x) in (float, bool, type(None)) else f"<{type(x).__qualname__}>"
+
+
+_ATTRIBUTE = "_pipedist_element"
+_NOTE = "element "
+
+
+def note_element(error: BaseException, element: int, value: object) -> None:
+    """Note on an exception the number of the element for which it was raised, and a preview of its value."""
+    with suppress(Exception):  # an exception class may refuse attributes; an int may be too long to be shown
+        setattr(error, _ATTRIBUTE, element)
+        shown = "" if isinstance(value, bytes) else f": {_Preview().repr(value)}"
+        notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_NOTE)]
+        error.__notes__ = [*notes, f"{_NOTE}{element}{shown}"]
+
+
+def _element_of(error: BaseException) -> int | None:
+    with suppress(Exception):
+        found = vars(error).get(_ATTRIBUTE)
+        return found if isinstance(found, int) and found >= 0 else None
+    return None
 
 
 def _formatted(error: BaseException, text: str, in_user_code: bool) -> str:

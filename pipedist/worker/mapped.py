@@ -20,6 +20,8 @@ from pipedist.core.record_format import frames_of, pack, record_at
 from pipedist.core.types import Tree
 from pipedist.protocol.codec import decode, encode
 from pipedist.worker.array_isolation import without_frames
+from pipedist.worker.context import current
+from pipedist.worker.failures import note_element
 from pipedist.worker.waiting_calls import batched, count_elements, element_at, unlike
 
 
@@ -68,7 +70,13 @@ class Mapped:
         if not self._loops:
             return self._results(self._call(shard, kwargs))
         call = self._called(kwargs)
-        results = [call(element) for element in self._elements(shard)]
+        elements, results = self._elements(shard), []
+        try:
+            for element in elements:
+                results.append(call(element))
+        except Exception as error:
+            _note(error, len(results), elements)
+            raise
         return _batched(results) if self._form == "tree" else ragged.objects([packed(results)])
 
     def _call(self, shard: Tree, kwargs: dict[str, Any]) -> Any:
@@ -103,6 +111,14 @@ class Mapped:
                 f"{type(value).__qualname__}; or map it with per_element=True"
             )
         return ragged.objects([packed(list(value))])
+
+
+def _note(error: Exception, at: int, elements: Sequence[Any]) -> None:
+    """Note on an exception which element of a shard it is about."""
+    ctx = current.get()
+    ids = None if ctx is None else ctx.elements
+    if ids is not None and at < len(ids):
+        note_element(error, int(ids[at]), elements[at])
 
 
 _NUMBERS = frozenset({bool, float, np.bool_, np.int32, np.int64, np.float32, np.float64})

@@ -32,7 +32,7 @@ from pipedist.protocol.program import StageProgram
 from pipedist.worker import process_setup, ragged_results
 from pipedist.worker.array_isolation import as_readonly, take_ownership
 from pipedist.worker.context import ReplicaContext, current
-from pipedist.worker.failures import CULPRIT_CHARS_MAX, culprit_text
+from pipedist.worker.failures import CULPRIT_CHARS_MAX, culprit_text, note_element
 from pipedist.worker.progress import StageClock, Stepped
 from pipedist.worker.stages import Call, CallHeld, Stage
 
@@ -223,7 +223,12 @@ class WaitingStage:
         if culprits:
             if is_named and len(culprits) <= CULPRITS_MAX:
                 call.culprits = tuple(sorted(culprits.items()))
-            raise failed[0][1] if failed else RemoteError(culprits[min(culprits)])
+            if not failed:
+                raise RemoteError(culprits[min(culprits)])
+            at, error = failed[0]
+            if is_named:
+                note_element(error, ids[at], element_at(value, at))
+            raise error
         if not made or not form:
             return batched(made)
         if form == "lists":

@@ -12,6 +12,7 @@ import pytest
 
 import pipedist
 from pipedist.plan.compiler import compile_plan
+from pipedist.runs import api
 from pipedist.runs.identity import modules_of
 from pipedist.spec import load
 from pipedist.worker.mapped import mapped
@@ -206,3 +207,68 @@ def test_wrong_arguments_are_reported_before_workers_start() -> None:
         pipedist.map(len, [1], retries=-1)
     with pytest.raises(pipedist.PlanError, match=r"noted\(.*can't be called as"):
         pipedist.map(functions.noted, [1], per_element=True, workers=1)
+
+
+class Refused(Exception):
+    """An exception whose instances share their notes, and accept no attributes."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
+
+
+def refuse(_: object) -> None:
+    raise Refused("no")
+
+
+@pytest.mark.parametrize(
+    ("fn", "data", "options", "note"),
+    [
+        (above, [0.5, 1.5, 2.5], {}, "element 2: 2.5"),
+        (above, [0.5, 1.5, 2.5], {"retries": 1}, "element 2: 2.5"),
+        (
+            lambda row: above(row["x"]),
+            {"x": np.arange(4.0), "s": [*"abcd"]},
+            {},
+            "element 3: {'s': 'd', 'x': 3.0}",
+        ),
+        (lambda point: above(point.x), [Point(0.0), Point(3.0)], {}, "element 1: <Point>"),
+        (int, ["1", "x" * 1000], {}, "element 1"),
+        (refuse, [1, 2], {}, None),
+    ],
+)
+def test_an_error_names_the_element(fn: Any, data: Any, options: dict[str, Any], note: str | None) -> None:
+    with pytest.raises(pipedist.CallError) as caught:
+        pipedist.map(fn, data, per_element=True, workers=1, **options)
+    error = caught.value
+    if note is None:
+        assert error.element is None
+        return
+    assert error.element == int(note.split()[1].rstrip(":"))
+    assert f", replica 0, element {error.element}, worker " in str(error)
+    if error.remote_traceback:
+        assert error.remote_traceback.splitlines()[-1].startswith(note)
+
+
+def test_a_traceback_begins_with_the_users_frames() -> None:
+    calls: list[Any] = [
+        lambda: pipedist.map(above, [1.0, 3.0], per_element=True, workers=1),
+        lambda: list(pipedist.imap(above, [1.0, 3.0], per_element=True, workers=1)),
+    ]
+    for call in calls:
+        with pytest.raises(pipedist.CallError) as caught:
+            call()
+        files = [Path(str(entry.path)).name for entry in caught.traceback]
+        assert files[:2] == ["test_mapping.py"] * 2
+        assert len(files) <= 4, files
+        lines = caught.value.remote_traceback.splitlines()
+        assert lines[1].endswith("in above")
+        assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_defect_of_pipedist_keeps_its_frames() -> None:
+    async def main() -> None:
+        raise pipedist.errors.LocalProtocolError("internal error")
+
+    with pytest.raises(pipedist.errors.LocalProtocolError) as caught:
+        api.blocking(main, None, "pipedist.map")
+    assert caught.traceback[-1].name == "main"
