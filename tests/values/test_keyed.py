@@ -6,6 +6,7 @@ import datetime
 import mmap
 import pickle
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,16 @@ def test_keys_of_several_columns_have_names_and_dates() -> None:
 def test_misuse_is_an_error(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(TEXT, st.integers(1, 2**70), max_size=8))
+def test_a_dict_of_counts_has_the_bits_of_its_rows(counts: dict[str, int]) -> None:
+    subclasses = {np.str_(word): count for word, count in counts.items() if "\0" not in word}
+    rows = by_key_sum.of(list(counts), list(counts.values()))
+    assert bits(by_key_sum.component(counts)) == bits(rows)
+    assert bits(counter.component(counts)) == bits(replace(rows, kind="counter", names=["value"]))
+    assert counter.component(subclasses) == subclasses
 
 
 # -- in runs

@@ -7,6 +7,7 @@ import datetime
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import UnionType
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pipedist.reduction.keyed.keys import Grouping, TextColumn, group
 from pipedist.reduction.keyed.table import NUMBERS, KeyedTable, merge
-from pipedist.reduction.keyed.texts import Texts
+from pipedist.reduction.keyed.texts import Texts, of_strings
 from pipedist.reduction.keyed.values import (
     MOMENTS,
     Columns,
@@ -89,7 +90,7 @@ class KeyedCombiner(ABC):
         return self._of_dict(value)
 
     def _of_dict(self, value: Mapping[Any, Any]) -> KeyedTable:
-        return self.of(list(value), _stacked(self.name, list(value.values())))
+        return self.of(_keys_of(value), _stacked(self.name, list(value.values())))
 
     def __call__(self, a: Any, b: Any) -> KeyedTable:
         """Combine two components, `a` before `b`."""
@@ -133,7 +134,7 @@ class Counter(KeyedCombiner):
         return KeyedTable(self.kind, names, grouping.columns, {"value": counts})
 
     def _of_dict(self, value: Mapping[Any, Any]) -> KeyedTable:
-        return super().of(list(value), _counts(self.name, list(value.values())))
+        return super().of(_keys_of(value), _counts(self.name, list(value.values())))
 
     def _reduced(self, grouping: Grouping, rows: NDArray[Any]) -> Columns:
         return reduced_rows(np.add, grouping, rows)
@@ -178,7 +179,7 @@ class MomentsByKey(KeyedCombiner):
         return moments_of(grouping, rows, skip_missing=False)
 
     def _of_dict(self, value: Mapping[Any, Any]) -> KeyedTable:
-        names, columns = columns_of(list(value), self._base)
+        names, columns = columns_of(_keys_of(value), self._base)
         grouping = group(columns)
         for component in value.values():
             if not isinstance(component, Mapping) or set(component) != MOMENTS:
@@ -321,6 +322,13 @@ def columns_of(keys: Any, base: str) -> tuple[list[str], list[Any]]:
     return [f"{base}/{place}" for place in range(len(columns))], columns
 
 
+def _keys_of(value: Mapping[Any, Any]) -> list[Any] | Texts:
+    """Return the keys of a dict as a column."""
+    keys = list(value)
+    # Texts that a dict has once need no hash table that numbers them.
+    return of_strings(keys) if keys and _all_are(str, keys) else keys
+
+
 def _is_single(key: object) -> bool:
     if isinstance(key, list | Texts | TextColumn):
         return False
@@ -346,9 +354,9 @@ def _rows_of(values: ArrayLike) -> NDArray[Any]:
 
 def _stacked(name: str, cells: list[Any]) -> NDArray[Any]:
     """Return the values of a dict as rows."""
-    if all(isinstance(cell, int) for cell in cells):
+    if _all_are(int, cells):
         return _rows_of(list(map(int, cells)))
-    if cells and all(isinstance(cell, datetime.date) for cell in cells):
+    if cells and _all_are(datetime.date, cells):
         cells = [np.datetime64(cell) for cell in cells]
     try:
         rows = np.stack([np.asarray(cell) for cell in cells])
@@ -360,9 +368,13 @@ def _stacked(name: str, cells: list[Any]) -> NDArray[Any]:
 
 
 def _counts(name: str, counts: list[Any]) -> NDArray[Any]:
-    if not all(isinstance(each, int | np.integer) for each in counts):
+    if not _all_are(int | np.integer, counts):
         raise TypeError(f"{name} adds whole numbers: to add floats by key, use by_key_sum")
     return _rows_of(list(map(int, counts)))
+
+
+def _all_are(classes: type | UnionType, values: list[Any]) -> bool:
+    return all(issubclass(cls, classes) for cls in set(map(type, values)))
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
