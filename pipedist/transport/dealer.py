@@ -89,8 +89,9 @@ class Dealer:
             socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        # Not EVENT_DISCONNECTED: it comes before the last messages of the connection, the retry after them.
         self._monitor = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURE_EVENTS | zmq.EVENT_DISCONNECTED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURE_EVENTS | zmq.EVENT_CONNECT_RETRIED
         )
         try:
             socket.connect(endpoint)
@@ -255,7 +256,7 @@ class Dealer:
     def _judge(self, event: int) -> PipedistError | None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._is_connected = True
-        elif event == zmq.EVENT_DISCONNECTED:
+        elif event == zmq.EVENT_CONNECT_RETRIED:
             if self._is_connected:
                 return ConnectionLost(f"the connection to {self._endpoint} was lost")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
