@@ -33,6 +33,8 @@ from pipedist.scheduler import Event
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
 
+_Part = cmd.SendAssign | cmd.GangAssignment  # the calls [lo, hi) of a lease of a worker
+
 
 class CommandExecutor:
     """Executes the scheduler's commands."""
@@ -156,7 +158,7 @@ class CommandExecutor:
         if (command.attempt or command.twin) and not command.elements:
             for line in handle.on_repeated(lo, hi, worker, command.attempt, slow=command.twin > 0):
                 self._notices.add(line)
-        self._assign(handle, [cmd.GangAssignment(worker, lease, lo, hi)], send, command.elements)
+        self._assign(handle, [command], send, command.elements)
 
     def _send_gang(self, handle: PassHandle, command: cmd.SendGang) -> None:
         """Send each member its calls; if those of one can't be sent, send none."""
@@ -187,7 +189,7 @@ class CommandExecutor:
     def _assign(
         self,
         handle: PassHandle,
-        parts: Sequence[cmd.GangAssignment],
+        parts: Sequence[_Part],
         send: Callable[[list[list[Frame]]], None],
         elements: ElementRanges = (),
     ) -> None:
@@ -234,7 +236,7 @@ class CommandExecutor:
             handle.read(ReadJob(read, lambda: not outgoing.is_dropped, on_read))
 
     def _payloads(
-        self, handle: PassHandle, parts: Sequence[cmd.GangAssignment], shards: Sequence[Shards]
+        self, handle: PassHandle, parts: Sequence[_Part], shards: Sequence[Shards]
     ) -> list[list[Frame]] | None:
         """Send the states that leases read, and return their payloads; None if one can't be sent."""
         payloads: list[list[Frame]] = []
@@ -254,7 +256,7 @@ class CommandExecutor:
                 return None
         return payloads
 
-    def _not_sent(self, handle: PassHandle, part: cmd.GangAssignment, error: Exception) -> None:
+    def _not_sent(self, handle: PassHandle, part: _Part, error: Exception) -> None:
         """Fail the pass if it has a feed, otherwise the steps of the calls."""
         if handle.has_feed:
             handle.fail(error)

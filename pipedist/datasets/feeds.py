@@ -204,7 +204,7 @@ class IndexedFeed(Feed):
         size = count = 0
         with self._reading:
             for each in rows:
-                value = self._source.read(self._source.locate(each))
+                value = self._source.read(each if self._source.by_id else self._source.locate(each))
                 values.append(value)
                 size += _array_bytes(value)
                 count += len(each)

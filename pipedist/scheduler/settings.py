@@ -11,7 +11,7 @@ class SchedulerLimits(Struct, frozen=True):
     bundle_s: float = 0.01  # target amount of work in one lease, so that short calls cost little
     bundle_growth: int = 8  # maximum growth of a lease over the largest completed one
     bundle_calls_max: int = 8192  # calls in one lease
-    bundle_bytes_max: int = 4 * 2**20  # input bytes sent with one lease, unless a single call has more
+    bundle_bytes_max: int = 8 * 2**20  # input bytes sent with one lease, unless a single call has more
     # A worker whose leases take less than this gets a second lease in advance; a group of workers gets as many
     # gangs in advance as take about this long
     prefetch_below_s: float = 0.05

@@ -183,10 +183,15 @@ class LeaseShards:
         index = call - self._block_lo
         if 0 <= index < len(self._block):
             return self._block[index]
-        return self.from_call(call)[0]
+        if self._by_number:
+            return self.from_call(call)[0]
+        return self._finder.find(self._shards, call - self._lo, call)
 
     def from_call(self, call: int) -> list[Shard]:
-        """Return the shards of a call, and of those after it that are read with it."""
+        """Return the shards of a call, and of those after it that are read with it.
+
+        A value that was sent is returned once: its memory goes back to the driver while later calls of the lease run.
+        """
         index = call - self._block_lo
         if 0 <= index < len(self._block):
             return self._block[index:]
@@ -194,7 +199,10 @@ class LeaseShards:
             self._block, self._block_lo = self._finder.block(call, self._hi), call
             if self._block:
                 return self._block
-        return [self._finder.find(self._shards, call - self._lo, call)]
+        found = self._finder.find(self._shards, call - self._lo, call)
+        if self._shards.values is not None:
+            self._shards.values[call - self._lo] = None
+        return [found]
 
 
 def _row_bytes(value: Tree, rows: int) -> float | None:

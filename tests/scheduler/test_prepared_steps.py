@@ -168,7 +168,9 @@ def plain(value: Any, above: tuple[int, ...] = ()) -> Any:
     above = (*above, id(value))
     if isinstance(value, Mapping):
         return [(key, plain(each, above)) for key, each in value.items() if key != "_waiting"]
-    if isinstance(value, (list, tuple, set, deque)):
+    if isinstance(value, set):
+        return sorted(value)
+    if isinstance(value, (list, tuple, deque)):
         return [plain(each, above) for each in value]
     slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
     fields = {name: getattr(value, name) for name in slots if name != "__weakref__"} or vars(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,15 @@ def test_short_shards_are_read_together(configs: dict[str, dict[str, Any]]) -> N
     for call in range(1, ROWS):
         lease.find(call)
     assert reads == [range(1, ROWS)]
+
+
+def test_a_value_that_was_sent_is_freed_when_the_next_call_begins() -> None:
+    values = [np.zeros(3), np.ones(3)]
+    watched = [weakref.ref(value) for value in values]
+    lease = LeaseShards(ShardFinder(None, 1), Shards(values=list(values)), 0, 2)
+    del values
+    assert lease.find(0).value is lease.find(0).value  # other stages may look again
+    for call in range(2):
+        [shard] = lease.from_call(call)
+        assert shard.value is watched[call]()
+    assert watched[0]() is None

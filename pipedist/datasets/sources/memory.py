@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -89,10 +90,10 @@ class ArrayTreeSource(Source):
         rows = rows_of(location, self.length)
         chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         if self._views is not None and isinstance(rows, range):
-            found = [view[chosen] for view in self._views]
+            found = list(map(itemgetter(chosen), self._views))
         else:
             found = [sealed(leaf[chosen]) for leaf in self._leaves]
-        return trees.unflatten(self._treedef, found)
+        return self._treedef.unflatten(found)
 
 
 def _is_plain(array: npt.NDArray[Any]) -> bool:
