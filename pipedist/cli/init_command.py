@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -63,13 +64,15 @@ def create_project(names: Sequence[str], pattern: str | None) -> int:
     except OSError as error:
         raise UsageError(f"can't write {error.filename}: {error.strerror}. Give another folder") from None
     spec = folder / f"{slug}.yaml"
+    inside = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     write_out(
         f"{spec}  the pipeline: {counted(data.length, 'element')} of {data.path}\n"
         f"{folder / f'{slug}_functions.py'}  its functions\n"
         f"{folder / f'test_{slug}.py'}  their test\n"
         f"{folder / 'README.md'}  how to run and change them\n"
         f"{folder / SCHEMA_FILE}  completion of specs, for editors\n"
-        f"Next: pipedist run {spec}; its test: pytest {folder}\n"
+        f"Next: {inside}pipedist run {spec.name}\n"
+        f"It writes {folder / 'out' / slug / 'totals.json'}. The test: {inside}pytest\n"
     )
     return terminal.OK
 

@@ -14,6 +14,7 @@ from pipedist.spec.scalars import as_yaml
 
 SCHEMA_FILE = "pipedist.schema.json"
 REPLICAS = 4
+STEPS_MIN = 4
 BATCH_MAX = 4096
 TEST_ROWS = 6
 LINE_MAX = 70
@@ -37,8 +38,13 @@ class Data:
 
     @property
     def batch(self) -> int:
-        """The largest power of two that gives each replica some calls, up to a limit."""
-        return min(BATCH_MAX, 1 << max(0, (self.length // REPLICAS).bit_length() - 1))
+        """The largest power of two that makes a few steps, up to a limit."""
+        return min(BATCH_MAX, 1 << max(0, (self.length // STEPS_MIN).bit_length() - 1))
+
+    @property
+    def replicas(self) -> int:
+        """As many as have elements in each full step; one if the data is small."""
+        return REPLICAS if self.batch >= REPLICAS else 1
 
 
 def _weather() -> Data:
@@ -74,11 +80,11 @@ def _spec(slug: str, data: Data) -> str:
     columns = "".join([f"    columns:{more}\n", *rows]) if rows else ""
     return f"""\
 # yaml-language-server: $schema={SCHEMA_FILE}
-# Run it: pipedist run {slug}.yaml
+# Run it in this folder: pipedist run {slug}.yaml
 pipedist: 1
 params:
   path: {as_yaml(data.path)}  # relative to this file; other data: -p path=FILE
-replicas: {REPLICAS}  # shards of a step: part of the result, not the number of processes
+replicas: {data.replicas}  # shards of a step; their number changes the results, unlike that of workers
 dataset:
   {data.kind}:
     path: "${{params.path}}"
@@ -282,9 +288,13 @@ A [pipedist](https://github.com/pipedist/pipedist) pipeline over `{data.path}`.
 | `test_{slug}.py` | a test on data whose totals are known |
 | `{SCHEMA_FILE}` | the schema of pipelines, for completion in editors (`pipedist schema` prints it) |
 
+In this folder:
+
     pipedist run {slug}.yaml    # writes out/{slug}/totals.json
     pipedist plan {slug}.yaml   # shows what would run
     pytest{" " * (len(f"pipedist run {slug}.yaml") - 6)}    # runs the test: pip install pytest
+
+Outputs go to `out/{slug}` in the folder in which you are; `-o FOLDER` chooses another.
 
 Change `summarize` in `{slug}_functions.py`, and run again. `pipedist run {slug}.yaml -w 4` uses four worker
 processes, and gives the same bytes.

@@ -19,6 +19,7 @@ import inspect
 import os
 import pickle
 import re
+import shlex
 import sys
 import threading
 import traceback
@@ -305,10 +306,10 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing != module_name and not module_name.startswith(f"{missing}."):
+            how = f"{_process_suffix()}. {how_to_install(missing)}"
             raise FunctionNotFound(
-                f"{name}: {failed}, because it needs the module {missing!r}, which is not installed here"
-                f"{_process_suffix()}",
-                _broken_line(error, f"{failed}, because the module {missing!r} is not installed here"),
+                f"{name}: {failed}, because it needs the module {missing!r}, which is not installed here{how}",
+                _broken_line(error, f"{failed}, because the module {missing!r} is not installed here{how}"),
             ) from error
         looked = ", ".join(code) if code else "the installed packages"
         top = module_name.partition(".")[0]
@@ -331,6 +332,13 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
         ) from error
     finally:
         importing.reset(inside)
+
+
+def how_to_install(module: str) -> str:
+    """Return how to install a missing module for this Python; the name of its package may be another one."""
+    python, top = shlex.quote(sys.executable), module.partition(".")[0]
+    upgrade = "--upgrade " * (top in sys.modules)  # the package is there, and lacks the module
+    return f"Install its package for this Python, for example with {python} -m pip install {upgrade}{top}"
 
 
 def place_of(error: BaseException) -> str:

@@ -140,6 +140,8 @@ def _formatted(error: BaseException, text: str, in_user_code: bool) -> str:
     trace = within_limit(error, formatted, "<the traceback takes too long to format>\n")
     if type(error) in _NOT_SENT and functions.process_note:
         trace += f"{functions.process_note}; {_NOT_SENT[type(error)]}"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        trace += f"{functions.how_to_install(error.name)}\n"
     return trace + _READ_ONLY * (isinstance(error, ValueError) and text.endswith("is read-only"))
 
 

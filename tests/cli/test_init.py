@@ -101,7 +101,8 @@ def test_a_project_reads_data_of_a_kind(
     made = pipedist("init", "my-project", "--from", pattern)
     assert (made.returncode, made.stderr) == (0, "")
     assert made.stdout.endswith(
-        "Next: pipedist run my-project/my_project.yaml; its test: pytest my-project\n"
+        "Next: cd my-project && pipedist run my_project.yaml\n"
+        "It writes my-project/out/my_project/totals.json. The test: cd my-project && pytest\n"
     )
     project = tmp_path / "my-project"
     spec = load(project / "my_project.yaml")
@@ -124,6 +125,19 @@ def test_a_project_reads_data_of_a_kind(
     source.close()
 
 
+@pytest.mark.parametrize(
+    ("rows", "batch", "replicas"), [(1, 1, 1), (3, 1, 1), (15, 2, 1), (16, 4, 4), (1000, 128, 4)]
+)
+def test_no_shard_of_a_full_step_is_empty(
+    rows: int, batch: int, replicas: int, pipedist: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.csv").write_text("a\n" + "1\n" * rows)
+    made = pipedist("init", "p", "--from", "rows.csv")
+    assert made.returncode == 0, made.stderr
+    spec = load(tmp_path / "p" / "p.yaml")
+    assert (spec.datasets["dataset"].batch, spec.replicas) == (batch, replicas)
+
+
 @pytest.mark.parametrize("kind", ["example", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS)])
 def test_a_project_runs_as_it_is_and_its_test_passes(kind: str, pipedist: Command, tmp_path: Path) -> None:
     if kind == "example":
@@ -133,9 +147,10 @@ def test_a_project_runs_as_it_is_and_its_test_passes(kind: str, pipedist: Comman
         make(tmp_path / name)
         made = pipedist("init", "--from", pattern)
     assert made.returncode == 0, made.stderr
-    done = pipedist("run", "pipeline/pipeline.yaml", "-w", "2")
+    command = made.stdout.split("Next: cd pipeline && pipedist ")[1].splitlines()[0]
+    done = preloaded.run_module("pipedist", *command.split(), "-w", "2", cwd=tmp_path / "pipeline")
     assert done.returncode == 0, done.stderr
-    written = json.loads((tmp_path / "out" / "pipeline" / "totals.json").read_text())
+    written = json.loads((tmp_path / "pipeline" / "out" / "pipeline" / "totals.json").read_text())
     assert written.items() >= totals.items()
     tested = preloaded.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],

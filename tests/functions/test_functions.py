@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os.path
 import pickle
+import shlex
 import subprocess
 import sys
 import threading
@@ -230,6 +231,14 @@ def test_an_error_during_an_import_is_reported(tmp_path: Path) -> None:
     (tmp_path / "needs_more.py").write_text("import not_there_at_all\n")
     assert "ZeroDivisionError" in fault("broken_one:fn", tmp_path)
     assert "needs the module 'not_there_at_all'" in fault("needs_more:fn", tmp_path)
+
+
+def test_a_missing_package_is_named_with_the_command_of_this_python(tmp_path: Path) -> None:
+    (tmp_path / "needs_a_package.py").write_text("import not_there_at_all.client\n")
+    (tmp_path / "needs_a_newer_one.py").write_text("import json.not_there\n")
+    command = f"for example with {shlex.quote(sys.executable)} -m pip install"
+    assert fault("needs_a_package:fn", tmp_path).endswith(f"{command} not_there_at_all")
+    assert fault("needs_a_newer_one:fn", tmp_path).endswith(f"{command} --upgrade json")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,21 @@ def test_retries(tmp_path: Path) -> None:
 def test_retries_are_counted(tmp_path: Path) -> None:
     with pytest.raises(pipedist.CallError, match="tried 2 times"):
         pipedist.run(counted(1, tmp_path), workers=2)
+
+
+def imports_what_is_missing(_: object) -> None:
+    import not_there_at_all.client  # noqa: F401
+
+
+def test_a_missing_package_is_named_with_the_command_of_its_python() -> None:
+    spec = {
+        "pipedist": 1,
+        "dataset": {"range": 2, "batch": 2},
+        "stages": {"out": {"run": imports_what_is_missing}, "all": {"gather": 0, "of": "out"}},
+    }
+    with pytest.raises(pipedist.CallError) as caught:
+        pipedist.run(spec, workers=1)
+    assert f"with {shlex.quote(sys.executable)} -m pip install not_there_at_all" in str(caught.value)
 
 
 def test_a_call_that_kills_every_worker_is_given_up() -> None:
