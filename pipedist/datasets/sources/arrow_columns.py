@@ -159,13 +159,15 @@ def _dtype_of_type(types: Any, own: Any) -> np.dtype[Any]:
 
 def _lists(arrow: Any, column: Any) -> Column:
     """Return lists: of a fixed size as array[n, size], others as an object array of arrays."""
+    import pyarrow.compute  # the sources import only what tables of numbers need
+
     size = column.type.list_size if arrow.types.is_fixed_size_list(column.type) else None
-    counted = arrow.compute.list_value_length(column).fill_null(size or 0)
+    counted = pyarrow.compute.list_value_length(column).fill_null(size or 0)
     lengths = numbers_of(arrow, counted).astype(np.int64)
     if size is not None and column.null_count:  # `flatten` drops the values of a null
         null = arrow.scalar([None] * size, column.type)
         column = column.fill_null(null)
-    items = arrow.compute.list_flatten(column)
+    items = pyarrow.compute.list_flatten(column)
     ends = np.cumsum(lengths, dtype=np.int64)
     try:
         values = numpy_column(arrow, items, OWN_TYPE)

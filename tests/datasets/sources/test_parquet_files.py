@@ -56,6 +56,20 @@ def test_numbers_and_dates_are_those_of_pyarrow(own: pa.DataType) -> None:
                 assert not found.flags.writeable  # other readers share the memory
 
 
+def test_lists_are_read_in_a_process_that_has_imported_nothing_else(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"v": [[1.0, 2.0], [3.0], []]}), tmp_path / "t.parquet")
+    program = (
+        "from pathlib import Path\n"
+        "from pipedist.datasets.sources import open_source\n"
+        "source = open_source('parquet', {'path': 't.parquet'}, folder=Path())\n"
+        "print([each.tolist() for each in source.read(source.locate(range(3)))['v']])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "[[1.0, 2.0], [3.0], []]\n", done.stderr
+
+
 def test_numbers_are_read_and_written_without_pandas(tmp_path: Path) -> None:
     _write(tmp_path / "a.parquet", 20)
     code = (
