@@ -119,7 +119,7 @@ class Moments:
     def __call__(self, a: Component, b: Component) -> dict[str, Any]:
         """Return the moments of the rows of both components."""
         for part in (a, b):
-            if not isinstance(part, Mapping) or set(part) != MOMENTS:
+            if not isinstance(part, Mapping) or set(part) != set(MOMENTS):
                 raise TypeError("moments combines what moments.of(values) returned")
         if np.shape(a["mean"]) != np.shape(b["mean"]):
             raise ValueError(

@@ -220,7 +220,7 @@ the ending says (`.npy`, `.json`, or an image of uint8). A folder counts as one 
 whole.
 
 With `per: run`, the value of `pipedist.combiners.by_key` and similar functions is a table: `key`, or a column for each
-key column, and the values. `by_key_moments` gives `key,count,m2,max,mean,min,missing`; `counter` gives `value,count`;
+key column, and the values. `by_key_moments` gives `key,count,missing,mean,m2,min,max`; `counter` gives `value,count`;
 `by_key_counter` gives `key,value,count`; `by_key_quantiles` gives `key,count,p1,...,p99`. A `.npz` has an array
 for each column.
 

@@ -14,9 +14,6 @@ from tests.docs.running import ROOT, Page
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_RUN_MAX = 14
 
-NOT_YET = {"docs/benchmarks.md"}
-"""Pages that are older than these tests, and not rewritten."""
-
 
 def _parameter(page: Path, whole: bool) -> object:
     marks = []
@@ -37,7 +34,7 @@ def _is_slow(block: Block) -> bool:
     return "slow block" in block.comments
 
 
-RUN = [page for page in PAGES if str(page.relative_to(ROOT)) not in NOT_YET and any(blocks(page))]
+RUN = [page for page in PAGES if any(blocks(page))]
 
 
 WITH_SLOW_BLOCKS = [page for page in RUN if any(map(_is_slow, blocks(page)))]
@@ -65,10 +62,6 @@ def test_few_blocks_are_not_run_and_each_has_a_reason() -> None:
     assert len(reasons) <= NOT_RUN_MAX, "\n".join(
         f"{page}:{line}: {reason}" for page, line, reason in reasons
     )
-
-
-def test_pages_that_are_not_run_yet_exist() -> None:
-    assert {str(page.relative_to(ROOT)) for page in PAGES} >= NOT_YET
 
 
 def test_every_picture_is_shown_and_small() -> None:

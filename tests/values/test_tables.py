@@ -74,12 +74,12 @@ def written(tmp_path: Path, run: str, combine: str, **more: Any) -> dict[str, Pa
 def test_moments_by_key_are_a_row_a_key(tmp_path: Path) -> None:
     files = written(tmp_path, "flights", "pipedist.combiners:by_key_moments")
     rows = list(csv.reader(files["csv"].read_text().splitlines()))
-    names = ["key", "count", "m2", "max", "mean", "min", "missing"]
+    names = ["key", "count", "missing", "mean", "m2", "min", "max"]
     assert rows == [
         names,
-        ["AA", "4", "45.0", "10.0", "5.5", "1.0", "0"],
-        ["B,6", "4", "45.0", "11.0", "6.5", "2.0", "0"],
-        ["UA", "4", "45.0", "9.0", "4.5", "0.0", "0"],
+        ["AA", "4", "0", "5.5", "45.0", "1.0", "10.0"],
+        ["B,6", "4", "0", "6.5", "45.0", "2.0", "11.0"],
+        ["UA", "4", "0", "4.5", "45.0", "0.0", "9.0"],
     ]
     objects = [json.loads(line) for line in files["jsonl"].read_text().splitlines()]
     assert [list(each) for each in objects] == [names] * 3
@@ -96,7 +96,7 @@ def test_moments_by_key_are_a_row_a_key(tmp_path: Path) -> None:
 
     table = parquet.read_table(files["parquet"])
     assert table.column_names == names
-    assert [str(field.type) for field in table.schema] == ["string", "int64", *["double"] * 4, "int64"]
+    assert [str(field.type) for field in table.schema] == ["string", *["int64"] * 2, *["double"] * 4]
     assert table.column("key").to_pylist() == ["AA", "B,6", "UA"]
 
 

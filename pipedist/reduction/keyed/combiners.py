@@ -182,10 +182,10 @@ class MomentsByKey(KeyedCombiner):
         names, columns = columns_of(_keys_of(value), self._base)
         grouping = group(columns)
         for component in value.values():
-            if not isinstance(component, Mapping) or set(component) != MOMENTS:
+            if not isinstance(component, Mapping) or set(component) != set(MOMENTS):
                 raise TypeError("by_key_moments combines dicts of what moments.of(values) returned")
         order = np.argsort(grouping.codes)
-        fields = {name: np.array([each[name] for each in value.values()])[order] for name in sorted(MOMENTS)}
+        fields = {name: np.array([each[name] for each in value.values()])[order] for name in MOMENTS}
         return KeyedTable(self.kind, names, grouping.columns, fields)
 
     def mean(self, table: KeyedTable) -> NDArray[np.float64]:

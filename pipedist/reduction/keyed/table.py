@@ -27,6 +27,7 @@ from pipedist.reduction.keyed import keys
 from pipedist.reduction.keyed.keys import KeyColumn, TextColumn
 from pipedist.reduction.keyed.texts import Concatenate, Ints, in_memory
 from pipedist.reduction.keyed.values import (
+    MOMENTS,
     Columns,
     Runs,
     in_tree,
@@ -244,7 +245,7 @@ class KeyedTable(Mapping[Any, Any]):
             count = self.value_columns["value"][a:b]
             return quantile_summary(buckets[a:b], count, self.starts[lo:hi] - a)
         if self.kind == "moments":
-            return {name: self.value_columns[name][lo:hi] for name in sorted(self.value_columns)}
+            return {name: self.value_columns[name][lo:hi] for name in MOMENTS}
         name = "count" if self.kind in ("counter", "counts") else "value"
         if "high" in self.value_columns:
             exact = integers_of(self.value_columns, lo, hi)

@@ -24,7 +24,7 @@ from pipedist.reduction.keyed.texts import Ints
 
 Columns = dict[str, NDArray[Any]]
 
-MOMENTS = frozenset({"count", "missing", "mean", "m2", "min", "max"})
+MOMENTS = ("count", "missing", "mean", "m2", "min", "max")
 
 _LOW_BITS = 32
 _LOW_MASK = (1 << _LOW_BITS) - 1
@@ -228,8 +228,7 @@ def moments_of(grouping: Grouping, rows: NDArray[Any], *, skip_missing: bool) ->
     x = rows.astype(np.float64)
     shape = (grouping.count, *x.shape[1:])
     columns = {
-        name: np.empty(shape, np.int64 if name in ("count", "missing") else np.float64)
-        for name in ("count", "missing", "mean", "m2", "min", "max")
+        name: np.empty(shape, np.int64 if name in ("count", "missing") else np.float64) for name in MOMENTS
     }
     runs = _runs_of(grouping)
     with np.errstate(all="ignore"):
