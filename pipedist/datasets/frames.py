@@ -30,7 +30,7 @@ import numpy as np
 from pipedist.core import ragged, trees
 from pipedist.core.types import Form, Tree
 from pipedist.datasets.sources.arrow_columns import OWN_TYPE, arrow_column, numpy_column, readable
-from pipedist.datasets.sources.columns import CellError, Column
+from pipedist.datasets.sources.columns import CellError, Column, MissingCellError
 
 _PACKAGES: Final = {
     "pandas": ("pandas",),
@@ -123,13 +123,9 @@ def _of_arrow(arrow: Any, column: Any, name: object) -> Column:
     try:
         return numpy_column(arrow, column, OWN_TYPE)
     except CellError as error:
-        fix = (
-            "Fill it, or cast the column to a float"
-            if "is missing" in error.message
-            else "Convert the column"
-        )
-        message = error.message.partition(": declare ")[0]  # that is for sources
-        raise FrameError(f"column {name!r}, row {error.row}: {message}. {fix}") from error
+        is_missing = isinstance(error, MissingCellError)
+        fix = "Fill it, or cast the column to a float" if is_missing else "Convert the column"
+        raise FrameError(f"column {name!r}, row {error.row}: {error.fact}. {fix}") from error
 
 
 def _check_names(names: list[Any], frame: Any) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from pipedist.core import ragged
-from pipedist.datasets.sources.columns import CellError, Column, dtype_of
+from pipedist.datasets.sources.columns import CellError, Column, MissingCellError, dtype_of
 
 OWN_TYPE = "own"  # in place of a column's type: the type in the file
 
@@ -114,10 +114,7 @@ def numpy_column(arrow: Any, column: Any, kind: str) -> Column:
     counted = types.is_boolean(own) or (types.is_integer(own) and not kind.startswith("float"))
     if counted and column.null_count:
         row = int(np.flatnonzero(numbers_of(arrow, column.is_null()))[0])
-        named = str(own) if kind == OWN_TYPE else kind
-        raise CellError(
-            row, f"a value of type {named} is missing: declare the column float64, which reads it as NaN"
-        )
+        raise MissingCellError(row, own if kind == OWN_TYPE else kind)
     values = numbers_of(arrow, column)
     return values if kind == OWN_TYPE else _fitted(values, dtype_of(kind))
 
@@ -172,7 +169,8 @@ def _lists(arrow: Any, column: Any) -> Column:
     try:
         values = numpy_column(arrow, items, OWN_TYPE)
     except CellError as error:
-        raise CellError(int(np.searchsorted(ends, error.row, side="right")), error.message) from None
+        error.row = int(np.searchsorted(ends, error.row, side="right"))  # of the list that the item is in
+        raise
     if size is not None:
         return values.reshape(len(column), size, *values.shape[1:])
     starts = ends - lengths

@@ -30,12 +30,24 @@ _TRUTH = {b"true": True, b"false": False, b"1": True, b"0": False}
 
 
 class CellError(Exception):
-    """Cell `row` does not have its column's type; internal to this package."""
+    """Cell `row` does not have its column's type; internal to this package.
 
-    def __init__(self, row: int, message: str) -> None:
+    `fact` says what is wrong with the cell, `message` also what to do about it in a spec.
+    """
+
+    def __init__(self, row: int, fact: str, fix: str = "") -> None:
         self.row = row
-        self.message = message
-        super().__init__(message)
+        self.fact = fact
+        self.message = f"{fact}: {fix}" if fix else fact
+        super().__init__(self.message)
+
+
+class MissingCellError(CellError):
+    """Cell `row` has no value, and its column's type has none that stands for it."""
+
+    def __init__(self, row: int, kind: object) -> None:
+        fix = "declare the column float64, which reads it as NaN"
+        super().__init__(row, f"a value of type {kind} is missing", fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +284,7 @@ def _number(row: int, text: bytes, read: Callable[[bytes], Any], dtype: np.dtype
     if bare in MISSING:
         if dtype.kind == "f":
             return float("nan")
-        raise CellError(
-            row, f"a value of type {dtype} is missing: declare the column float64, which reads it as NaN"
-        )
+        raise MissingCellError(row, dtype)
     try:
         if b"_" in bare:
             raise ValueError
