@@ -44,13 +44,7 @@ from pipedist.runs.run_log import FILE as LOG_FILE
 from pipedist.runs.run_log import RunLog
 from pipedist.runs.subscription import Part, Step, Stream, Subscription
 from pipedist.runs.timings import (
-    INTERVAL_S,
-    SAVING_S_MAX,
     Measured,
-    Measurements,
-    next_number,
-    pause_after,
-    write_timings,
 )
 from pipedist.spec import Spec, load, with_cluster
 
@@ -518,7 +512,7 @@ class Run(AsyncOnly):
             with self._main_scope:
                 if self._journal is not None and self._journal.is_resumed:
                     await self._cluster.gather()
-                async with self._observed(self._execution), self._saving(self._execution.measurements):
+                async with self._observed(self._execution):
                     await self._execution.run()
                     self._result = await self._make_result(self._execution, folder)
         except Exception as error:
@@ -539,82 +533,20 @@ class Run(AsyncOnly):
 
     @contextlib.asynccontextmanager
     async def _observed(self, execution: Execution) -> AsyncIterator[None]:
-        """Make spans and metrics of the run, if OpenTelemetry is used."""
-        opened = await anyio.to_thread.run_sync(telemetry.open_providers) if telemetry.is_wanted() else None
-        if opened is None:
-            yield
-            return
-        from pipedist.runs.identity import digest
-
-        attributes = {
-            "pipedist.run.id": self.id,
-            "pipedist.spec.digest": digest(self._spec),
-            "pipedist.workers": self.plan.workers,
-        }
-        providers, is_own = opened
-        observer = telemetry.Telemetry(
-            providers, is_own=is_own, name=self.name, attributes=attributes, measured=execution.measurements
-        )
-        error: BaseException | None = None
-
-        async def update_regularly() -> None:
-            with scope:
-                while True:
-                    await anyio.sleep(telemetry.UPDATE_S)
-                    observer.update()
-
         assert self._tasks is not None  # since the run was entered
-        scope = anyio.CancelScope()
-        self._tasks.start_soon(update_regularly, name=f"telemetry of {self.name}")
-        try:
+        async with AsyncExitStack() as stack:
+            if telemetry.is_wanted():
+                from pipedist.runs.observers import exporting
+
+                opened = exporting(execution, self.plan, self.id, self._tasks, lambda: self._error)
+                await stack.enter_async_context(opened)
+            if self._folder is not None:
+                from pipedist.runs.observers import saving  # only runs with a folder need it
+
+                source = SpecSource.of(*self._given)
+                opened = saving(execution.measurements, self._folder, self.plan, source, self._tasks)
+                await stack.enter_async_context(opened)
             yield
-        except BaseException as raised:
-            error = self._error or raised  # the cause of a cancellation
-            raise
-        finally:
-            scope.cancel()
-            observer.end(error, execution.ledger().to_json())
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(observer.close)
-
-    @contextlib.asynccontextmanager
-    async def _saving(self, measurements: Measurements) -> AsyncIterator[None]:
-        """Write the measurements into the folder, now and then and at the end."""
-        if self._folder is None:
-            yield
-            return
-        from pipedist.runs.about import write_about  # only runs with a folder need it
-
-        source, path = SpecSource.of(*self._given), self._folder.path
-        folder = self._folder.timings
-        await anyio.to_thread.run_sync(write_about, folder.parent, self.plan, source, path)
-        number = await anyio.to_thread.run_sync(next_number, folder)
-
-        writing = anyio.Lock()
-
-        async def write(*, is_over: bool) -> float:
-            async with writing:
-                began = time.monotonic()
-                measured = measurements.measured(self.id, self.name, is_over=is_over)
-                await anyio.to_thread.run_sync(write_timings, folder, number, measured)
-                return time.monotonic() - began
-
-        async def write_regularly() -> None:
-            pause_s = INTERVAL_S
-            with scope, contextlib.suppress(OSError):  # a full disk ends only this
-                while True:
-                    await anyio.sleep(pause_s)
-                    pause_s = pause_after(await write(is_over=False))
-
-        assert self._tasks is not None  # since the run was entered
-        scope = anyio.CancelScope()
-        self._tasks.start_soon(write_regularly, name=f"measurements of {self.name}")
-        try:
-            yield
-        finally:
-            scope.cancel()
-            with anyio.move_on_after(SAVING_S_MAX, shield=True), contextlib.suppress(OSError):
-                await write(is_over=True)
 
     def _ready(self) -> str:
         count = 0 if self._cluster is None else self._cluster.coordinator.workers_ready

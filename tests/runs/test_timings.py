@@ -215,7 +215,7 @@ def test_a_full_disk_ends_only_the_measurements(tmp_path: Path, monkeypatch: pyt
         written.append(number)
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr("pipedist.runs.run.write_timings", full)
+    monkeypatch.setattr("pipedist.runs.observers.write_timings", full)
     result = pipedist.run(document("double"), workers=1, output=tmp_path)
     assert written[-1] == 1
     assert result.timings.stages[0].calls == 20

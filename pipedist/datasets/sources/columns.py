@@ -32,7 +32,10 @@ _TRUTH = {b"true": True, b"false": False, b"1": True, b"0": False}
 class CellError(Exception):
     """Cell `row` does not have its column's type; internal to this package.
 
-    `fact` says what is wrong with the cell, `message` also what to do about it in a spec.
+    Args:
+        row: of the cell.
+        fact: the mismatch, without advice.
+        fix: what to do about it in a spec; it ends the `message`.
     """
 
     def __init__(self, row: int, fact: str, fix: str = "") -> None:
