@@ -26,7 +26,7 @@ components.
 | `top_k` | the k largest values, with their rows | the k largest of both |
 
 Values by key are tables (`KeyedTable`): sorted columns with the access of a dict. They are made and merged as columns,
-in ranges of keys on the workers, and on disk beyond 32 MiB, so millions of keys are no problem. Keys are text, integers
+in ranges of keys on the workers, and on disk beyond 16 MiB, so millions of keys are no problem. Keys are text, integers
 or dates, in one or several columns: `of(values)` and `of(keys, values)` take a tuple or a dict of columns, or a list of
 tuples. A replica function may also return a plain dict, `collections.Counter` or `defaultdict`.
 

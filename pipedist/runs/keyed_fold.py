@@ -7,9 +7,13 @@ temporary files beyond MEMORY_BYTES_MAX, and read from there range by range; so 
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any, Unpack
 from weakref import WeakSet
@@ -23,11 +27,12 @@ from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs.sink import Sink
-from pipedist.reduction.keyed.table import KeyedTable, join, ranges
+from pipedist.reduction.keyed.ranges import Ranges
+from pipedist.reduction.keyed.table import KeyedTable
 from pipedist.reduction.keyed.texts import in_memory
 from pipedist.runs.folds import CombineFold, FoldCall, FoldOptions, Per
 
-MEMORY_BYTES_MAX = 32 * 2**20  # of tables that wait for their fold, in memory
+MEMORY_BYTES_MAX = 16 * 2**20  # of tables that wait for their fold, in memory
 RANGE_BYTES_MAX = 8 * 2**20  # of the tables of a fold call; a larger fold is divided into ranges
 RANGE_CALLS_MAX = 4  # fold calls of large folds at a time
 _ALIGNMENT_BYTES = 64
@@ -50,7 +55,9 @@ class KeyedFold(CombineFold):
         self._range_room = anyio.CapacityLimiter(RANGE_CALLS_MAX)
         self._held: dict[int, tuple[list[Tree], int]] = {}  # groups in memory, and their bytes, by identity
         self._maps: WeakSet[mmap.mmap] = WeakSet()  # of temporary files
+        self._mapping = threading.Lock()  # of `_maps`, which several threads use
         self._spilling = anyio.Lock()
+        self._cutting = anyio.Lock()  # one range at a time: its pages are left before the next one is read
 
     async def _put(self, level: int, group: list[Tree]) -> None:
         await self._hold(group)
@@ -60,10 +67,13 @@ class KeyedFold(CombineFold):
         """Count a group of tables that wait in memory; write all such to a file if they are too large."""
         self._held[id(group)] = group, sum(map(_size, group))
         if sum(size for _, size in self._held.values()) > MEMORY_BYTES_MAX:
-            async with self._spilling:
-                groups = [held for held, _ in self._held.values()]
-                self._held.clear()
-                await anyio.to_thread.run_sync(self._spill, groups)
+            await self._to_file([held for held, _ in self._held.values()])
+
+    async def _to_file(self, groups: Sequence[list[Tree]]) -> None:
+        for group in groups:
+            self._held.pop(id(group), None)
+        async with self._spilling:
+            await anyio.to_thread.run_sync(self._spill, groups)
 
     async def _fold(self, groups: list[list[Tree]]) -> list[Tree]:
         try:
@@ -73,34 +83,28 @@ class KeyedFold(CombineFold):
                 self._held.pop(id(group), None)
 
     async def _folded(self, groups: list[list[Tree]]) -> list[Tree]:
+        parts = [part for group in groups for part in group if part is None or part.rows]
+        size = sum(part.nbytes for part in parts if part is not None)
+        if size <= RANGE_BYTES_MAX or len(parts) < 2 or any(part is None for part in parts):
+            return await super()._fold(groups)
+        if size > MEMORY_BYTES_MAX:
+            await self._to_file(groups)
         # Tables in the given groups may be replaced by views of files.
         groups = [list(group) for group in groups]
-        tables = [part for group in groups for part in group if isinstance(part, KeyedTable) and part.rows]
-        size = sum(table.nbytes for table in tables)
-        if (
-            size <= RANGE_BYTES_MAX
-            or len(tables) < 2
-            or any(part is None for group in groups for part in group)
-        ):
-            return await super()._fold(groups)
+        tables = [part for group in groups for part in group if part.rows]
         count = -(-size // RANGE_BYTES_MAX)
-        bounds = await anyio.to_thread.run_sync(ranges, tables, count)
-        cuts = {id(table): rows for table, rows in zip(tables, bounds, strict=True)}
+        ranges = await anyio.to_thread.run_sync(Ranges, tables, count, _read, self._leave_pages)
         pieces: list[list[Tree]] = [[] for _ in range(count)]
-
-        def part(place: int) -> list[list[Tree]]:
-            return [
-                [each.cut(*cuts[id(each)][place : place + 2]) if each.rows else each for each in group]
-                for group in groups
-            ]
-
         errors: dict[int, Exception] = {}
 
         async def merge(place: int) -> None:
             try:
                 async with self._range_room:
-                    found = await anyio.to_thread.run_sync(part, place)
-                    self._leave_pages()
+                    async with self._cutting:
+                        cut = iter(await anyio.to_thread.run_sync(ranges.cut, place))
+                        self._leave_pages()
+                    # A table without rows keeps its place in the fixed tree.
+                    found = [[next(cut) if part.rows else part for part in group] for group in groups]
                     pieces[place].append(await self._call(found))
                     del found
                     self._leave_pages()
@@ -116,7 +120,8 @@ class KeyedFold(CombineFold):
             if errors:
                 raise errors[min(errors)]
             together = self._in_file if size > MEMORY_BYTES_MAX else in_memory
-            return [await anyio.to_thread.run_sync(lambda: join([piece for (piece,) in pieces], together))]
+            merged = [piece for (piece,) in pieces]
+            return [await anyio.to_thread.run_sync(ranges.join, merged, together)]
         finally:
             for piece in pieces:
                 self._held.pop(id(piece), None)
@@ -134,9 +139,7 @@ class KeyedFold(CombineFold):
 
     def _spill(self, groups: Sequence[list[Tree]]) -> None:
         """Write the tables in groups to a temporary file without a name, and replace them by views of it."""
-        places = [
-            (group, at) for group in groups for at, part in enumerate(group) if isinstance(part, KeyedTable)
-        ]
+        places = [(group, at) for group in groups for at, part in enumerate(group) if _size(part)]
         flat = [trees.flatten(group[at]) for group, at in places]
         arrays = [
             leaf for leaves, _ in flat for leaf in leaves if isinstance(leaf, np.ndarray) and leaf.nbytes
@@ -185,14 +188,56 @@ class KeyedFold(CombineFold):
 
     def _mapped(self, file: IO[bytes]) -> mmap.mmap:
         file.flush()
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._maps.add(pages)
+        pages = _Pages(file.fileno(), 0, access=mmap.ACCESS_READ)
+        pages.address = np.frombuffer(pages, np.uint8).__array_interface__["data"][0]
+        pages.descriptor = os.dup(file.fileno())
+        weakref.finalize(pages, os.close, pages.descriptor)
+        with self._mapping:
+            self._maps.add(pages)
         return pages
 
     def _leave_pages(self) -> None:
-        """Give back the memory of pages that were read; they are read from the files again when they are needed."""
-        for pages in self._maps:
-            pages.madvise(mmap.MADV_DONTNEED)
+        """Give back the memory of pages that were read, which the files have, and of the heap that is not used."""
+        with self._mapping:
+            for pages in self._maps:
+                pages.madvise(mmap.MADV_DONTNEED)
+        if _trim is not None:
+            _trim(0)
+
+
+class _Pages(mmap.mmap):
+    """A temporary file that is mapped to memory."""
+
+    address: int
+    descriptor: int
+
+
+def _read(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a copy of rows in a file, read without their pages: a kernel maps up to 2 MiB around each byte."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if not isinstance(base, _Pages) or not array.nbytes:
+        return array
+    found = np.empty(array.shape, array.dtype)
+    into, offset = found.reshape(-1).view(np.uint8).data, array.__array_interface__["data"][0] - base.address
+    while into.nbytes:
+        count = os.preadv(base.descriptor, [into], offset)
+        if not count:
+            raise OutputError(f"a temporary file in {tempfile.gettempdir()} (TMPDIR) was cut off")
+        into, offset = into[count:], offset + count
+    return found
+
+
+def _malloc_trim() -> Callable[[int], int] | None:
+    """Return glibc's `malloc_trim`, None elsewhere."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+
+
+_trim = _malloc_trim()
 
 
 def _size(part: Any) -> int:

@@ -34,7 +34,8 @@ from pipedist.outputs.encoding import to_json
 from pipedist.protocol.codec import decode, encode
 from pipedist.reduction.keyed import texts
 from pipedist.reduction.keyed.keys import sorted_rows
-from pipedist.reduction.keyed.table import join, merge, ranges
+from pipedist.reduction.keyed.ranges import Ranges
+from pipedist.reduction.keyed.table import merge
 from pipedist.reduction.keyed.values import RELATIVE_ERROR, buckets_of, middles
 from pipedist.reduction.tree import FoldTree
 from pipedist.runs import keyed_fold
@@ -138,19 +139,31 @@ def test_floats_have_the_bits_of_a_fold_of_dicts_in_the_fixed_tree(calls: Any, c
     expected = folded(add, [[plain(rows) for rows in step] for step in calls])
     whole = by_key_sum.merge_groups(groups)
     assert bits(whole) == bits(expected)
-    tables = [part for group in groups for part in group]
-    cuts = iter(ranges(tables, count))
-    rows = [[next(cuts) for _ in group] for group in groups]
-    pieces = [
-        merge(
-            [
-                [t.cut(r[p], r[p + 1]) for t, r in zip(*pair, strict=True)]
-                for pair in zip(groups, rows, strict=True)
-            ]
-        )
-        for p in range(count)
-    ]
-    assert bits(join(pieces)) == bits(expected)
+    assert bits(merged_in_ranges(groups, count)) == bits(expected)
+
+
+def merged_in_ranges(groups: list[list[KeyedTable]], count: int) -> KeyedTable:
+    cut = Ranges([part for group in groups for part in group if part.rows], count)
+    pieces = []
+    for place in range(count):
+        parts = iter(cut.cut(place))
+        found = [[next(parts) if part.rows else part for part in group] for group in groups]
+        pieces.append(merge(decode(encode(found))))
+    return cut.join(pieces)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.lists(st.tuples(TEXT, st.integers(0, 3), TEXT), max_size=9), max_size=5), st.integers(1, 6)
+)
+def test_texts_of_several_columns_are_merged_in_ranges(parts: Any, count: int) -> None:
+    parts = [[row for row in rows if "\ud800" not in row[0] + row[2]] for rows in parts]
+    tables = [[counter.of(rows)] for rows in parts if rows]
+    if tables:
+        merged = merged_in_ranges(tables, count)
+        assert dict(merged) == sum(map(Counter, parts), Counter())
+        assert list(merged) == sorted(merged)
+        assert decode(encode(merged)) == merged
 
 
 @settings(max_examples=40)

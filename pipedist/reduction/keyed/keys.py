@@ -33,7 +33,7 @@ class TextColumn:
     """A column of text.
 
     Args:
-        texts: the distinct texts, sorted.
+        texts: the distinct texts, sorted; none if they are those of another table (`pipedist.reduction.keyed.ranges`).
         codes: the place of each row's text among them, int32[rows]; None: each row has its own, in order.
     """
 
@@ -323,12 +323,6 @@ def part(column: KeyColumn, lo: int, hi: int) -> KeyColumn:
     return TextColumn(column.texts, column.codes[lo:hi])
 
 
-def cut(column: KeyColumn, lo: int, hi: int) -> KeyColumn:
-    """Return the rows [lo, hi) of a column, without texts that these do not have."""
-    found = part(column, lo, hi)
-    return _used(found) if isinstance(found, TextColumn) else found
-
-
 def _used(column: TextColumn) -> TextColumn:
     """Return a column without texts that no row has."""
     if column.codes is None:
@@ -367,8 +361,12 @@ def merge_columns(parts: Sequence[KeyColumn]) -> Ranked:
     """Concatenate the parts of one column, and rank its rows."""
     if isinstance(parts[0], TextColumn):
         columns = [part for part in parts if isinstance(part, TextColumn)]
-        union, places = texts.union([column.texts for column in columns])
-        found = np.concatenate(list(map(_placed, columns, places)))
+        union = parts[0].texts
+        if len(columns[-1].texts):
+            union, places = texts.union([column.texts for column in columns])
+            found = np.concatenate(list(map(_placed, columns, places)))
+        else:
+            found = np.concatenate([column.codes for column in columns if column.codes is not None])
         return Ranked(found.astype(np.int64), len(union), partial(_chosen, union))
     column = _concatenated([part for part in parts if isinstance(part, np.ndarray)])
     numbers = column.view(np.int64) if column.dtype.kind == "M" else column
@@ -398,14 +396,11 @@ def _concatenated(arrays: Sequence[NDArray[Any]], together: Concatenate = in_mem
     return together(array.astype(dtype, copy=False) for array in arrays)
 
 
-def joined(parts: Sequence[KeyColumn], together: Concatenate, *, is_sole: bool) -> KeyColumn:
-    """Concatenate the parts of a column whose keys are in order; `is_sole`: it is the only one of its table."""
+def joined(parts: Sequence[KeyColumn], together: Concatenate) -> KeyColumn:
+    """Concatenate the parts of a column whose keys are in order; texts are those of a sole column."""
     columns = [part for part in parts if isinstance(part, TextColumn)]
-    if columns and is_sole:
-        return TextColumn(texts.concatenate([column.texts for column in columns], together), None)
     if columns:
-        union, places = texts.union_in_turn([column.texts for column in columns])
-        return TextColumn(union, together(map(_placed, columns, places)))
+        return TextColumn(texts.concatenate([column.texts for column in columns], together), None)
     return _concatenated([part for part in parts if isinstance(part, np.ndarray)], together)
 
 

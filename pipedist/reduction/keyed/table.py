@@ -273,15 +273,6 @@ class KeyedTable(Mapping[Any, Any]):
         for lo in range(0, max(count, 1), rows):
             yield self.columns(lo, min(lo + rows, count), texts=texts)
 
-    def cut(self, lo: int, hi: int) -> KeyedTable:
-        """Return the rows [lo, hi) as a table."""
-        return KeyedTable(
-            self.kind,
-            self.names,
-            [keys.cut(column, lo, hi) for column in self.key_columns],
-            {name: column[lo:hi] for name, column in self.value_columns.items()},
-        )
-
 
 class _Items(ItemsView[Any, Any]):
     _mapping: KeyedTable
@@ -349,7 +340,7 @@ def _merged_values(parts: Sequence[KeyedTable], runs: Runs) -> Columns:
     kind = parts[0].kind
     if kind == "unique":
         return {}
-    columns = _together([part.value_columns for part in parts], is_sum=kind not in ("min", "max", "moments"))
+    columns = joined_values(parts)
     if kind == "moments":
         return in_tree(merged_moments, columns, runs)
     return of_runs(_EXTREMES.get(kind, np.add), columns, runs)
@@ -413,42 +404,10 @@ def _check(parts: Sequence[KeyedTable]) -> None:
                 )
 
 
-# -- ranges of keys ----------------------------------------------------------------------------------
-
-
-def ranges(tables: Sequence[KeyedTable], count: int) -> list[list[int]]:
-    """Return the rows at which each table is cut, so that `count` ranges of keys have about equal sizes.
-
-    The largest table decides the bounds; each table gets `count + 1` rows.
-    """
-    largest = max(tables, key=lambda table: table.rows)
-    bounds: list[list[int]] = [[0] for _ in tables]
-    for part in range(1, count):
-        at = largest.rows * part // count
-        key = [keys.values_of(column, at, at + 1)[0] for column in largest.key_columns]
-        for table, rows in zip(tables, bounds, strict=True):
-            lo, hi = 0, table.rows
-            for column, each in zip(table.key_columns, key, strict=True):
-                lo, hi = keys.span(column, each, lo, hi)
-            rows.append(max(lo, rows[-1]))
-    for table, rows in zip(tables, bounds, strict=True):
-        rows.append(table.rows)
-    return bounds
-
-
-def join(parts: Sequence[KeyedTable], together: Concatenate = in_memory) -> KeyedTable:
-    """Concatenate tables of consecutive ranges of keys, column by column."""
-    found = [part for part in parts if part.rows]
-    if len(found) < 2:
-        return found[0] if found else parts[0]
-    is_sole = len(found[0].key_columns) == 1
-    columns = [
-        keys.joined(column, together, is_sole=is_sole)
-        for column in zip(*(part.key_columns for part in found), strict=True)
-    ]
-    kind, values = found[0].kind, {}
-    if kind != "unique":
-        values = _together(
-            [part.value_columns for part in found], together, is_sum=kind not in ("min", "max")
-        )
-    return KeyedTable(kind, found[0].names, columns, values)
+def joined_values(parts: Sequence[KeyedTable], together: Concatenate = in_memory) -> Columns:
+    """Concatenate the value columns of tables with rows."""
+    kind = parts[0].kind
+    if kind == "unique":
+        return {}
+    columns = [part.value_columns for part in parts]
+    return _together(columns, together, is_sum=kind not in ("min", "max", "moments"))

@@ -88,6 +88,9 @@ class Texts:
         return -1 - lo
 
 
+NONE = Texts(np.empty(0, np.uint8), np.empty(0, np.int64))
+
+
 def of_strings(strings: Sequence[str]) -> Texts:
     """Return Python's texts as `Texts`."""
     joined = "".join(strings)
