@@ -155,6 +155,7 @@ def server() -> Iterator[str]:
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=_serve, args=(its,), daemon=True)
     process.start()
+    its.close()  # so that `recv` fails if the server does
     try:
         yield f"http://127.0.0.1:{mine.recv()}"
     finally:

@@ -30,9 +30,9 @@ def images(data: Path) -> Any:
 def words(data: Path) -> Any:
     return {
         "pipedist": 1,
-        "dataset": {"text": {"path": f"{data}/*.txt"}, "batch": 10_000},
+        "dataset": {"text": {"path": f"{data}/*.txt"}, "batch": 20_000},
         "stages": {
-            "counts": {"run": lambda lines: dict(count_words(lines))},
+            "counts": {"run": count_words},
             "result": {"reduce": "pipedist.combiners:counter", "of": "counts"},
         },
     }

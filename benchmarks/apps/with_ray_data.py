@@ -42,7 +42,7 @@ def words(data: Path) -> Any:
 
     lines = ray.data.read_text(sorted(map(str, data.glob("*.txt"))))
     counts: Counter[str] = Counter()
-    for batch in lines.map_batches(count, batch_size=10_000).iter_batches(batch_size=None):
+    for batch in lines.map_batches(count, batch_size=20_000).iter_batches(batch_size=None):
         counts.update(dict(zip(batch["word"], batch["count"].tolist(), strict=True)))
     return counts
 
