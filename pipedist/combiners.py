@@ -27,8 +27,8 @@ components.
 
 Values by key are tables (`KeyedTable`): sorted columns with the access of a dict. They are made and merged as columns,
 in ranges of keys on the workers, and on disk beyond 16 MiB, so millions of keys are no problem. Keys are text, integers
-or dates, in one or several columns: `of(values)` and `of(keys, values)` take a tuple or a dict of columns, or a list of
-tuples. A replica function may also return a plain dict, `collections.Counter` or `defaultdict`.
+or dates, also those of Python, in one or several columns: `of(values)` and `of(keys, values)` take a tuple or a dict of
+columns, or a list of tuples. A replica function may also return a plain dict, `collections.Counter` or `defaultdict`.
 
 `moments` and sums of floats are associative up to rounding; the engine's fixed tree makes their bits reproducible. In
 a `.csv`, `.parquet` or `.jsonl` file a value by key has a row per key; for `top_k` a row per value: `value` and the

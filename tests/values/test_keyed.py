@@ -282,11 +282,30 @@ def test_keys_of_several_columns_have_names_and_dates() -> None:
         (lambda: by_key_quantiles({"a": 1}, {}), TypeError, "not dicts"),
         (lambda: by_key_min({"a": -1}, {"a": 2**64 - 1}), OverflowError, "return floats"),
         (lambda: by_key_moments.of(["a"], ["x"]), TypeError, "needs real numbers"),
+        (lambda: by_key_sum.of(["a"], [datetime.date(2024, 1, 1)]), TypeError, "dates can't be added"),
+        (lambda: by_key_max.of([1, 1], [datetime.date(2024, 1, 1), 2]), TypeError, "got date and int"),
+        (lambda: counter.of([datetime.datetime.now(datetime.UTC)]), TypeError, "has a time zone"),
     ],
 )
 def test_misuse_is_an_error(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize("of", [list, lambda dates: np.array(dates, object)])
+def test_dates_of_python_are_keys_and_values(of: Any) -> None:
+    day, next_day = datetime.date(2024, 1, 1), datetime.date(2024, 1, 2)
+    time = datetime.datetime(2024, 1, 2, 3, 4, 5, 6)
+    last = by_key_max.of(["a", "b", "a", "c"], of([day, day, next_day, None]))
+    assert last.value_columns["value"].dtype == np.dtype("M8[D]")
+    assert decode(encode(by_key_max(last, {"a": day})))["a"] == np.datetime64("2024-01-02")
+    assert np.isnat(last["c"])
+    assert by_key_max.of([1, 1], of([next_day, time]))[1] == np.datetime64(time)
+    assert by_key_sum.of([1, 1], of([time - datetime.datetime(2024, 1, 2)] * 2))[1] == np.timedelta64(
+        22_090_000_012, "us"
+    )
+    assert dict(counter.of(of([day, next_day, day]))) == {day: 2, next_day: 1}
+    assert counter.of((["a", "b"], of([time, time])))["b", time] == 1
 
 
 @settings(max_examples=40)

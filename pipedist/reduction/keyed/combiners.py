@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import datetime
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipedist.reduction.keyed.keys import Grouping, TextColumn, group
+from pipedist.reduction.keyed.keys import Grouping, TextColumn, dates_of, group
 from pipedist.reduction.keyed.table import NUMBERS, KeyedTable, merge
 from pipedist.reduction.keyed.texts import Texts, of_strings
 from pipedist.reduction.keyed.values import (
@@ -343,21 +342,23 @@ def array_of(column: Any) -> Any:
 
 
 def _rows_of(values: ArrayLike) -> NDArray[Any]:
-    """Return values as an array; integers on both sides of 2**63 stay exact."""
+    """Return values as an array; integers on both sides of 2**63 stay exact, and Python's dates are NumPy's."""
     if isinstance(values, list) and values and {int}.issuperset(map(type, values)):
         try:
             return np.array(values, np.int64)
         except OverflowError:
             return np.array(values, object)
-    return np.asarray(values)
+    rows = np.asarray(values)
+    found = dates_of(rows.tolist()) if rows.dtype.kind == "O" and rows.ndim == 1 else None
+    return rows if found is None else found
 
 
 def _stacked(name: str, cells: list[Any]) -> NDArray[Any]:
     """Return the values of a dict as rows."""
     if _all_are(int, cells):
         return _rows_of(list(map(int, cells)))
-    if cells and _all_are(datetime.date, cells):
-        cells = [np.datetime64(cell) for cell in cells]
+    if (found := dates_of(cells)) is not None:
+        return found
     try:
         rows = np.stack([np.asarray(cell) for cell in cells])
     except ValueError as error:

@@ -183,8 +183,8 @@ def _listed(keys: list[Any]) -> NDArray[Any]:
                 "for example [str(key) for key in keys]"
             )
         raise TypeError(f"keys must be text, integers or dates, got object: convert {other!r} to text")
-    if types and all(issubclass(cls, datetime.date | np.datetime64) for cls in types):
-        return np.array(keys, "M8[us]") if datetime.datetime in types else np.array(keys, "M8")
+    if type(None) not in types and (found := dates_of(keys)) is not None and found.dtype.kind == "M":
+        return found
     if types and all(issubclass(cls, int | np.integer | np.bool_) for cls in types):
         low, high = int(min(keys)), int(max(keys))
         for dtype in (np.int64, np.uint64):
@@ -201,10 +201,32 @@ def _listed(keys: list[Any]) -> NDArray[Any]:
     return array
 
 
-def _unsuitable(array: NDArray[Any]) -> TypeError:
-    return TypeError(
-        f"keys must be text, integers or dates, got {array.dtype}: round floats, or convert them to text"
-    )
+def dates_of(cells: list[Any]) -> NDArray[Any] | None:
+    """Return Python's dates as datetime64, and its durations as timedelta64; None if there are other cells.
+
+    A cell that is None is NaT. Dates are days, and microseconds if one has a time.
+
+    Raises:
+        TypeError: a time has a time zone.
+    """
+    types = set(map(type, cells)) - {type(None)}
+    if types and all(issubclass(cls, datetime.timedelta | np.timedelta64) for cls in types):
+        return np.array(
+            cells, "m8[us]" if any(issubclass(cls, datetime.timedelta) for cls in types) else "m8"
+        )
+    if not types or not all(issubclass(cls, datetime.date | np.datetime64) for cls in types):
+        return None
+    if not any(issubclass(cls, datetime.datetime) for cls in types):
+        return np.array(cells, "M8")
+    zoned = next((cell for cell in cells if getattr(cell, "tzinfo", None) is not None), None)
+    if zoned is not None:
+        raise TypeError(
+            f"{zoned} has a time zone: t.astimezone(datetime.UTC).replace(tzinfo=None) is the same time in UTC, "
+            "without one"
+        )
+    return np.array(
+        [None if cell != cell else cell for cell in cells], "M8[us]"
+    )  # pandas has a NaT of its own
 
 
 # -- integers ----------------------------------------------------------------------------------------

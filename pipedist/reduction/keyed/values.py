@@ -176,6 +176,9 @@ def reduced_rows(ufunc: np.ufunc, grouping: Grouping, rows: NDArray[Any]) -> Col
                 if ufunc is np.add
                 else _extremes(ufunc, grouping, columns)
             )
+        raise TypeError(f"values by key must be numbers or dates, got {_types_of(found)}")
+    if rows.dtype.kind == "M" and ufunc is np.add:
+        raise TypeError("dates can't be added: use by_key_min or by_key_max")
     if rows.dtype.kind == "b" and ufunc is np.add:
         rows = rows.astype(np.int64)
     if ufunc is not np.add:
@@ -194,6 +197,10 @@ def reduced_rows(ufunc: np.ufunc, grouping: Grouping, rows: NDArray[Any]) -> Col
     dtype = np.result_type(rows.dtype, np.float32) if rows.dtype.kind in "fcV" else rows.dtype
     with np.errstate(all="ignore"):
         return {"value": np.add.reduceat(rows.astype(dtype)[runs.order], runs.starts, axis=0)}
+
+
+def _types_of(cells: list[Any]) -> str:
+    return " and ".join(sorted({type(cell).__qualname__ for cell in cells})) or "objects"
 
 
 def sums_of(grouping: Grouping, rows: NDArray[Any]) -> NDArray[np.float64]:
