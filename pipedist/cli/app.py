@@ -122,7 +122,11 @@ def init(names: tuple[str, ...], pattern: str | None) -> None:
 @workers_option
 @cluster_option
 @click.option(
-    "-o", "--output", metavar="DIR", type=FOLDER, help="Folder or URL of the outputs. Default: out/NAME."
+    "-o",
+    "--output",
+    metavar="DIR",
+    type=FOLDER,
+    help="Folder or URL of the outputs. Default: out/NAME in the current folder.",
 )
 @parameters_option
 @click.option(

@@ -72,7 +72,7 @@ def create_project(names: Sequence[str], pattern: str | None) -> int:
         f"{folder / 'README.md'}  how to run and change them\n"
         f"{folder / SCHEMA_FILE}  completion of specs, for editors\n"
         f"Next: {inside}pipedist run {spec.name}\n"
-        f"It writes {folder / 'out' / slug / 'totals.json'}. The test: {inside}pytest\n"
+        f"It writes {folder / 'out' / slug / 'totals.json'}. The test: {inside}python -m pytest\n"
     )
     return terminal.OK
 

@@ -174,7 +174,7 @@ def _test(slug: str, data: Data) -> str:
     if data.kind in ("npy", "npz"):
         compare = 'np.testing.assert_equal(result["totals"], expected)'
     return f'''\
-"""The pipeline on data whose totals are known: pytest"""
+"""The pipeline on data whose totals are known: python -m pytest"""
 
 from pathlib import Path
 
@@ -292,7 +292,7 @@ In this folder:
 
     pipedist run {slug}.yaml    # writes out/{slug}/totals.json
     pipedist plan {slug}.yaml   # shows what would run
-    pytest{" " * (len(f"pipedist run {slug}.yaml") - 6)}    # runs the test: pip install pytest
+    python -m pytest{" " * (len(f"pipedist run {slug}.yaml") - 16)}    # runs the test: pip install pytest
 
 Outputs go to `out/{slug}` in the folder in which you are; `-o FOLDER` chooses another.
 

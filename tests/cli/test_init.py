@@ -102,7 +102,7 @@ def test_a_project_reads_data_of_a_kind(
     assert (made.returncode, made.stderr) == (0, "")
     assert made.stdout.endswith(
         "Next: cd my-project && pipedist run my_project.yaml\n"
-        "It writes my-project/out/my_project/totals.json. The test: cd my-project && pytest\n"
+        "It writes my-project/out/my_project/totals.json. The test: cd my-project && python -m pytest\n"
     )
     project = tmp_path / "my-project"
     spec = load(project / "my_project.yaml")
