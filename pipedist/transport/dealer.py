@@ -7,9 +7,10 @@ raises ConnectionLost. To join again, open a new Dealer with a new identity.
 from __future__ import annotations
 
 import math
+import select
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _POLLIN: Final = int(zmq.POLLIN)
 _POLLOUT: Final = int(zmq.POLLOUT)
 _SNDMORE: Final = int(zmq.SNDMORE)
+_DONTWAIT: Final = int(zmq.DONTWAIT)
 
 _POLL_S_MAX: Final = 60.0  # ZeroMQ counts milliseconds in an int; a longer wait is made of several
 RECONNECT_MS: Final = 100
@@ -76,8 +78,8 @@ class Dealer:
         self._watched_link: Link | None = self._link  # the open link: it is read while waiting
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
-        self._send_part = plain_send(socket)
-        self._readable = [(socket, _POLLIN)]
+        self._send_part, self._receive_part = plain_send(socket), socket.recv
+        self._looks = {event: [(socket, event)] for event in (_POLLIN, _POLLOUT)}
         socket.setsockopt(zmq.ROUTING_ID, identity)
         # Not IMMEDIATE=1: when the connection is lost, that drops messages that have arrived, and
         # aborts the process (libzmq 4.3.5, fq.cpp: !_more) if it happens between two frames of one.
@@ -93,6 +95,8 @@ class Dealer:
         self._monitor = socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | FAILURE_EVENTS | zmq.EVENT_CONNECT_RETRIED
         )
+        self._monitor.poll(0)  # its file announces what comes after it was found empty
+        self._fd, self._monitor_fd = (int(each.getsockopt(zmq.FD)) for each in (socket, self._monitor))
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
@@ -128,23 +132,35 @@ class Dealer:
         self._send_parts(parts, copy=copy, timeout_s=timeout_s)
 
     def _send_parts(self, parts: list[bytes | memoryview], *, copy: bool, timeout_s: float) -> None:
-        if not self._wait(_POLLOUT, timeout_s):
-            raise ConnectionLost(f"{self._endpoint} took no message for {timeout_s:g} s")
+        if self._failure is not None or self._others.poll(0):
+            self._await_room(timeout_s)
         last = len(parts) - 1
         for number, part in enumerate(parts):
             flags = _SNDMORE if number < last else 0
             size_bytes = part.nbytes if type(part) is memoryview else len(part)
-            self._send_part(part, flags, copy or size_bytes <= COPY_BYTES_MAX)
+            copies = copy or size_bytes <= COPY_BYTES_MAX
+            if number:  # ZeroMQ takes all frames of a message, or none
+                self._send_part(part, flags, copies)
+                continue
+            try:
+                self._send_part(part, flags | _DONTWAIT, copies)
+            except zmq.Again:
+                self._await_room(timeout_s)
+                self._send_part(part, flags, copies)
+
+    def _await_room(self, timeout_s: float) -> None:
+        if not self._wait(_POLLOUT, timeout_s):
+            raise ConnectionLost(f"{self._endpoint} took no message for {timeout_s:g} s")
 
     def fileno(self) -> int:
         """Return a file that becomes readable when a message arrives after `poll` has found none."""
-        return int(self._socket.getsockopt(zmq.FD))
+        return self._fd
 
     def poll(self, timeout_s: float) -> bool:
         """Wait for a message (0 s: only look); return whether there is one."""
         if not self._is_readable:
             if not timeout_s and self._failure is None:  # the next wait, or `send`, notices a loss
-                self._is_readable = bool(zmq.zmq_poll(self._readable, 0))
+                self._is_readable = bool(zmq.zmq_poll(self._looks[_POLLIN], 0))
             else:
                 self._is_readable = self._wait(_POLLIN, timeout_s)
         return self._is_readable
@@ -177,7 +193,7 @@ class Dealer:
         frames: list[memoryview] = []
         count, size_bytes, more = 0, 0, True
         while more:
-            frame = self._socket.recv(copy=False)
+            frame = self._receive_part(0, copy=False)
             more = frame.more
             count += 1
             size_bytes += len(frame)
@@ -205,24 +221,29 @@ class Dealer:
         self._context.term()
         if self._link is not None:
             self._link.close()  # after the last message that refers to its memory
-            self._link = None
+            self._link = self._watched_link = None
 
     def _wait(self, event: int, timeout_s: float) -> bool:
-        """Wait until the socket has an event; messages that arrived come before ConnectionLost."""
+        """Wait until the socket has an event; messages that arrived come before ConnectionLost.
+
+        The files of ZeroMQ's sockets are readable while these have something to process, which looking at their events
+        does. To have ZeroMQ wait for them would take twice as many system calls.
+        """
         left_s, deadline = timeout_s if self._failure is None else 0.0, time.monotonic() + timeout_s
+        look = self._looks[event]
         while True:
-            wait_ms = math.ceil(min(left_s, _POLL_S_MAX) * 1000) if left_s > 0 else 0
-            is_ready = has_news = False
-            ready: list[tuple[Any, int]] = zmq.zmq_poll(self._watched[event], wait_ms)
-            for source, _ in ready:
-                if source is self._socket:
-                    is_ready = True
-                elif source is self._monitor:
+            is_ready = bool(zmq.zmq_poll(look, 0))
+            if is_ready and event == _POLLIN:
+                return True
+            wait_ms = math.ceil(min(left_s, _POLL_S_MAX) * 1000) if left_s > 0 and not is_ready else 0
+            has_news = False
+            for file, _ in self._files.poll(wait_ms):
+                if file == self._monitor_fd:
                     has_news = True
-                else:
+                elif file != self._fd:
                     self._read_link()
-            if has_news and not is_ready:  # its messages came first, maybe after the poll looked at them
-                is_ready = bool(self._socket.poll(0, event))
+            if has_news and not is_ready:  # its messages came first, maybe after the look at them
+                is_ready = bool(zmq.zmq_poll(look, 0))
             if is_ready and event == _POLLIN:
                 return True
             if has_news or self._failure is not None:
@@ -234,10 +255,14 @@ class Dealer:
             left_s = deadline - time.monotonic()
 
     def _watch(self) -> None:
-        others: list[tuple[Any, int]] = [(self._monitor, _POLLIN)]
+        self._others, self._files = select.poll(), select.poll()
+        others = [self._monitor_fd]
         if self._watched_link is not None:
-            others.append((self._watched_link.connection.fileno(), _POLLIN))
-        self._watched = {event: [(self._socket, event), *others] for event in (_POLLIN, _POLLOUT)}
+            others.append(self._watched_link.connection.fileno())
+        for file in others:
+            self._others.register(file, select.POLLIN)
+        for file in (self._fd, *others):
+            self._files.register(file, select.POLLIN)
 
     def _read_link(self) -> None:
         """Take the link's packets, so that retired memory does not stay mapped."""
