@@ -265,7 +265,7 @@ async def test_a_closed_router_leaves_readers_their_frames() -> None:
     assert (array == 5).all()
     del array, frames
     gc.collect()
-    assert memory_left() == left
+    await until(lambda: memory_left() == left)  # the thread that received them may still hold them
 
 
 # --- settings -------------------------------------------------------------------------------
