@@ -7,8 +7,13 @@ otherwise.
 
 Machine and socket belong to the thread that holds `_lock`; the main thread releases it exactly while it executes
 user code. In a gang whose parts go through the driver process, a replica that waits for another member holds the
-lock, and handles messages (`contribute`, `listen`). `ResultReporter` reports finished calls, `LogForwarder` sends
-printed lines.
+lock, and handles messages (`contribute`, `listen`).
+
+A gang's lease that comes while there is nothing else is executed before the machine sees it, and is one event for the
+machine when it is over (`_execute_step`). If anything else comes, such as a failure or a collective through the driver
+process, the machine sees its `AssignGang` first (`_hand_over`).
+
+`ResultReporter` reports finished calls, `LogForwarder` sends printed lines.
 """
 
 from __future__ import annotations
@@ -41,6 +46,7 @@ from pipedist.worker.progress import CallProgress
 from pipedist.worker.result_cache import ResultCache, ResultReporter
 
 if TYPE_CHECKING:
+    from pipedist.worker.failures import CallFailure
     from pipedist.worker.leases import Run
 
 IDLE_POLL_S = 1.0  # how long an idle worker waits for a message before it checks its deadlines
@@ -85,6 +91,9 @@ class Driver:
         self._frames: list[memoryview] = []  # payload of the message being handled
         self._contribution: Sequence[Frame] = ()  # the replicas' part of a collective that is being sent
         self._slice: Execute | None = None  # the slice that executes, or is next
+        self._step: tuple[msg.AssignGang, list[memoryview]] | None = (
+            None  # a lease that the machine has not seen
+        )
         self._run: Run | None = None  # the run of the executing lease
         self._beginning: deque[commands.Begin] = deque()  # leases that overlap, and have not begun
         self._left: tuple[Ending, str] | None = None
@@ -107,6 +116,8 @@ class Driver:
                 if self._leave_reason:
                     with self._lock:
                         self._handle(ev.LeaveRequested(self._leave_reason))
+                elif self._step is not None:
+                    self._execute_step(*self._step)
                 elif self._leases.overlapping.runs or self._beginning:
                     self._overlap()
                     if self._slice is not None and self._left is None:
@@ -169,7 +180,11 @@ class Driver:
         while self._left is None and (is_readable or self._socket.poll(0)):
             is_readable = False
             message, self._frames = self._socket.recv()
+            self._hand_over()  # one that came just before
             try:
+                if type(message) is msg.AssignGang and self._machine.executes_at_once(message):
+                    self._step = message, self._frames
+                    continue
                 if isinstance(message, msg.Cancel) and message.lease in self._leases.overlapping.runs:
                     self._report_overlapping()
                     self._leases.overlapping.runs[message.lease].abandon()
@@ -260,25 +275,71 @@ class Driver:
         self._progress.idle()
         self.output.finish()
         with self._lock:
-            if (fault := self._log_forwarder.fault) is not None:
-                if isinstance(fault, ConnectionLost) and self._run is run:
-                    with contextlib.suppress(
-                        ConnectionLost
-                    ):  # the next incarnation offers the finished calls
-                        self._reports.finished(slice_.lease, run)
-                raise fault
-            if self._run is not run or self._left is not None:
-                return  # the lease of a gang was dropped while its replicas handled messages
-            is_over = self._reports.finished(slice_.lease, run, ends_at=-1 if failure else slice_.hi)
-            if self._log_forwarder.lines:
-                self._log_forwarder.send_lines()
-            if failure is not None:
-                run.skip()
-                self._reports.failed(slice_.lease, failure)
-            if not is_over:
-                self._handle(ev.SliceEnded(slice_.lease))
-            if self._slice is not None:  # else `run` waits for messages next
-                self._receive()
+            self._report(slice_.lease, slice_.hi, run, failure)
+
+    def _report(self, lease: int, hi: int, run: Run, failure: CallFailure | None) -> None:
+        """Report what a slice has executed; the caller holds the lock."""
+        if (fault := self._log_forwarder.fault) is not None:
+            if isinstance(fault, ConnectionLost) and self._run is run:
+                with contextlib.suppress(ConnectionLost):  # the next incarnation offers the finished calls
+                    self._reports.finished(lease, run)
+            raise fault
+        if self._run is not run or self._left is not None:
+            return  # the lease of a gang was dropped while its replicas handled messages
+        is_over = self._reports.finished(lease, run, ends_at=-1 if failure else hi)
+        if self._log_forwarder.lines:
+            self._log_forwarder.send_lines()
+        if failure is not None:
+            run.skip()
+            self._reports.failed(lease, failure)
+        if not is_over:
+            self._handle(ev.SliceEnded(lease))
+        if self._slice is not None:  # else `run` waits for messages next
+            self._receive()
+
+    # -- steps -----------------------------------------------------------------------------
+
+    def _execute_step(self, assigned: msg.AssignGang, frames: list[memoryview]) -> None:
+        """Execute a gang's lease that the machine has not seen, and report it as one event."""
+        lease = assigned.lease
+        try:
+            run = self._run = self._leases.begin_step(assigned, frames, self._progress.of_lease(lease))
+            if run is not None:
+                if not self._is_working:
+                    self._is_working = True
+                    self._working.set()
+                failure = run.advance(0.0, 0)
+        except BaseException as error:
+            with self._lock:
+                self._hand_over()
+                if not isinstance(error, DevicesUnseen):
+                    raise
+                self._handle(ev.RestartNeeded(str(error)))
+            return
+        if run is None:
+            with self._lock:
+                self._hand_over()
+            return
+        self._progress.idle()
+        self.output.finish()
+        with self._lock:
+            is_unseen = self._step is not None and failure is None and self._log_forwarder.fault is None
+            if is_unseen and not isinstance(run, RejectedLeaseRun) and self._reports.step(assigned, run):
+                self._step = self._run = None
+                return
+            self._hand_over()
+            self._report(lease, assigned.hi, run, failure)
+
+    def _hand_over(self) -> None:
+        """Have the machine see a lease that it has not seen before another event; the caller holds the lock."""
+        if self._step is None:
+            return
+        (assigned, frames), self._step = self._step, None
+        before, self._frames = self._frames, frames
+        self._handle(assigned)
+        self._frames = before
+        if self._run is not None:
+            self._leases.has_begun(assigned.lease)
 
     # -- gangs: called by replicas, in their threads ----------------------------------------
 
@@ -304,6 +365,7 @@ class Driver:
         from pipedist.collectives.channel import GangAborted  # loaded already
 
         with self._lock:
+            self._hand_over()
             if self._log_forwarder.fault is None and self._left is None and self._leases.is_gang_lease(lease):
                 try:
                     yield

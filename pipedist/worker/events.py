@@ -84,6 +84,13 @@ class LeaseFinished(Struct, frozen=True):
     busy_ns: int
 
 
+class StepReturned(Struct, frozen=True):
+    """All calls of a gang's lease returned, which the machine has not seen: `AssignGang`, then `LeaseFinished`."""
+
+    assigned: msg.AssignGang
+    busy_ns: int
+
+
 class SliceEnded(Struct, frozen=True):
     """The driver has ended an Execute, and reported all finished calls."""
 
@@ -107,6 +114,7 @@ Event = (
     | RestartNeeded
     | LeaveRequested
     | LeaseFinished
+    | StepReturned
     | SliceEnded
     | TimePassed
 )
@@ -151,7 +159,7 @@ TRANSITIONS: dict[ProtocolState, dict[type, frozenset[ProtocolState]]] = {
         **_to(_STOPPING, on=_LAST),
     },
     _READY: {
-        **_to(_READY, on=(*_STORED, msg.Unbind, msg.Cancel)),
+        **_to(_READY, on=(*_STORED, msg.Unbind, msg.Cancel, StepReturned)),
         **_to(_EXECUTING, on=_ASSIGNED),
         **_to(_STOPPING, on=_LAST),
     },

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -191,6 +191,16 @@ class GangRun:
         self._gang: LocalGang | None = None
         self._has_ended = False  # the only replica; without a gang, which would know it
         self._lock = threading.Lock()  # guards the creation of the gang: user code may have threads
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether the driver process relays its collectives: its lease must be known before it executes."""
+        return not self.can_share
+
+    @property
+    def outcomes(self) -> Sequence[Outcome]:
+        """The outcomes that `take` will return."""
+        return self._outcomes
 
     @property
     def gang(self) -> LocalGang:

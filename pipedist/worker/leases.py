@@ -57,6 +57,7 @@ class Leases:
         self._passes: dict[int, PassExecutor | Unloadable] = {}  # the executor, or why there is none
         self._payloads: dict[int, Sequence[memoryview]] = {}  # shards of leases that have not begun
         self._members: dict[int, tuple[AssignGang, RelayBuffer]] = {}  # gang leases until they are dropped
+        self._unused: RelayBuffer | None = None  # of leases whose members share memory
         self._gangs: GangRunFactory | None = None  # made for the first gang
         self.states = StateStore()
 
@@ -122,7 +123,37 @@ class Leases:
 
         `begin` is called with the number of each call before it runs.
         """
-        frames = self._payloads.pop(slice_.lease)
+        return self._run(slice_, self._payloads.pop(slice_.lease), self._members.get(slice_.lease), begin)
+
+    def begin_step(
+        self, assigned: AssignGang, frames: Sequence[memoryview], begin: Callable[[int], None]
+    ) -> GangRun | RejectedLeaseRun | None:
+        """Return the run of a gang's lease that is not stored; None: its messages need it to be.
+
+        See `begin`; `has_begun` stores the lease later.
+        """
+        if assigned.members > 1 and not assigned.segment:
+            return None
+        if self._unused is None:
+            from pipedist.worker.relay_channel import RelayBuffer  # most workers run no gangs
+
+            self._unused = RelayBuffer()
+        run = self._run(assigned, frames, (assigned, self._unused), begin)
+        if isinstance(run, RejectedLeaseRun):
+            return run
+        return None if isinstance(run, LeaseRun) or run.is_relayed else run
+
+    def has_begun(self, lease: int) -> None:
+        """Record that a lease which was stored has a run already."""
+        del self._payloads[lease]
+
+    def _run(
+        self,
+        slice_: Execute | Begin | AssignGang,
+        frames: Sequence[memoryview],
+        member: tuple[AssignGang, RelayBuffer] | None,
+        begin: Callable[[int], None],
+    ) -> Run:
         executor = self._passes[slice_.pass_id]
         if isinstance(executor, Unloadable):
             return RejectedLeaseRun(executor, "", slice_.lo, slice_.hi)
@@ -130,9 +161,9 @@ class Leases:
         try:
             shards = Shards(*load_tree(frames, "the arguments of this call"))
             bound = self._use_states(executor, shards) if shards.states or executor.reads_states else None
-            if slice_.lease not in self._members:
+            if member is None:
                 return LeaseRun(executor, self._loop, shards, slice_.lo, slice_.hi, begin)
-            return self._begin_gang(slice_.lease, executor, shards, bound, begin)
+            return self._begin_gang(*member, executor, shards, bound, begin)
         except ProtocolError:
             raise
         except PipedistError as error:
@@ -154,7 +185,8 @@ class Leases:
 
     def _begin_gang(
         self,
-        lease: int,
+        assigned: AssignGang,
+        buffer: RelayBuffer,
         executor: PassExecutor,
         shards: Shards,
         bound: BoundVariables | None,
@@ -169,7 +201,6 @@ class Leases:
             for space, version, value in bound.produced() if bound is not None else ():
                 self.states.put(space, version, value)
 
-        assigned, buffer = self._members[lease]
         on_success = None if bound is None else store_produced
         return self._gangs.new_run(
             assigned,

@@ -21,6 +21,8 @@ Rules
 * A gang's lease is reported when all of its calls are over. Meanwhile its replicas take part in
   collectives, numbered from 1 without gaps. Contributions of other members are stored for a lease that
   executes or waits, and dropped if the lease is over: the messages have crossed.
+* While no lease is there, what an `AssignGang` causes is known: the lease executes (`executes_at_once`). So the driver
+  may execute it first, and then report `StepReturned`. Before any other event, it hands over the `AssignGang`.
 * The values of a state are stored until the state is dropped; the driver decides which versions.
 * Results of a pass with a key are cached before they are sent, until `Committed` reports that they are
   durable, or the pass is over: if the scheduler vanishes, the next incarnation offers them to the resumed
@@ -86,6 +88,15 @@ class WorkerMachine:
                 f"{event!r} led from {before.value} to {self.state.value}, which the table does not allow"
             )
         return commands
+
+    def executes_at_once(self, assigned: msg.AssignGang) -> bool:
+        """Return whether a lease of a gang, which is not handed over yet, will be the only one, and execute."""
+        return (
+            self.state is ProtocolState.READY
+            and assigned.pass_id in self._passes
+            and 0 <= assigned.member < assigned.members
+            and 0 <= assigned.lo < assigned.hi
+        )
 
     # -- joining and leaving ---------------------------------------------------------
 
@@ -274,6 +285,12 @@ class WorkerMachine:
         send = cmd.SendResults(msg.Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)
         return [send, cmd.DropLease(lease.id), *self._execute(self._leases.next(), now)]
 
+    def _on_step_executed(self, event: ev.StepReturned, _now: float) -> list[cmd.Command]:
+        assigned = event.assigned
+        if not self.executes_at_once(assigned):
+            raise LocalProtocolError(f"{assigned} was executed, but it had to be handed over first")
+        return [cmd.SendResults(msg.Results(assigned.lease, assigned.lo, assigned.hi, event.busy_ns), 0)]
+
     def _on_elements_finished(self, event: ev.ElementsFinished, _now: float) -> list[cmd.Command]:
         lease = self._leases.find(event.lease)
         if lease is None or not lease.overlaps or not lease.next <= event.call < lease.hi:
@@ -360,5 +377,6 @@ _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[cmd.Command]]] 
     ev.CollectiveReached: WorkerMachine._on_collective_reached,
     ev.CollectiveOverdue: WorkerMachine._on_collective_overdue,
     ev.LeaseFinished: WorkerMachine._on_lease_finished,
+    ev.StepReturned: WorkerMachine._on_step_executed,
     ev.SliceEnded: WorkerMachine._on_slice_ended,
 }

@@ -25,14 +25,22 @@ from pipedist.core.platform_id import process_usage
 from pipedist.core.record_format import frames_of, pack, whole_records
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
-from pipedist.protocol.messages import CACHED_RANGES_MAX, Failed, Results
+from pipedist.protocol.messages import CACHED_RANGES_MAX, AssignGang, Failed, Results
 from pipedist.worker.commands import Execute
-from pipedist.worker.events import CallRaised, CallsFinished, ElementsFinished, Event, LeaseFinished
+from pipedist.worker.events import (
+    CallRaised,
+    CallsFinished,
+    ElementsFinished,
+    Event,
+    LeaseFinished,
+    StepReturned,
+)
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.lease_run import LeaseRun, RejectedLeaseRun
 
 if TYPE_CHECKING:
     from pipedist.worker.execution import PassExecutor
+    from pipedist.worker.gangs import GangRun
     from pipedist.worker.leases import Run
 
 CACHED_BYTES_MAX = 256 * 2**20  # maximum size of the results that a worker caches
@@ -178,6 +186,17 @@ class ResultReporter:
             self._handle((LeaseFinished if is_over else CallsFinished)(lease, lo, hi, busy_ns))
         self.payload, self._executor = (), None
         return is_over
+
+    def step(self, assigned: AssignGang, run: GangRun) -> bool:
+        """Report a step whose calls all returned, and that the machine has not seen; False: a result can't be sent."""
+        try:
+            self.payload = encode(run.outcomes)
+        except UnsendableError:
+            return False
+        self._executor = run.executor
+        self._handle(StepReturned(assigned, run.take().busy_ns))
+        self.payload, self._executor = (), None
+        return True
 
     def measured(self, results: Results) -> Results:
         """Return results that are being reported with the costs of executing them."""

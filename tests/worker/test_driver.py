@@ -14,8 +14,10 @@ from pipedist.errors import ProtocolError
 from pipedist.protocol.codec import encode
 from pipedist.protocol.messages import (
     Assign,
+    AssignGang,
     Bind,
     Cancel,
+    Failed,
     Goodbye,
     LogLine,
     Message,
@@ -89,6 +91,83 @@ def test_a_lease_that_is_dropped_before_its_start_is_never_executed(order: Messa
     assert isinstance(results, Results)
     assert (results.lease, results.lo, results.hi) == (2, 5, 6)
     assert isinstance(goodbye, Goodbye)
+
+
+def step(lease: int, pass_id: int = 1, value: int = 1) -> tuple[Message, list[Any]]:
+    """A step of a program of one replica, whose function gets a number."""
+    assigned = AssignGang(lease, pass_id, lease, lease + 1, 0, lease, 0, 1, "")
+    return assigned, encode([None, None, [value]])
+
+
+SAME = "tests.worker.replica_functions:identity"
+
+
+def unsendable(x: int) -> object:
+    return object() if x == 1 else x
+
+
+def fails(x: int) -> int:
+    return 1 // (x - 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "waiting", "seen", "sent"),
+    [
+        (SAME, (), ["StepReturned"] * 2, ["Results"] * 2),
+        (
+            "tests.worker.test_driver:fails",
+            (),
+            ["AssignGang", "CallRaised", "SliceEnded", "StepReturned"],
+            ["Failed", "Results"],
+        ),
+        (
+            "tests.worker.test_driver:unsendable",
+            (),
+            ["AssignGang", "CallRaised", "SliceEnded", "StepReturned"],
+            ["Failed", "Results"],
+        ),
+        (
+            "tests.worker.replica_functions:identity",
+            (Cancel(1),),
+            ["AssignGang", "Cancel", "StepReturned"],
+            ["Results"],
+        ),
+        (
+            "tests.worker.replica_functions:identity",
+            (Unbind(2),),
+            ["AssignGang", "Unbind", "LeaseFinished", "StepReturned"],
+            ["Results"] * 2,
+        ),
+    ],
+    ids=["executed", "raises", "unsendable", "cancelled", "something else"],
+)
+def test_a_step_is_one_event_unless_something_else_happens(
+    function: str, waiting: tuple[Message, ...], seen: list[str], sent: list[str]
+) -> None:
+    script = Script(
+        Welcome("c", 1.0, ()),
+        (Bind(1), to_frames(program(function, gang=True))),
+        (Bind(2), to_frames(program(function))),
+        None,
+        step(1),
+        *waiting,
+        None,
+        step(2, value=3),
+        None,
+        Stop("over"),
+    )
+    driver, events = driver_of(script), list[str]()
+    handle = driver._machine.handle
+
+    def see(event: Any, now: float) -> Any:
+        events.append(type(event).__name__)
+        return handle(event, now)
+
+    driver._machine.handle = see  # type: ignore[method-assign]
+    driver.run()
+    driver._machine.validate()
+    assert events[4:-1] == seen
+    assert [type(each).__name__ for each in script.sent if isinstance(each, (Results, Failed))] == sent
 
 
 busy: list[threading.Lock] = []

@@ -153,6 +153,31 @@ def test_the_last_report_of_a_lease_ends_it_with_one_event() -> None:
         )
 
 
+def test_a_step_may_be_executed_before_its_lease_is_seen() -> None:
+    scenario, assigned = ready(), AssignGang(7, 1, 0, 1, 0, 1, 0, 2, "")
+    assert scenario.machine.executes_at_once(assigned)
+    assert scenario.handle(events.StepReturned(assigned, 5)) == [commands.SendResults(Results(7, 0, 1, 5))]
+    assert scenario.machine.state is events.ProtocolState.READY
+    scenario.handle(AssignGang(8, 1, 2, 3, 0, 2, 0, 2, ""))
+    assert not scenario.machine.executes_at_once(assigned), "another lease executes"
+
+
+@pytest.mark.parametrize(
+    "assigned",
+    [
+        AssignGang(7, 2, 0, 1, 0, 1, 0, 2, ""),
+        AssignGang(7, 1, 0, 1, 0, 1, 2, 2, ""),
+        AssignGang(7, 1, 1, 1, 0, 1, 0, 2, ""),
+    ],
+    ids=["unbound", "no member", "no calls"],
+)
+def test_a_step_that_the_machine_would_reject_is_not_executed_before(assigned: AssignGang) -> None:
+    scenario = ready()
+    assert not scenario.machine.executes_at_once(assigned)
+    with pytest.raises(LocalProtocolError, match="had to be handed over first"):
+        scenario.handle(events.StepReturned(assigned, 5))
+
+
 def test_a_report_moves_the_deadline() -> None:
     scenario = ready()
     scenario.handle(Assign(7, 1, 0, 3, 0))
