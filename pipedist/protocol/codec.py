@@ -29,6 +29,7 @@ C-contiguous. `bytearray` and `memoryview` come back as `bytes`.
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -119,6 +120,9 @@ _FAULTS: Final = (
 
 def _small_tree(header: bytes) -> Tree | None:
     """Return the tree of a short header, without frames; None: the decoder handles it, or raises its error."""
+    slot = _float_slots.get(header[: -_FLOAT.size])
+    if slot is not None:
+        return [{slot: _FLOAT.unpack_from(header, len(header) - _FLOAT.size)[0]}]
     if header[0] == COLUMNS or _MARK_START in header:
         return None
     try:
@@ -126,9 +130,27 @@ def _small_tree(header: bytes) -> Tree | None:
             header, ext_hook=_extension, strict_map_key=False, unicode_errors="surrogatepass"
         )
         check_nodes(tree)
+        _learn_float(header, tree)
     except _FAULTS:
         return None
     return tree
+
+
+_FLOAT: Final = struct.Struct(">d")
+_FLOAT_SLOTS_MAX: Final = 64
+_float_slots: dict[bytes, str] = {}
+"""The slot of results that are one float, such as a loss, by what comes before the float's bytes."""
+
+
+def _learn_float(header: bytes, tree: Tree) -> None:
+    if type(tree) is not list or len(tree) != 1 or type(tree[0]) is not dict or len(tree[0]) != 1:
+        return
+    [(slot, value)] = tree[0].items()
+    if type(slot) is not str or type(value) is not float or len(_float_slots) >= _FLOAT_SLOTS_MAX:
+        return
+    start = msgpack.packb([{slot: 0.0}], unicode_errors="surrogatepass")[: -_FLOAT.size]
+    if header[: -_FLOAT.size] == start:
+        _float_slots[start] = slot
 
 
 class _Decoder:

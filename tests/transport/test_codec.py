@@ -565,6 +565,20 @@ def test_frames_that_do_not_fit_a_known_layout_are_the_same_errors(
     assert str(known.value) == str(unknown.value)
 
 
+def test_results_that_are_one_float_keep_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_float_slots", {})
+    for bits in ("3ff8000000000000", "8000000000000000", "7ff8000000000123", "fff0000000000001"):
+        [value] = struct.unpack(">d", bytes.fromhex(bits))
+        [result] = round_trip([{"loss": value}])
+        assert struct.pack(">d", result["loss"]).hex() == bits
+    [start] = codec._float_slots
+    assert start + bytes(8) == encode([{"loss": 0.0}])[0]
+    for other in (bytes(7), bytes(9), bytes(16)):
+        with pytest.raises(RemoteProtocolError):
+            decode([start + other])
+    assert round_trip([{"loss": 7}, {"loss": 2.0}]) == [{"loss": 7}, {"loss": 2.0}]
+
+
 def test_values_are_checked_in_a_known_layout(layouts: dict[bytes, Any]) -> None:
     header, frame = map(bytes, encode([np.ones(2000, bool)]))
     for _ in range(3):
