@@ -17,15 +17,13 @@ from pipedist.errors import CallError, FoldError, OutputError
 from pipedist.journal.writer import file_name
 from pipedist.plan import PassPlan, Plan
 from pipedist.reduction.batched import step_partial
+from pipedist.runs.combine_fold import CombineFold, FoldCall
 from pipedist.runs.folds import (
     THREAD_OBJECTS,
-    CombineFold,
     FinishCall,
     Fold,
-    FoldCall,
     FoldOptions,
     Per,
-    ReduceFold,
     ValueFold,
     in_thread_if,
     is_large,
@@ -43,6 +41,7 @@ from pipedist.runs.programs import (
     reduction_of,
     slot_of,
 )
+from pipedist.runs.reduce_fold import ReduceFold
 from pipedist.scheduler import PassSettings
 from pipedist.spec import GatherSpec, ReduceSpec, StageRef, UpdateSpec, references
 from pipedist.values import PerReplica, gather

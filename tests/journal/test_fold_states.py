@@ -13,8 +13,10 @@ from pipedist.errors import JournalError
 from pipedist.journal.log_format import LogEnd, RecordLog, read_log
 from pipedist.protocol.codec import decode, encode
 from pipedist.reduction.tree import FoldTree, Reduction
-from pipedist.runs.folds import CombineFold, Fold, Per, ReduceFold
+from pipedist.runs.combine_fold import CombineFold
+from pipedist.runs.folds import Fold, Per
 from pipedist.runs.gather_fold import GatherFold
+from pipedist.runs.reduce_fold import ReduceFold
 
 SUM = Reduction.of("sum", 0)
 STEPS = 75

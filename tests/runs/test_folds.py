@@ -22,11 +22,13 @@ from pipedist.outputs import open_sink
 from pipedist.protocol.codec import decode, encode
 from pipedist.protocol.program import ReaderConfig
 from pipedist.reduction.tree import FoldTree, Reduction
-from pipedist.runs import folds, gather_fold
-from pipedist.runs.folds import THREAD_OBJECTS, CombineFold, Per, ReduceFold
+from pipedist.runs import gather_fold, reduce_fold
+from pipedist.runs.combine_fold import CombineFold
+from pipedist.runs.folds import THREAD_OBJECTS, Per
 from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_feeds import SpoolFeed
+from pipedist.runs.reduce_fold import ReduceFold
 from pipedist.values import PerReplica, gather, reduce
 
 
@@ -375,7 +377,7 @@ def test_large_components_are_folded_beside_the_event_loop(
 ) -> None:
     """So that progress is shown, and Ctrl-C has an effect, while they are reduced."""
     threads: list[int] = []
-    real = folds.push_steps
+    real = reduce_fold.push_steps
 
     def push_steps(*args: Any) -> None:
         threads.append(threading.get_ident())
@@ -389,8 +391,8 @@ def test_large_components_are_folded_beside_the_event_loop(
         await fold.finish(1)
         return fold.result
 
-    monkeypatch.setattr(folds, "push_steps", push_steps)
-    monkeypatch.setattr(folds, "THREAD_BYTES", 4 * 1000 * 8)
+    monkeypatch.setattr(reduce_fold, "push_steps", push_steps)
+    monkeypatch.setattr(reduce_fold, "THREAD_BYTES", 4 * 1000 * 8)
     assert anyio.run(main, 100).tolist() == [6] * 100
     assert threads == [threading.get_ident()]
     assert anyio.run(main, 2000).tolist() == [6] * 2000
@@ -584,16 +586,18 @@ async def test_steps_that_never_have_rows_are_float64(tmp_path: Path) -> None:
     reduction = Reduction.of("sum", 0)
     sink = open_sink(tmp_path / "s.npy", shape="per", gather=False)
     fold = ReduceFold("s", "step", reduction, sink)
-    await fold.add(0, [[reduction.partial(BLANK)]] * (3 * folds.WAITING_MAX))  # equal ones take no memory
+    await fold.add(
+        0, [[reduction.partial(BLANK)]] * (3 * reduce_fold.WAITING_MAX)
+    )  # equal ones take no memory
     await fold.finish(1)
     found = np.load(sink.finish())
     assert found.dtype == np.float64
-    assert found.tolist() == [0] * (3 * folds.WAITING_MAX)
+    assert found.tolist() == [0] * (3 * reduce_fold.WAITING_MAX)
 
 
 @pytest.mark.asyncio
 async def test_values_that_wait_for_a_dtype_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folds, "WAITING_MAX", 3)
+    monkeypatch.setattr(reduce_fold, "WAITING_MAX", 3)
     reduction = Reduction.of("sum", 0)
     fold = ReduceFold("s", "step", reduction, None)
     for number in range(4):
