@@ -198,7 +198,7 @@ def test_the_live_page_follows_its_run_to_the_end(browser: Chrome, tmp_path: Pat
     emulate(browser, 1280, "light")
     with executing(tmp_path) as run:
         browser.get(run.url)
-        assert browser.title == "waiting: running"
+        WebDriverWait(browser, WAIT_S).until(lambda driver: driver.title == "waiting: running")
         assert browser.execute_script("return document.querySelector('.state').textContent") == "running"
         keep(browser, "live-1280-light")
         run.let_go()
