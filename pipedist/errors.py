@@ -8,7 +8,8 @@ peer broke the protocol (`RemoteProtocolError`), or this process did (`LocalProt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
 class PipedistError(Exception):
@@ -43,8 +44,7 @@ class UsageError(PipedistError):
     exit_code = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(Struct, frozen=True):
     """One mistake in a spec, with its place.
 
     Args:

@@ -6,8 +6,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from pipedist.cli import terminal
 from pipedist.cli.signals import Interruption, StallReporter
@@ -29,8 +31,7 @@ QUARANTINED_SHOWN = 5
 LIVE_END_S = 8.0  # for the pages of a run to get its last state
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
+class RunOptions(Struct, frozen=True):
     """Options of `pipedist run`, as `pipedist.cli.app` describes them."""
 
     spec: str
@@ -55,8 +56,7 @@ class RunOptions:
     trace: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RunOutcome:
+class RunOutcome(Struct, frozen=True):
     """The outcome of a run."""
 
     spec: Spec

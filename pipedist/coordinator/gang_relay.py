@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from pipedist.collectives.channel import RETURNED
 from pipedist.coordinator.results import Chunk
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 SEGMENTS_MAX = 8  # segments that are kept, beside those that gangs are using
 
 
-@dataclass(slots=True, eq=False)
-class Segment:
+class Segment(Struct, eq=False):
     """The shared memory of a group of workers, used by one gang at a time."""
 
     peers: tuple[Peer, ...]  # the group, in order of member
@@ -90,8 +90,7 @@ class SegmentPool:
             _close(self._segments.popitem()[1])
 
 
-@dataclass(slots=True, eq=False)
-class _Gang:
+class _Gang(Struct, eq=False):
     serial: int
     pass_id: int
     parts: tuple[cmd.GangAssignment, ...]  # by member

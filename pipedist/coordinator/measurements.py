@@ -20,7 +20,6 @@ import struct
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from operator import itemgetter
 from typing import Any, TypeVarTuple
@@ -134,8 +133,7 @@ class DurationHistogram:
         return float(2 ** ((bucket + 0.5) / _DURATIONS_PER_OCTAVE) * 1e-9)
 
 
-@dataclass(slots=True)
-class Totals:
+class Totals(Struct):
     """Totals of the calls of one pass on one worker."""
 
     calls: int = 0  # that returned

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipedist.coordinator.gang_relay import GangRelay
 from pipedist.coordinator.inbound import Rejections
@@ -266,8 +267,7 @@ class CommandExecutor:
             self._post(ev.LeaseNotSent(part.lease))
 
 
-@dataclass(slots=True, eq=False)
-class Outgoing:
+class Outgoing(Struct, eq=False):
     """Leases of one command that are not sent yet: one, or those of a gang."""
 
     places: list[tuple[bytes, int]]  # (connection, lease) of each worker that is a member

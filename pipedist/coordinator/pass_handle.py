@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Literal
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from pipedist.coordinator.failures import DeathOutcome, FailurePolicy, call_error
@@ -52,8 +51,7 @@ class Batch(Struct, frozen=True):
     bytes: int
 
 
-@dataclass(slots=True, eq=False)
-class ReadJob:
+class ReadJob(Struct, eq=False):
     """A read of the data of leases."""
 
     read: Callable[[], list[Shards]]  # reads the data, in a thread
@@ -61,8 +59,7 @@ class ReadJob:
     on_read: Callable[[list[Shards] | Exception], None]  # on the event loop: the data, or `read`'s error
 
 
-@dataclass(slots=True)
-class PassCounts:
+class PassCounts(Struct):
     calls_done: int = 0
     calls_past: int = 0  # need no execution: committed by earlier processes, or fully quarantined
     elements_offered: int = 0

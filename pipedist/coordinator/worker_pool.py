@@ -7,10 +7,10 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import anyio
+from msgspec import Struct
 from msgspec.structs import replace
 
 from pipedist.coordinator.failures import DeathOutcome
@@ -69,8 +69,7 @@ class SharedValues(Generic[T]):
         return value
 
 
-@dataclass(slots=True)
-class _Supervisor:
+class _Supervisor(Struct):
     """The supervisor of a worker that dials in."""
 
     identity: bytes = b""  # its connection; b"" before its first heartbeat

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from pipedist.core import platform_id
 from pipedist.core.platform_id import Platform
@@ -12,18 +13,17 @@ from pipedist.protocol import messages as msg
 VERSIONS_KEPT = 2  # per state, here and in workers: a retried step may read the previous one
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(Struct, frozen=True, eq=False):
     """An incarnation of a worker that has joined, and its connection."""
 
     identity: bytes
     worker: str
     incarnation: int
     local: bool  # it shares this host's files
-    held: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)  # versions by space
-    sees: set[int] = field(default_factory=set, compare=False)  # passes whose data files it sees, too
-    codes: set[str] = field(default_factory=set, compare=False)  # digests of its copies of code folders
-    code_folders: set[str] = field(default_factory=set, compare=False)  # those it was sent a Code for
+    held: dict[int, tuple[int, ...]] = field(default_factory=dict)  # versions by space
+    sees: set[int] = field(default_factory=set)  # passes whose data files it sees, too
+    codes: set[str] = field(default_factory=set)  # digests of its copies of code folders
+    code_folders: set[str] = field(default_factory=set)  # those it was sent a Code for
 
     def hold(self, space: int, version: int) -> None:
         """Record a version of a state that it holds; it keeps the highest ones."""

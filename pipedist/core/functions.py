@@ -25,11 +25,12 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
+
+from msgspec import Struct
 
 from pipedist.core.import_guard import ADVICE, caller_is_waiting, importing
 from pipedist.core.types import FunctionRef
@@ -49,8 +50,7 @@ _code_seen: set[str] = set()  # all folders that `append_code` put there so far:
 _path_lock = threading.RLock()  # runs in several threads change `sys.path`
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenLine:
+class BrokenLine(Struct, frozen=True):
     """A line at which the import of a user's module fails."""
 
     file: str

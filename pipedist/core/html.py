@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from itertools import islice
 from typing import Any, Final
 
@@ -38,10 +37,14 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], more: int = 0) ->
 
 
 def paragraph(text: str) -> str:
+    from html import escape  # its table of names takes long to load
+
     return f"<p>{escape(shortened(text))}</p>"
 
 
 def _row(kind: str, cells: Sequence[str]) -> str:
+    from html import escape
+
     inner = "".join(f'<{kind} style="{_CELL}">{escape(shortened(cell))}</{kind}>' for cell in cells)
     return f"<tr>{inner}</tr>"
 

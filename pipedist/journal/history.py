@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from dataclasses import field as dataclass_field
 from pathlib import Path
 from typing import Any, Final
 
@@ -125,8 +123,7 @@ class PassHistory(Struct):
         return {*self.logs, *(part.file for part in self.parts.values() if part.file)}
 
 
-@dataclass(slots=True)
-class History:
+class History(Struct):
     """The content of a journal.
 
     Args:
@@ -142,15 +139,15 @@ class History:
 
     header: Header
     epoch: int = 0
-    passes: dict[str, PassHistory] = dataclass_field(default_factory=dict)
-    unwritten: dict[str, str] = dataclass_field(default_factory=dict)
+    passes: dict[str, PassHistory] = field(default_factory=dict)
+    unwritten: dict[str, str] = field(default_factory=dict)
     ended: dict[str, int] | None = None
     count: int = 1
     size: int = 0
     torn: int = 0
     digest: bytes = FIRST
-    problems: list[str] = dataclass_field(default_factory=list)
-    _code: Mapping[str, str] = dataclass_field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    _code: Mapping[str, str] = field(default_factory=dict)
     """The modules of the latest process, if it resumed the run."""
 
     def ledger(self) -> dict[str, int]:

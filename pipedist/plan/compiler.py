@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from pipedist.core import gpus as accelerators
 from pipedist.core.functions import FunctionNotFound, call_of, code_on_path, is_async, load, reference

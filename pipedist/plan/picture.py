@@ -7,7 +7,6 @@ can replace them: the shapes have the class `plan-KIND`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from itertools import groupby
 from typing import Any, Final
 from unicodedata import east_asian_width
@@ -154,6 +153,8 @@ def _text(x: float, y: float, text: str, anchor: str, *, bold: bool = False, dim
     weight = ' font-weight="600"' if bold else ""
     opacity = ' fill-opacity="0.7"' if dim else ""
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    from html import escape  # its table of names takes long to load
+
     return f'<text {place} fill="currentColor"{weight}{opacity}>{escape(text)}</text>'
 
 

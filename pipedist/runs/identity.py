@@ -12,7 +12,6 @@ they import, directly or not, as their source shows.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import hashlib
 import json
 import os
@@ -101,7 +100,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Until):
         return _plain({"function": value.function, "with": value.with_} if value.with_ else value.function)
     if isinstance(value, InitLiteral | InitFile | InitFunction):
-        return [type(value).__name__, *(_plain(getattr(value, f.name)) for f in dataclasses.fields(value))]
+        return [type(value).__name__, *(_plain(getattr(value, name)) for name in value.__struct_fields__)]
     if isinstance(value, CollectivesSpec | ResourcesSpec | RetrySpec):
         return _plain(dict(value))
     if callable(value):

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
 from pathlib import Path
 
 import anyio
 import anyio.to_thread
-from msgspec import convert, to_builtins
+from msgspec import Struct, convert, to_builtins
 
 from pipedist.coordinator.measurements import DriverWork, Recorder
 from pipedist.coordinator.results import CALL_BYTES, Chunk, FailedElement, QuarantinedCall
@@ -387,8 +386,7 @@ def call_of(finished: Finished) -> int:
     return finished if isinstance(finished, int) else finished[0]
 
 
-@dataclass(frozen=True, slots=True)
-class PendingSnapshot:
+class PendingSnapshot(Struct, frozen=True):
     """A snapshot that is not durable yet.
 
     Args:

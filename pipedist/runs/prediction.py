@@ -13,12 +13,12 @@ import heapq
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
 from msgspec import Struct, structs
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pipedist.cluster.base import usable_cores

@@ -11,9 +11,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from logging import WARNING
 from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from msgspec import Struct
 
 from pipedist.protocol import messages
 
@@ -25,8 +26,7 @@ _FIRST_LINE_S = 2.0
 _INTERVAL_GROWTH = 1.5  # plain lines are 10 in the first two minutes, 27 in a day, 32 in a week
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressTotals:
+class ProgressTotals(Struct, frozen=True):
     """Progress of a run, summed over the passes of its current phase, whose total may be unknown (None)."""
 
     elements_done: int
@@ -62,8 +62,7 @@ def _sum(totals: Sequence[int | None]) -> int | None:
     return sum(known) if totals and len(known) == len(totals) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(Struct, frozen=True):
     """Progress of a phase in time."""
 
     elapsed_s: float  # since its first worker was ready

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from pipedist.core import html
 from pipedist.core.types import Tree
@@ -28,8 +31,7 @@ if TYPE_CHECKING:
 STAGES_SHOWN = 6  # in the short text of a result
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(Struct, frozen=True):
     """Counts of elements: elements = committed + quarantined + lost.
 
     Args:
@@ -58,8 +60,7 @@ class Ledger:
         return html.table(list(counts), [[f"{count:,}" for count in counts.values()]])
 
 
-@dataclass(frozen=True, slots=True)
-class StageCount:
+class StageCount(Struct, frozen=True):
     """Progress of one pass.
 
     Args:
@@ -85,8 +86,7 @@ class StageCount:
     elements_ahead: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(Struct, frozen=True):
     """Progress of a run.
 
     Args:

@@ -17,10 +17,9 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler.commands import Cause
@@ -97,8 +96,7 @@ class Death(Struct, frozen=True):
     quarantine: bool = False
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class CallHistory:
+class CallHistory(Struct, eq=False, kw_only=True):
     """The failed attempts of a call, or of some of its elements; other calls have none."""
 
     raised: Counter[str] = field(default_factory=Counter)  # attempts, by stage
@@ -128,8 +126,7 @@ class CallHistory:
         self._named.clear()
 
 
-@dataclass(slots=True, eq=False)
-class Probe(CallHistory):
+class Probe(CallHistory, eq=False):
     """A subset of a call's elements that is executed by itself; its result does not count."""
 
     call: int
@@ -140,15 +137,13 @@ class Probe(CallHistory):
         return self.span[1] - self.span[0] == 1
 
 
-@dataclass(slots=True, eq=False)
-class CulpritSearch:
+class CulpritSearch(Struct, eq=False):
     cause: Cause
     culprits: tuple[tuple[int, str], ...] = ()  # those that are known from the start: no others are searched
     bisection: Bisection | None = None  # None until the number of elements is known
 
 
-@dataclass(slots=True, eq=False)
-class CulpritSearches:
+class CulpritSearches(Struct, eq=False):
     calls: dict[int, CulpritSearch] = field(default_factory=dict)
     waiting: list[Probe] = field(default_factory=list)  # for a worker, the lowest call first
     cleared: dict[int, CulpritSearch] = field(default_factory=dict)  # finished, by call

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from msgspec import Struct
+from msgspec import Struct, field
 
 from pipedist.scheduler.bisection import Probe
 from pipedist.scheduler.commands import UNKNOWN, Cause
@@ -38,8 +36,7 @@ class Lease(Struct, eq=False):
     second_attempts: int = 0  # in this attempt, of the running call; equal for twins
 
 
-@dataclass(slots=True, eq=False)
-class Worker:
+class Worker(Struct, eq=False):
     name: str
     managed: bool  # True if started by the launcher, and replaced when it dies; False if it dialled in
     incarnation: int = 0  # the current incarnation; messages from lower ones are stale
@@ -67,8 +64,7 @@ class Worker:
         self.state = next_state(f"worker {self.name}", WORKER_TRANSITIONS, self.state, what)
 
 
-@dataclass(slots=True, eq=False)
-class GangGroup:
+class GangGroup(Struct, eq=False):
     """Workers that execute gangs of one pass together, in order of member."""
 
     workers: tuple[Worker, ...]
@@ -85,8 +81,7 @@ class RaisedCall(Struct, frozen=True):
     culprits: tuple[tuple[int, str], ...] = ()  # as in `events.CallFailed`
 
 
-@dataclass(slots=True, eq=False)
-class GangAttempt:
+class GangAttempt(Struct, eq=False):
     """One attempt of the calls [lo, hi) of one step."""
 
     serial: int

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec import Struct, field
 
 from pipedist.scheduler.leases import GangAttempt, Lease, Worker
 from pipedist.scheduler.stragglers import Stragglers
@@ -14,8 +15,7 @@ from pipedist.scheduler.transitions import WorkerState
 GONE_WORKERS_KEPT: Final = 1024  # workers that are GONE, and whose last incarnation is remembered
 
 
-@dataclass(slots=True, eq=False)
-class CapacityClass:
+class CapacityClass(Struct, eq=False):
     """The READY workers that own the same number of GPUs."""
 
     ready: int = 0

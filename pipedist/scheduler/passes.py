@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
+
+from msgspec import Struct, field
 
 from pipedist.errors import LocalProtocolError
 from pipedist.scheduler.bisection import CallHistory, CulpritSearches, Probe
@@ -17,8 +18,7 @@ from pipedist.scheduler.settings import PassSettings, SchedulerLimits
 from pipedist.scheduler.transitions import PASS_TRANSITIONS, PassEvent, PassState, next_state
 
 
-@dataclass(slots=True)
-class Pass:
+class Pass(Struct, eq=False):
     """The state of one pass.
 
     A call is in exactly one place: todo, backing_off, leased, searches, done, or not yet available.
@@ -26,8 +26,8 @@ class Pass:
 
     id: int
     settings: PassSettings
-    assigner: dict[int, Pass] = field(repr=False)  # of passes with waiting calls; this one registers itself
-    backing_off_passes: dict[int, Pass] = field(repr=False)
+    assigner: dict[int, Pass]  # of passes with waiting calls; this one registers itself
+    backing_off_passes: dict[int, Pass]
     state: PassState = PassState.OPEN
     draining: bool = False
     drain_reported: bool = False

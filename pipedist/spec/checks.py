@@ -10,10 +10,11 @@ import keyword
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
+
+from msgspec import Struct
 
 from pipedist.spec.diagnostics import Path, Problems
 from pipedist.spec.interpolation import NAME, NAME_EXPECTED, StageRef, StateRef
@@ -42,8 +43,7 @@ _TABLES = (".csv", ".parquet", ".arrow", ".sqlite", ".duckdb", "files")  # forma
 _FIELDS = re.compile(r"\{[^{}]+\}")
 
 
-@dataclass(frozen=True, slots=True)
-class StageSummary:
+class StageSummary(Struct, frozen=True):
     """The keys of a stage that other stages depend on, and all its keys as written (`raw`).
 
     `verb` is None if the stage has none, `of` if it is missing or not a name.

@@ -8,8 +8,9 @@ order of their places.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, NoReturn
+
+from msgspec import Struct, field
 
 from pipedist.errors import Problem, SpecError
 from pipedist.spec.scalars import printable
@@ -24,16 +25,14 @@ GIVEN_CHARACTERS_MAX = 200
 PROBLEMS_MAX = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """A 1-based line and column (code points)."""
 
     line: int
     column: int
 
 
-@dataclass(slots=True)
-class Document:
+class Document(Struct):
     """A spec as nested plain values, before any check.
 
     A dict has no name ("") and no lines, and its keys and values have no places. `moved` maps canonical paths

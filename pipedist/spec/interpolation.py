@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipedist.core.types import Tree
 from pipedist.errors import SpecError
@@ -39,8 +40,7 @@ _KINDS = ("params", "env", "spec", "stages", "state")
 _UNRESOLVED = object()
 
 
-@dataclass(frozen=True, slots=True)
-class StageRef:
+class StageRef(Struct, frozen=True):
     """The finished value of the reduce or gather `name`."""
 
     name: str
@@ -49,8 +49,7 @@ class StageRef:
         return f"${{stages.{self.name}}}"
 
 
-@dataclass(frozen=True, slots=True)
-class StateRef:
+class StateRef(Struct, frozen=True):
     """The state of the update `name` before the step."""
 
     name: str
@@ -59,8 +58,7 @@ class StateRef:
         return f"${{state.{self.name}}}"
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(Struct, frozen=True):
     """A value, and its form inside text; None if it has none."""
 
     value: object

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from types import MappingProxyType
 from typing import Any, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from pipedist.core.types import Tree
 from pipedist.errors import Problem, SpecError, UsageError
@@ -39,8 +41,7 @@ SPECS_NAMED_MAX = 5
 KEY_FILE = "cluster.key"  # the default name of the file with a cluster's keys, in the spec's folder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
+class Spec(Struct, frozen=True, kw_only=True):
     """A spec without problems, interpolated, with all defaults filled in.
 
     `folder` (for a dict: the current directory), `code` and the cluster's `key_file` are absolute. `sinks` are
@@ -62,8 +63,8 @@ class Spec:
     stages: Mapping[str, StageSpec]
     sinks: Mapping[str, OutputFile]
     params: Mapping[str, Tree]
-    document: Document = field(repr=False, compare=False)
-    links: Mapping[str, Links] = field(repr=False, compare=False)
+    document: Document
+    links: Mapping[str, Links]
 
     @property
     def outputs(self) -> dict[str, str]:

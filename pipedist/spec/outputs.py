@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import posixpath
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
+from msgspec import Struct
 from pydantic import Discriminator, Field, Tag
 
 from pipedist.spec.fields import Arguments, Expected, ExpectedShape, Function, Section, filled_mapping
@@ -159,8 +159,7 @@ AnyOutput = Annotated[
 """An output, or the outputs of parts of a value."""
 
 
-@dataclass(frozen=True, slots=True)
-class OutputFile:
+class OutputFile(Struct, frozen=True):
     """A file or folder to which a value is written.
 
     Args:

@@ -1,9 +1,9 @@
 """Stages: the four verbs of tf.distribute, and the keys of each."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, get_args
 
+from msgspec import Struct
 from pydantic import Discriminator, Field, PlainValidator, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
@@ -79,30 +79,26 @@ def _op(value: object) -> object:
     return value if isinstance(value, str) and value in OPS else function_name(value)
 
 
-@dataclass(frozen=True, slots=True)
-class InitLiteral:
+class InitLiteral(Struct, frozen=True):
     """A state whose first value is a value of the spec."""
 
     value: Tree
 
 
-@dataclass(frozen=True, slots=True)
-class InitFile:
+class InitFile(Struct, frozen=True):
     """A state whose first value is the content of a file, relative to the spec's folder."""
 
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class InitFunction:
+class InitFunction(Struct, frozen=True):
     """A state whose first value is returned by a function."""
 
     function: str | Callable[..., Any]
     with_: dict[str, Tree]
 
 
-@dataclass(frozen=True, slots=True)
-class Until:
+class Until(Struct, frozen=True):
     """The function that ends the epochs of a training, and its keyword arguments."""
 
     function: str | Callable[..., Any]

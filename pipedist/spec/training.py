@@ -8,11 +8,11 @@ feeding dataset. A stage that waits for the end of the training reads the final 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
+class Links(Struct, frozen=True):
     """The dependencies of a stage; its verb and its input may be unknown (None)."""
 
     verb: str | None
@@ -23,8 +23,7 @@ class Links:
     ends: bool = False  # an update that may end the epochs early (`until`)
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingStages:
+class TrainingStages(Struct, frozen=True):
     """The training of a spec."""
 
     feeder: str  # the dataset that feeds the updates

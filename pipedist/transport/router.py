@@ -17,8 +17,9 @@ from __future__ import annotations
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from pipedist.errors import LocalProtocolError, RemoteProtocolError
 from pipedist.protocol.limits import LIMITS, MessageLimits
@@ -38,8 +39,7 @@ Outgoing = tuple[
 ]  # the identity of a peer, a message, and its payload
 
 
-@dataclass(slots=True)
-class _Peer:
+class _Peer(Struct):
     user: str  # the key that it is bound to; "" without keys
     is_dropped: bool = False
 

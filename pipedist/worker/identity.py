@@ -13,7 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from pipedist.protocol.messages import Welcome
 
@@ -46,8 +47,7 @@ def _digest(prefix: str, proof: str) -> str:
 SILENT_S = 2.0  # how long a scheduler may take to reply before the worker reports that it waits
 
 
-@dataclass
-class JoinReporter:
+class JoinReporter(Struct):
     """Reports the join of a worker to people, and applies the Welcome.
 
     `diagnose` returns a problem of the endpoint, beginning with "; "; "" if none is known.

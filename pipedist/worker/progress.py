@@ -16,9 +16,10 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from pipedist.core.memory_order import fence_unless_tso
 
@@ -59,8 +60,7 @@ class Overdue(NamedTuple):
     began_ns: int
 
 
-@dataclass(slots=True)
-class _Timed:
+class _Timed(Struct):
     call: int
     stage: int
     began_ns: int
@@ -243,8 +243,7 @@ def end_of(progress: CallProgress, overdue: Overdue | None) -> tuple[Running | N
     return NO_CALL, False  # the function had just returned
 
 
-@dataclass(slots=True)
-class Stepped:
+class Stepped(Struct):
     """Awaits the result of a call, and records when the call has the thread."""
 
     awaitable: Any

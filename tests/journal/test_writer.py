@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import errno
 import os
 import threading
@@ -331,9 +330,7 @@ async def test_a_log_opened_during_a_commit_is_in_the_next_snapshot(tmp_path: Pa
             return super().__contains__(name)
 
     taken = durable.snapshot(1, 4, {}, quarantined={}, dropped=["old"])
-    taken = dataclasses.replace(
-        taken, snapshot=replace(taken.snapshot, dropped=OpensALog(taken.snapshot.dropped))
-    )
+    taken = replace(taken, snapshot=replace(taken.snapshot, dropped=OpensALog(taken.snapshot.dropped)))
     await RunJournal(journal, None, "stamp").commit([taken])
     if not opened.is_set():
         durable.log("new")

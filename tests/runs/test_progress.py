@@ -4,10 +4,10 @@ import heapq
 import io
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from msgspec.structs import replace
 
 import pipedist
 from pipedist.protocol.messages import LogLine

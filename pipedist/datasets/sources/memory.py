@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
 from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
@@ -152,8 +152,7 @@ _PLAIN: dict[type, np.dtype[Any]] = {
 _RAISED = (Exception, SystemExit)  # errors of user functions: their sys.exit() must not end the program
 
 
-@dataclass(frozen=True, slots=True)
-class _Element:
+class _Element(Struct, frozen=True):
     """The structure of an iterable's elements, that of the first one."""
 
     treedef: trees.Treedef

@@ -19,7 +19,6 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -105,8 +104,7 @@ class LentSegment:
         return self.slot_bytes * self.slots
 
 
-@dataclass(slots=True, eq=False)
-class _Slot:
+class _Slot(Struct, eq=False):
     """A place for one frame."""
 
     segment: LentSegment
@@ -127,8 +125,7 @@ class Loan(Struct, eq=False):
         return self.ledger[self.slot.entry] == self.number
 
 
-@dataclass(slots=True, eq=False)
-class _Reserved:
+class _Reserved(Struct, eq=False):
     """A slot that is set apart, and its loan."""
 
     slot: _Slot
