@@ -16,10 +16,9 @@ from typing import Any
 from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.errors import CallError, OutputError
-from pipedist.outputs.encoding import Json, text, to_json
+from pipedist.outputs.encoding import Json, is_keyed_table, text, to_json
 from pipedist.outputs.formats import open_sink
 from pipedist.outputs.run_record import writing
-from pipedist.reduction.keyed.table import KeyedTable
 
 FORMAT = 1
 
@@ -113,7 +112,7 @@ def store_large(results: Mapping[str, Tree], folder: Path, pers: Mapping[str, st
 
 
 def _is_large(name: str, value: Tree) -> bool:
-    if isinstance(value, KeyedTable) and value.nbytes > INLINE_BYTES_MAX:
+    if is_keyed_table(value) and value.nbytes > INLINE_BYTES_MAX:
         return True
     return _array_bytes(value) > INLINE_BYTES_MAX or len(text(to_json(value, (name,)))) > INLINE_BYTES_MAX
 
@@ -128,13 +127,7 @@ def _stored(path: Path, value: Tree, series: Sequence[Tree] | None) -> Json:
         path.parent.mkdir(parents=True, exist_ok=True)
     leaves = len(trees.flatten(series[0] if series else value)[0])
     has_arrays = leaves <= MEMBERS_MAX and _array_bytes(value) > INLINE_BYTES_MAX
-    endings = (
-        (".csv",)
-        if isinstance(value, KeyedTable)
-        else (".npy", ".npz", ".json")
-        if has_arrays
-        else (".json",)
-    )
+    endings = (".csv",) if is_keyed_table(value) else (".npy", ".npz", ".json") if has_arrays else (".json",)
     for ending in endings:
         sink = open_sink(path.with_suffix(ending), shape="run" if series is None else "per", gather=False)
         try:

@@ -15,16 +15,20 @@ import base64
 import dataclasses
 import json
 import math
+import sys
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
-from pipedist.reduction.keyed.table import KeyedTable
+
+if TYPE_CHECKING:
+    from pipedist.reduction.keyed.table import KeyedTable
+
 
 Json = Any  # a value for `json.dumps`: dict with str keys, list, str, int, finite float, bool, None
 
@@ -88,9 +92,15 @@ def text(value: Json, *, sort_keys: bool = True) -> str:
     return line
 
 
+def is_keyed_table(value: object) -> TypeGuard[KeyedTable]:
+    """Return whether a value is a table by key; few runs have one, and need the modules of such tables."""
+    module = sys.modules.get("pipedist.reduction.keyed.table")
+    return module is not None and isinstance(value, module.KeyedTable)
+
+
 def node(tree: Tree) -> tuple[Literal["object"], list[tuple[Any, Tree]]] | tuple[Literal["list"], Any] | None:
     """Return a container's JSON type and its children; None for a leaf and for None."""
-    if isinstance(tree, KeyedTable) and not tree.has_plain_keys:
+    if is_keyed_table(tree) and not tree.has_plain_keys:
         return "list", tree.records()
     if isinstance(tree, Mapping):
         return "object", list(tree.items())

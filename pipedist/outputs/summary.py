@@ -12,13 +12,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipedist.core.types import Tree
 from pipedist.outputs import encoding
-from pipedist.reduction.keyed.table import NUMBERS, KeyedTable
+
+if TYPE_CHECKING:
+    from pipedist.reduction.keyed.table import KeyedTable
+
 
 INLINE_SIZE_MAX = 16  # elements of an array that is shown in full
 INLINE_CHARACTERS_MAX = 120  # of the text of a tree that is shown in full
@@ -46,10 +49,12 @@ def summarize(value: Tree) -> str:
         return _array(value)
     if isinstance(value, bytes):
         return f"{len(value):,} bytes"
-    if isinstance(value, KeyedTable) and value.kind in NUMBERS:
-        return _inline_numbers(value) or counted(len(value), "key")
-    if isinstance(value, KeyedTable) and len(value) > INLINE_SIZE_MAX:
-        return counted(len(value), "key")
+    if encoding.is_keyed_table(value):
+        numbers = _inline_numbers(value)
+        if numbers:
+            return numbers
+        if numbers is not None or len(value) > INLINE_SIZE_MAX:
+            return counted(len(value), "key")
     if encoding.node(value) is None:
         return _scalar(encoding.to_json(value))
     leaves = [leaf for _, leaf in islice(_leaves(value), INLINE_SIZE_MAX + 1)]
@@ -177,7 +182,7 @@ def records(value: Tree) -> Records | None:
     A record is an object of at most `FIELDS_MAX` single values; all that are shown have the same names. Floats are
     rounded to `CELL_DIGITS` digits: the exact values are in the file, or in `--json`.
     """
-    if isinstance(value, KeyedTable):
+    if encoding.is_keyed_table(value):
         return _records_by_key(value)
     outer = ("object", value.items()) if isinstance(value, Mapping) else encoding.node(value)
     if outer is None or len(outer[1]) < 2:
@@ -206,7 +211,7 @@ def records(value: Tree) -> Records | None:
 
 def _records_by_key(table: KeyedTable) -> Records | None:
     """Return the first rows of a table by key, or the largest counts of a counter that is not shown in full."""
-    if len(table) < 2 or (table.kind in NUMBERS and _inline_numbers(table)):
+    if len(table) < 2 or _inline_numbers(table):
         return None
     if table.kind == "counter":
         largest = table.largest(LARGEST_MAX)
@@ -226,8 +231,15 @@ def _records_by_key(table: KeyedTable) -> Records | None:
     return Records(total, names, rows)
 
 
-def _inline_numbers(table: KeyedTable) -> str:
-    """Return a table of one number by key as one line, the largest counts first; "" if it is too long for that."""
+def _inline_numbers(table: KeyedTable) -> str | None:
+    """Return a table of one number by key as one line, the largest counts first.
+
+    "" if it is too long for that; None for other tables.
+    """
+    from pipedist.reduction.keyed.table import NUMBERS  # loaded already
+
+    if table.kind not in NUMBERS:
+        return None
     if len(table) > INLINE_SIZE_MAX:
         return ""
     entries = table.largest(len(table)) if table.kind == "counter" else table.items()
