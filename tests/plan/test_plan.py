@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipedist.core.functions import how_to_install
 from pipedist.core.gpus import Supply
 from pipedist.datasets.sources import Source
 from pipedist.errors import PlanError, SpecError
@@ -591,7 +592,7 @@ def test_a_module_that_cannot_be_imported_is_reported_once_with_its_line(
         "                      ^",
         "    expected a module that can be imported, for `broken_module:f` at a.yaml:4:12",
         "needs_a_module.py:1: importing needs_a_module failed, because the module 'not_installed_anywhere' is not "
-        "installed here",
+        f"installed here. {how_to_install('not_installed_anywhere')}",
         "    import not_installed_anywhere",
         "    expected a module that can be imported, for `needs_a_module:f` at a.yaml:6:12",
         "a.yaml:7:12: whole_module.py:f: there is no module 'whole_module.py' in "
