@@ -49,7 +49,7 @@ class GangRunFactory:
 
     def __init__(self, client: RelayClient, loop: PersistentLoop) -> None:
         self._client = client
-        self._loops = [loop]
+        self.loops = [loop]  # the main thread's, then those of other replicas; extended as needed
         self._threads = ReplicaThreadPool()
         self._segments = GangSegments()
         self._shared: tuple[tuple[str, int, int], SharedChannel] | None = None
@@ -72,37 +72,27 @@ class GangRunFactory:
         program, lo, hi = executor.program, assigned.lo, assigned.hi
         replicas, first = program.replicas, lo % program.replicas
         local = local_replicas(first, hi - lo, replicas, assigned.member, assigned.members)
-        devices = program.devices
-        if devices:
-            self._devices.show(devices[local.start : local.stop])
-        options = _options(*program.communication)
-        channel = self._channel(assigned, replicas, options.implementation, buffer)
+        if program.devices:
+            self._devices.show(program.devices[local.start : local.stop])
+        channel = self._channel(assigned, replicas, _options(*program.communication).implementation, buffer)
+        own = LeaseShards(executor.finder, shards, lo, hi)
+        return kind(self, executor, own, lo, hi, assigned, local, channel, bound, begin, on_success)
 
-        def new_gang() -> LocalGang:
-            return LocalGang(
-                replicas=program.replicas,
-                local=local,
-                channel=channel,
-                options=options,
-                on_stalled=partial(self._client.report_stalled, assigned.lease),
-                threads=self._threads,
-            )
-
-        return kind(
-            executor,
-            self._loops,
-            LeaseShards(executor.finder, shards, lo, hi),
-            lo,
-            hi,
-            step=assigned.step if assigned.step >= 0 else lo // replicas,
-            new_gang=new_gang,
-            channel=channel,
-            can_share=not isinstance(channel, RelayChannel),
-            device_of=lambda replica: self._devices.name_of(devices[replica]) if devices else "",
-            bound=bound,
-            begin=begin,
-            on_success=on_success,
+    def new_gang(self, run: GangRun) -> LocalGang:
+        program = run.executor.program
+        return LocalGang(
+            replicas=program.replicas,
+            local=run.local,
+            channel=run.channel,
+            options=_options(*program.communication),
+            on_stalled=partial(self._client.report_stalled, run.assigned.lease),
+            threads=self._threads,
         )
+
+    def device_of(self, executor: PassExecutor, replica: int) -> str:
+        """Return this process's name of a replica's device; "": none."""
+        devices = executor.program.devices
+        return self._devices.name_of(devices[replica]) if devices else ""
 
     def _channel(
         self, assigned: AssignGang, replicas: int, implementation: Implementation, buffer: RelayBuffer
@@ -137,7 +127,7 @@ class GangRunFactory:
 
     def close(self) -> None:
         self._threads.close()
-        for loop in self._loops[1:]:
+        for loop in self.loops[1:]:
             loop.close()
         self._segments.close()
 
@@ -169,16 +159,14 @@ NOT_SHARED = (
 class GangRun:
     """The execution of a lease that belongs to a gang; used like a `LeaseRun`."""
 
+    factory: GangRunFactory
     executor: PassExecutor
-    loops: list[PersistentLoop]  # the main thread's, then those of other replicas; extended as needed
     shards: LeaseShards
     lo: int
     hi: int
-    step: int  # number of the step for the functions
-    new_gang: Callable[[], LocalGang]  # of these replicas; run once
+    assigned: AssignGang
+    local: range  # its replicas
     channel: Channel | None  # closed when the gang is over; None if there are no other members
-    can_share: bool
-    device_of: Callable[[int], str]  # this process's name of a replica's device; "": none
     bound: BoundVariables | None
     begin: Callable[[int], None]  # called with the number of a call before it runs
     on_success: Callable[[], None] | None  # called when every call has returned
@@ -195,7 +183,7 @@ class GangRun:
     @property
     def is_relayed(self) -> bool:
         """Whether the driver process relays its collectives: its lease must be known before it executes."""
-        return not self.can_share
+        return isinstance(self.channel, RelayChannel)
 
     @property
     def outcomes(self) -> Sequence[Outcome]:
@@ -207,7 +195,7 @@ class GangRun:
         """The gang of these replicas; a single one that calls no collective needs none."""
         with self._lock:
             if self._gang is None:
-                self._gang = self.new_gang()
+                self._gang = self.factory.new_gang(self)
                 if self.hi - self.lo == 1:
                     self._gang.begin_alone(has_ended=self._has_ended)
             return self._gang
@@ -245,18 +233,20 @@ class GangRun:
             self.gang.abort("the scheduler has cancelled the step")
 
     def _execute(self) -> dict[int, Result | CallFailure]:
-        numbers = range(self._next, self.hi)
-        while len(self.loops) < len(numbers):
-            self.loops.append(PersistentLoop())
+        numbers, loops = range(self._next, self.hi), self.factory.loops
+        while len(loops) < len(numbers):
+            loops.append(PersistentLoop())
         calls: list[Call] = []
         bodies: list[Callable[[], Result]] = []
-        for number, loop in zip(numbers, self.loops, strict=False):
-            replica = number % self.executor.program.replicas
+        executor, assigned, bound = self.executor, self.assigned, self.bound
+        for number, loop in zip(numbers, loops, strict=False):
+            replica = number % executor.program.replicas
             collectives = ReplicaCollectives(self, replica, number)
-            variables = None if self.bound is None else self.bound.of(replica)
-            gang_context = GangCallContext(collectives.of, self.device_of(replica), variables)
-            call = self.executor.call(number, gang_context)
-            call.step = self.step
+            variables = None if bound is None else bound.of(replica)
+            device = self.factory.device_of(executor, replica) if executor.program.devices else ""
+            call = executor.call(number, GangCallContext(collectives.of, device, variables))
+            if assigned.step >= 0:  # else the functions see the step as its number in the pass
+                call.step = assigned.step
             calls.append(call)
             bodies.append(partial(self._run, call, collectives, loop))
         found: list[Result | BaseException]
@@ -338,11 +328,7 @@ class ReplicaCollectives:
 
     def call(self, request: CollectiveRequest) -> Tree:
         options = request.options
-        if (
-            options is not None
-            and not self._run.can_share
-            and options.implementation is Implementation.SHARED
-        ):
+        if options is not None and self._run.is_relayed and options.implementation is Implementation.SHARED:
             raise ValueError(NOT_SHARED)
         clock = self._run.executor.clock  # pauses while the replica waits for others
         clock.pause(self._number)

@@ -43,8 +43,6 @@ class JaxRun(GangRun):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        replicas = self.executor.program.replicas
-        self.local = range(self.lo % replicas, self.lo % replicas + self.hi - self.lo)
         if self.channel is None:
             self.mesh = jax_mesh.start(self._devices, self.local)
 
@@ -60,9 +58,8 @@ class JaxRun(GangRun):
         for number in range(self._next, self.hi):
             replica = number % executor.program.replicas
             variables = None if self.bound is None else self.bound.of(replica)
-            calls.append(
-                executor.call(number, GangCallContext(_no_collectives, self.device_of(replica), variables))
-            )
+            device = self.factory.device_of(executor, replica)
+            calls.append(executor.call(number, GangCallContext(_no_collectives, device, variables)))
         self.begin(self._next)
         returned = False
         try:
