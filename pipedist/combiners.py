@@ -22,6 +22,7 @@ components.
 | `by_key_counter` | {key: {value: count}} | added |
 | `by_key_nunique` | {key: number of different values} | exactly |
 | `by_key_quantiles` | {key: count, p1, ..., p99} | within 1/128 of the value; `quantile` reads other levels |
+| `by_key_top_k` | {key: the k largest values, with columns of their rows} | the k largest of each key |
 | `moments` | count, missing, mean, m2, min, max | as if of all rows together |
 | `top_k` | the k largest values, with their rows | the k largest of both |
 
@@ -31,11 +32,11 @@ or dates, also those of Python, in one or several columns: `of(values)` and `of(
 columns, or a list of tuples. A replica function may also return a plain dict, `collections.Counter` or `defaultdict`.
 
 `moments` and sums of floats are associative up to rounding; the engine's fixed tree makes their bits reproducible. In
-a `.csv`, `.parquet` or `.jsonl` file a value by key has a row per key; for `top_k` a row per value: `value` and the
-columns of its rows.
+a `.csv`, `.parquet` or `.jsonl` file a value by key has a row per key; for `top_k` and `by_key_top_k` a row per value:
+`value` and the columns of its rows.
 
 To combine other components by key, as dicts, define an instance of `ByKey` in your module:
-`by_key_top_k = ByKey("by_key_top_k", top_k)`, `reduce: "mymodule:by_key_top_k"`.
+`by_key_longest = ByKey("by_key_longest", longest)`, `reduce: "mymodule:by_key_longest"`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from pipedist.reduction.keyed.combiners import (
     MomentsByKey,
     QuantilesByKey,
     Reduced,
+    TopKByKey,
     UniqueByKey,
     array_of,
     check_real,
@@ -62,7 +64,7 @@ from pipedist.reduction.keyed.combiners import (
 from pipedist.reduction.keyed.keys import Key, group, values_of
 from pipedist.reduction.keyed.keys import encode_text as encode_text
 from pipedist.reduction.keyed.table import KeyedTable as KeyedTable
-from pipedist.reduction.keyed.values import MOMENTS, merged_moments, variance
+from pipedist.reduction.keyed.values import MOMENTS, largest_first, merged_moments, variance
 
 Component = Mapping[Any, Any]
 
@@ -173,7 +175,7 @@ class TopK:
         for path, leaf in zip(trees.treedef_paths(treedef), kept, strict=True):
             if leaf.shape[:1] != x.shape:
                 raise ValueError(f"rows {path!r} has shape {leaf.shape}, but there are {len(x)} values")
-        order = _largest_first(x)[:k]
+        order = largest_first(x)[:k]
         return {
             "k": k,
             "values": x[order],
@@ -267,13 +269,6 @@ def sorted_keys(component: Component) -> list[Any]:
     return sorted(component, key=lambda key: (isinstance(key, str), key))
 
 
-def _largest_first(x: NDArray[Any]) -> NDArray[np.intp]:
-    """Return the positions of all values except NaNs, largest first, stable."""
-    present = np.flatnonzero(x == x)
-    backwards = np.argsort(x[present][::-1], kind="stable")[::-1]
-    return present[len(present) - 1 - backwards]
-
-
 def _numbers(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields, with Python numbers in place of arrays without axes."""
     return {name: value if np.ndim(value) else np.asarray(value).item() for name, value in fields.items()}
@@ -288,4 +283,5 @@ by_key_max = Reduced("by_key_max", "max", np.maximum)
 by_key_moments = MomentsByKey("by_key_moments", "moments")
 by_key_counter = CounterByKey("by_key_counter", "counts")
 by_key_nunique = UniqueByKey("by_key_nunique", "unique")
+by_key_top_k = TopKByKey("by_key_top_k", "top_k")
 by_key_quantiles = QuantilesByKey("by_key_quantiles", "quantiles")

@@ -218,7 +218,7 @@ def _records_by_key(table: KeyedTable) -> Records | None:
         rows = [[_key(key), f"{count:,}"] for key, count in largest]
         total, names = len(table), ["count"]
     else:
-        total = table.rows if table.kind == "counts" else len(table)
+        total = table.height
         head = table.columns(0, min(total, RECORDS_MAX))
         keys, names = list(head)[: len(table.names)], list(head)[len(table.names) :]
         if any(head[name].ndim > 1 for name in names):

@@ -7,6 +7,7 @@ import mmap
 import pickle
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from pipedist.combiners import (
     by_key_nunique,
     by_key_quantiles,
     by_key_sum,
+    by_key_top_k,
     counter,
     moments,
 )
@@ -284,6 +286,15 @@ def test_keys_of_several_columns_have_names_and_dates() -> None:
         (lambda: by_key_moments.of(["a"], ["x"]), TypeError, "needs real numbers"),
         (lambda: by_key_sum.of(["a"], [datetime.date(2024, 1, 1)]), TypeError, "dates can't be added"),
         (lambda: by_key_max.of([1, 1], [datetime.date(2024, 1, 1), 2]), TypeError, "got date and int"),
+        (lambda: by_key_top_k.of(["a"], [1], 0), ValueError, "k >= 1"),
+        (lambda: by_key_top_k.of(["a"], [1], 1, {"x": [1, 2]}), ValueError, "do not match 'x'"),
+        (lambda: by_key_top_k.of(["a"], ["x"], 1), TypeError, "column 'value'"),
+        (
+            lambda: by_key_top_k(by_key_top_k.of([1], [1], 1), by_key_top_k.of([1], [1], 2)),
+            ValueError,
+            "use one k",
+        ),
+        (lambda: by_key_top_k(by_key_top_k.of([1], [1], 1), {1: 2}), TypeError, "not dicts"),
         (lambda: counter.of([datetime.datetime.now(datetime.UTC)]), TypeError, "has a time zone"),
     ],
 )
@@ -318,6 +329,57 @@ def test_a_dict_of_counts_has_the_bits_of_its_rows(counts: dict[str, int]) -> No
     assert counter.component(subclasses) == subclasses
 
 
+TOP_ROWS = st.lists(
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.sampled_from([0.5, 1, 2, np.nan])), max_size=8
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=60)
+@given(TOP_ROWS, st.integers(1, 3), st.integers(1, 2), st.integers(1, 4))
+def test_the_largest_values_of_each_key_are_those_of_all_rows(
+    parts: Any, k: int, width: int, count: int
+) -> None:
+    numbered = [[(*row, at * 10 + place) for place, row in enumerate(part)] for at, part in enumerate(parts)]
+    tables = [
+        by_key_top_k.of(
+            tuple([row[at] for row in part] for at in range(width))
+            if width > 1
+            else [row[0] for row in part],
+            np.array([row[2] for row in part], float),
+            k,
+            {
+                "name": np.array([f"n{row[3]}" for row in part], object),
+                "id": np.array([row[3] for row in part]),
+            },
+        )
+        for part in numbered
+    ]
+    whole: dict[Any, list[Any]] = defaultdict(list)
+    present = [row for part in numbered for row in part if row[2] == row[2]]
+    for *key, value, number in sorted(present, key=lambda row: (-row[2], row[3])):
+        whole[tuple(key) if width > 1 else key[0]].append((value, f"n{number}", number))
+    expected = {key: rows[:k] for key, rows in whole.items()}
+    if not expected:
+        return
+    groups = [[table] for table in tables]
+    for merged in (
+        by_key_top_k.merge_groups(groups),
+        merged_in_ranges(groups, count),
+        reduce(by_key_top_k, tables),
+    ):
+        assert list(merged) == sorted(expected)
+        assert merged.rows == sum(map(len, expected.values()))
+        for key, columns in merged.items():
+            assert list(zip(*(column.tolist() for column in columns.values()), strict=True)) == expected[key]
+        assert [row["id"] for row in merged.records()] == [
+            row[2] for key in sorted(expected) for row in expected[key]
+        ]
+
+
 # -- in runs
 
 
@@ -332,6 +394,12 @@ def counted(x: np.ndarray) -> Any:
 
 def summed(x: np.ndarray) -> Any:
     return by_key_sum.of((x * x % 997, [f"{each % 13}" for each in x]), 0.1 * x)
+
+
+def longest(x: np.ndarray) -> Any:
+    return by_key_top_k.of(
+        [f"k{each}" for each in x % 50], x * 7 % 1000, 2, {"x": x, "word": [f"w{each}" for each in x]}
+    )
 
 
 def fails_once(x: np.ndarray, marker: str) -> Any:
@@ -356,8 +424,10 @@ def test_bits_do_not_depend_on_workers_deaths_ranges_or_files(
             "counts": {"reduce": "pipedist.combiners:counter", "of": "words"},
             "sums": {"run": f"{M}:summed"},
             "by_key": {"reduce": "pipedist.combiners:by_key_sum", "of": "sums"},
+            "rows": {"run": f"{M}:longest"},
+            "top": {"reduce": "pipedist.combiners:by_key_top_k", "of": "rows"},
         },
-        "outputs": {"counts": "counts.csv", "by_key": "by_key.csv"},
+        "outputs": {"counts": "counts.csv", "by_key": "by_key.csv", "top": "top.csv"},
     }
     plain = pipedist.run(spec, workers=1, output=tmp_path / "plain")
     monkeypatch.setattr(keyed_fold, "RANGE_BYTES_MAX", 20_000)
@@ -365,12 +435,13 @@ def test_bits_do_not_depend_on_workers_deaths_ranges_or_files(
     spec["stages"]["sums"] = {"run": f"{M}:fails_once", "with": {"marker": str(tmp_path / "marker")}}
     divided = pipedist.run(spec, workers=3, output=tmp_path / "divided")
     assert (tmp_path / "marker").exists()
-    for name in ("counts.csv", "by_key.csv"):
+    for name in ("counts.csv", "by_key.csv", "top.csv"):
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "divided" / name).read_bytes()
     assert divided["counts"] == plain["counts"] == Counter(f"w{x * x % 1000}" for x in range(2000))
     assert bits(divided["by_key"]) == bits(plain["by_key"])
     assert divided["by_key"].value_columns["value"].base is not None  # a view of a file
     assert isinstance(divided["counts"], KeyedTable)
+    assert divided["top"]["k7"]["x"].tolist() == [857, 1857]  # both have 999
 
 
 def test_tables_may_move_to_a_file_while_they_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pipedist.reduction.keyed.keys import Grouping, TextColumn, dates_of, group
+from pipedist.reduction.keyed.keys import Grouping, TextColumn, dates_of, group, with_codes
 from pipedist.reduction.keyed.table import NUMBERS, KeyedTable, merge
 from pipedist.reduction.keyed.texts import Texts, of_strings
 from pipedist.reduction.keyed.values import (
     MOMENTS,
     Columns,
     buckets_of,
+    largest_by_key,
     moments_of,
     quantile,
     reduced_rows,
@@ -258,6 +259,68 @@ class UniqueByKey(NestedCombiner):
     def _of_dict(self, value: Mapping[Any, Any]) -> KeyedTable:
         pairs = [(key, each) for key, values in value.items() for each in values]
         return self.of([key for key, _ in pairs], [each for _, each in pairs])
+
+
+class TopKByKey(KeyedCombiner):
+    """The k largest values of each key, largest first, with columns of their rows.
+
+    The value of a key is a dict of arrays: "value", and the columns of the rows. Among equal values the first in
+    dataset order is kept. NaNs are skipped; a key that has no others is absent.
+
+    Example:
+        >>> from pipedist.combiners import by_key_top_k
+        >>> late = by_key_top_k.of(["UA", "AA", "UA"], [5, 30, 20], k=1, rows={"tail": np.array(["N1", "N2", "N3"])})
+        >>> late["UA"]["value"].tolist(), late["UA"]["tail"].tolist()
+        ([20], ['N3'])
+    """
+
+    def of(  # type: ignore[override]
+        self, keys: Any, values: ArrayLike, k: int, rows: Mapping[str, ArrayLike] | None = None
+    ) -> KeyedTable:
+        """Group rows by key and keep those with the k largest values of each.
+
+        Args:
+            keys: [rows], or several such columns.
+            values: real numbers or dates [rows].
+            k: number of values of a key, at least 1; equal in all components.
+            rows: columns [rows, ...] of numbers, dates or text that are kept with the values.
+
+        Raises:
+            ValueError: `k` is less than 1, or columns differ in their number of rows.
+            TypeError: a key is neither text, nor an integer, nor a date; or a column has other values.
+        """
+        names, columns = columns_of(keys, self._base)
+        grouping = group(columns)
+        kept = {"value": _rows_of(values)}
+        for name, column in (rows or {}).items():
+            if name == "value" or name in names:
+                raise ValueError(f"{self.name}: two columns have the name {name!r}")
+            kept[name] = _rows_of(column)
+        for name, each in kept.items():
+            if each.shape[:1] != grouping.codes.shape:
+                raise ValueError(
+                    f"{self.name}: keys of shape {grouping.codes.shape} do not match {name!r} of shape {each.shape}"
+                )
+            if each.dtype.kind == "O" and set(map(type, each.flat)) <= {str}:
+                kept[name] = each = each.astype(np.str_)
+            if each.dtype.kind not in ("iufM" if name == "value" else "biufcmMU"):
+                raise TypeError(f"{self.name}: column {name!r} has values of dtype {each.dtype}")
+        if k < 1 or kept["value"].ndim != 1:
+            raise ValueError(
+                f"{self.name} needs k >= 1 and values with one axis, got k={k}, shape {kept['value'].shape}"
+            )
+        found = largest_by_key(grouping.codes, max(1, grouping.count), kept["value"], k)
+        codes = grouping.codes.take(found)
+        key_columns = [with_codes(column, codes) for column in grouping.columns]
+        return KeyedTable(
+            self.kind, names, key_columns, {name: each.take(found, axis=0) for name, each in kept.items()}, k
+        )
+
+    def _reduced(self, grouping: Grouping, rows: NDArray[Any]) -> Columns:
+        raise NotImplementedError  # rows are kept
+
+    def _of_dict(self, value: Mapping[Any, Any]) -> KeyedTable:
+        raise TypeError("by_key_top_k combines what by_key_top_k.of(...) returned, not dicts")
 
 
 class QuantilesByKey(NestedCombiner):

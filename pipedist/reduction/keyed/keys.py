@@ -336,6 +336,14 @@ def take(column: KeyColumn, rows: NDArray[Any]) -> KeyColumn:
     return TextColumn(column.texts, column.codes[rows])
 
 
+def with_codes(column: KeyColumn, rows: Ints) -> KeyColumn:
+    """Return some rows of a column, which may be repeated, in the order of the keys."""
+    if isinstance(column, TextColumn) and column.codes is None:
+        return _used(TextColumn(column.texts, rows.astype(np.int32)))
+    found = take(column, rows)
+    return _used(found) if isinstance(found, TextColumn) else found
+
+
 def part(column: KeyColumn, lo: int, hi: int) -> KeyColumn:
     """Return the rows [lo, hi) of a column, with all texts of the column."""
     if not isinstance(column, TextColumn):

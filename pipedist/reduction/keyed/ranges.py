@@ -1,6 +1,6 @@
 """Ranges of keys, in which large tables are merged: cut at the same keys, merged one by one, and joined.
 
-Texts of several key columns are few beside the rows that refer to them, so they are sorted once, and not in each range:
+Texts to which rows refer by codes are few beside the rows, so they are sorted once, and not in each range:
 the first table of a range has the texts of all, and the codes of all are places in them.
 """
 
@@ -62,10 +62,9 @@ class Ranges:
             self._bounds.append(_cuts(table, bounds))
             after_each()
         self._shared: dict[int, _Shared] = {}
-        if len(largest.key_columns) > 1:
-            for number, columns in enumerate(zip(*(table.key_columns for table in tables), strict=True)):
-                if isinstance(columns[0], TextColumn):
-                    self._shared[number] = self._union(columns)
+        for number, columns in enumerate(zip(*(table.key_columns for table in tables), strict=True)):
+            if isinstance(columns[0], TextColumn) and columns[0].codes is not None:
+                self._shared[number] = self._union(columns)
 
     def _union(self, columns: Sequence[KeyColumn]) -> _Shared:
         found = [column.texts for column in columns if isinstance(column, TextColumn)]
@@ -150,5 +149,5 @@ def _cuts(table: KeyedTable, bounds: Sequence[Sequence[Any]]) -> list[int]:
 
 def _codes(column: KeyColumn) -> NDArray[np.int32]:
     assert isinstance(column, TextColumn)
-    assert column.codes is not None  # of several columns, none has a text of its own for each row
+    assert column.codes is not None
     return column.codes

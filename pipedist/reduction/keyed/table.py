@@ -11,12 +11,13 @@ bits of a value depend on the leaves alone, not on the calls that merge them or 
 | counts | key, and a counted value | a table of kind counter |
 | unique | key, and one of its values | int: the number of different values |
 | quantiles | key, and a bucket of values | dict: count, and p1 to p99 |
+| top_k | key, for each of its k largest values | dict of arrays: value, and columns of the rows; the largest first |
 """
 
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +33,7 @@ from pipedist.reduction.keyed.values import (
     Runs,
     in_tree,
     integers_of,
+    largest_by_key,
     merged_moments,
     of_runs,
     quantile_summary,
@@ -40,6 +42,7 @@ from pipedist.reduction.keyed.values import (
 
 NUMBERS = frozenset({"counter", "sum", "min", "max"})  # kinds with one number or array for a key
 NESTED = frozenset({"counts", "unique", "quantiles"})  # kinds whose last key column is not part of the key
+SEVERAL = NESTED | {"top_k"}  # kinds with several rows for a key
 _EXTREMES = {"min": np.minimum, "max": np.maximum}
 _CHUNK_ROWS = 4096  # rows that become Python objects at a time
 
@@ -56,6 +59,7 @@ class KeyedTable(Mapping[Any, Any]):
         names: the names of the columns of a key.
         key_columns: the key columns; for some kinds one more, which is not part of the key.
         value_columns: value columns by name, arrays [rows, ...].
+        k: for kind top_k, the number of rows of a key that are kept.
 
     Example:
         >>> from pipedist.combiners import counter
@@ -68,11 +72,17 @@ class KeyedTable(Mapping[Any, Any]):
     names: list[str]
     key_columns: list[KeyColumn]
     value_columns: Columns
+    k: int = 0
 
     @property
     def rows(self) -> int:
         """The number of rows; more than keys for some kinds."""
         return len(self.key_columns[0])
+
+    @property
+    def height(self) -> int:
+        """The number of rows of `columns`: more than keys for kinds counts and top_k."""
+        return self.rows if self.kind in ("counts", "top_k") else len(self)
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +101,7 @@ class KeyedTable(Mapping[Any, Any]):
     # -- the access of a dict
 
     def __len__(self) -> int:
-        return len(self.starts) if self.kind in NESTED else self.rows
+        return len(self.starts) if self.kind in SEVERAL else self.rows
 
     def __iter__(self) -> Iterator[Any]:
         for found, _ in self._chunks(with_values=False):
@@ -101,7 +111,7 @@ class KeyedTable(Mapping[Any, Any]):
         lo, hi = self._span(key)
         if lo == hi:
             raise KeyError(key)
-        if self.kind in NESTED:
+        if self.kind in SEVERAL:
             place = int(np.searchsorted(self.starts, lo))
             return self._cells(place, place + 1)[0]
         return self._cells(lo, hi)[0]
@@ -143,7 +153,7 @@ class KeyedTable(Mapping[Any, Any]):
         """
         columns = list(self.columns(with_keys=False).values())
         numbers = columns[0]
-        if len(columns) > 1 or numbers.ndim > 1:
+        if len(columns) > 1 or numbers.ndim > 1 or self.kind == "top_k":
             raise TypeError(f"only counters and numbers by key have largest values, not {self.kind}")
         backwards = np.argsort(numbers[::-1], kind="stable")[: -count - 1 : -1]
         return [
@@ -163,12 +173,12 @@ class KeyedTable(Mapping[Any, Any]):
 
     @cached_property
     def starts(self) -> Ints:
-        """The first row of each key, for a nested kind."""
+        """The first row of each key, for a kind with several."""
         fresh = np.zeros(self.rows, bool)
         fresh[:1] = True
-        for column in self.key_columns[:-1]:
+        for column in self.key_columns[: len(self.names)]:
             codes = column.codes if isinstance(column, TextColumn) else column
-            assert codes is not None  # of several columns, none has a text of its own for each row
+            assert codes is not None  # a text of its own for each row is that of a key with one row
             fresh[1:] |= codes[1:] != codes[:-1]
         return np.flatnonzero(fresh)
 
@@ -188,7 +198,7 @@ class KeyedTable(Mapping[Any, Any]):
 
     def _key_columns(self, lo: int, hi: int) -> list[KeyColumn]:
         columns = self.key_columns[: len(self.names)]
-        if self.kind in NESTED:
+        if self.kind in SEVERAL:
             return [keys.take(column, self.starts[lo:hi]) for column in columns]
         return [keys.part(column, lo, hi) for column in columns]
 
@@ -197,6 +207,9 @@ class KeyedTable(Mapping[Any, Any]):
         if self.kind == "counts":
             bounds = zip(self.starts[lo:hi].tolist(), self._ends[lo:hi].tolist(), strict=True)
             return [self._counter(a, b) for a, b in bounds]
+        if self.kind == "top_k":
+            bounds = zip(self.starts[lo:hi].tolist(), self._ends[lo:hi].tolist(), strict=True)
+            return [{name: column[a:b] for name, column in self.value_columns.items()} for a, b in bounds]
         columns = self.columns(lo, hi, with_keys=False)
         cells = [_listed(column) for column in columns.values()]
         if self.kind in ("moments", "quantiles"):
@@ -219,16 +232,18 @@ class KeyedTable(Mapping[Any, Any]):
         """Return the columns of keys [lo, hi), by name: arrays [keys, ...], and texts as object arrays.
 
         Args:
-            lo, hi: positions of keys; for kind counts, of rows.
+            lo, hi: positions of keys; for kinds counts and top_k, of rows.
             with_keys: whether the key columns are among them.
             texts: return columns of text as `TextColumn`, without Python objects.
         """
-        hi = (self.rows if self.kind == "counts" else len(self)) if hi is None else hi
+        hi = self.height if hi is None else hi
         found: dict[str, Any] = {}
         if with_keys:
             if self.kind == "counts":
                 parts = [keys.part(column, lo, hi) for column in self.key_columns]
                 names = [*self.names, "value"]
+            elif self.kind == "top_k":
+                parts, names = [keys.part(column, lo, hi) for column in self.key_columns], self.names
             else:
                 parts, names = self._key_columns(lo, hi), self.names
             for name, part in zip(names, parts, strict=True):
@@ -236,6 +251,8 @@ class KeyedTable(Mapping[Any, Any]):
         return {**found, **self._value_columns(lo, hi)}
 
     def _value_columns(self, lo: int, hi: int) -> dict[str, NDArray[Any]]:
+        if self.kind == "top_k":
+            return {name: column[lo:hi] for name, column in self.value_columns.items()}
         if self.kind == "unique":
             return {"unique": self._ends[lo:hi] - self.starts[lo:hi]}
         if self.kind == "quantiles":
@@ -269,9 +286,8 @@ class KeyedTable(Mapping[Any, Any]):
 
     def blocks(self, rows: int, *, texts: bool = False) -> Iterator[dict[str, Any]]:
         """Yield all columns, some rows at a time; see `columns`."""
-        count = self.rows if self.kind == "counts" else len(self)
-        for lo in range(0, max(count, 1), rows):
-            yield self.columns(lo, min(lo + rows, count), texts=texts)
+        for lo in range(0, max(self.height, 1), rows):
+            yield self.columns(lo, min(lo + rows, self.height), texts=texts)
 
 
 class _Items(ItemsView[Any, Any]):
@@ -326,6 +342,11 @@ def merge(groups: Sequence[Sequence[KeyedTable]]) -> KeyedTable:
     packed, size, unpacked = keys.pack(
         [keys.merge_columns(columns) for columns in zip(*(part.key_columns for part in parts), strict=True)]
     )
+    if parts[0].kind == "top_k":
+        found = joined_values(parts)
+        largest = largest_by_key(packed, size, found["value"], parts[0].k)
+        kept = {name: column.take(largest, axis=0) for name, column in found.items()}
+        return replace(parts[0], key_columns=unpacked(packed.take(largest)), value_columns=kept)
     order, values = keys.sorted_rows(packed, size, has_runs=True)
     leaves = np.array([leaf for _, leaf in placed])
     leaves = leaves.astype(np.min_scalar_type(leaves[-1]))  # few bytes stay in the processor's cache
@@ -352,6 +373,10 @@ def _together(parts: Sequence[Columns], together: Concatenate = in_memory, *, is
         "high" in part for part in parts
     ):
         parts = _alike(parts, is_sum=is_sum)
+    return _concatenated(parts, together)
+
+
+def _concatenated(parts: Sequence[Columns], together: Concatenate) -> Columns:
     found = {}
     for name in parts[0]:
         arrays = [part[name] for part in parts]
@@ -392,6 +417,11 @@ def _check(parts: Sequence[KeyedTable]) -> None:
         first = parts[0]
         if part.kind != first.kind:
             raise TypeError(f"components of kinds {first.kind} and {part.kind} can't be combined by key")
+        if part.k != first.k:
+            raise ValueError(f"the largest {first.k} and the largest {part.k} can't be combined: use one k")
+        if part.value_columns.keys() != first.value_columns.keys() and first.kind == "top_k":
+            one, other = (", ".join(each.value_columns) for each in (first, part))
+            raise ValueError(f"components with the columns {one} and {other} can't be combined")
         if part.names != first.names or len(part.key_columns) != len(first.key_columns):
             raise ValueError(
                 f"components with the key columns {first.names} and {part.names} can't be combined"
@@ -410,4 +440,6 @@ def joined_values(parts: Sequence[KeyedTable], together: Concatenate = in_memory
     if kind == "unique":
         return {}
     columns = [part.value_columns for part in parts]
+    if kind == "top_k":
+        return _concatenated(columns, together)
     return _together(columns, together, is_sum=kind not in ("min", "max", "moments"))

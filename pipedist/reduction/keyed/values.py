@@ -298,6 +298,30 @@ def variance(moments: Mapping[str, Any], *, ddof: int = 0) -> Any:
     return value if value.ndim else float(value)
 
 
+# -- the largest -------------------------------------------------------------------------------------
+
+
+def largest_first(x: NDArray[Any]) -> Ints:
+    """Return the positions of all values except NaNs, largest first, stable."""
+    present = np.flatnonzero(x == x)
+    backwards = np.argsort(x[present][::-1], kind="stable")[::-1]
+    return np.asarray(present[len(present) - 1 - backwards], np.int64)
+
+
+def largest_by_key(codes: Ints, size: int, x: NDArray[Any], k: int) -> Ints:
+    """Return the rows with the k largest values of each key, by key, largest first; the first of equal ones.
+
+    Args:
+        codes: the key of each row, int64[rows], below `size`.
+        x: the value of each row.
+    """
+    rows = largest_first(x)
+    order, found = sorted_rows(codes.take(rows), size)
+    starts = np.flatnonzero(starts_of_runs(found)) if len(found) else order
+    place = np.arange(len(found)) - np.repeat(starts, np.diff(starts, append=len(found)))
+    return rows.take(order[place < k])
+
+
 # -- quantiles --------------------------------------------------------------------------------------
 
 
