@@ -407,19 +407,24 @@ def array_of(column: Any) -> Any:
 def _rows_of(values: ArrayLike) -> NDArray[Any]:
     """Return values as an array; integers on both sides of 2**63 stay exact, and Python's dates are NumPy's."""
     if isinstance(values, list) and values and {int}.issuperset(map(type, values)):
-        try:
-            return np.array(values, np.int64)
-        except OverflowError:
-            return np.array(values, object)
+        return _integers(values)
     rows = np.asarray(values)
     found = dates_of(rows.tolist()) if rows.dtype.kind == "O" and rows.ndim == 1 else None
     return rows if found is None else found
 
 
+def _integers(values: list[Any]) -> NDArray[Any]:
+    """Return integers as int64, or as Python's if one exceeds it."""
+    try:
+        return np.fromiter(values, np.int64, len(values))
+    except OverflowError:
+        return np.array(list(map(int, values)), object)
+
+
 def _stacked(name: str, cells: list[Any]) -> NDArray[Any]:
     """Return the values of a dict as rows."""
     if _all_are(int, cells):
-        return _rows_of(list(map(int, cells)))
+        return _integers(cells) if cells else np.empty(0)
     if (found := dates_of(cells)) is not None:
         return found
     try:
@@ -434,7 +439,7 @@ def _stacked(name: str, cells: list[Any]) -> NDArray[Any]:
 def _counts(name: str, counts: list[Any]) -> NDArray[Any]:
     if not _all_are(int | np.integer, counts):
         raise TypeError(f"{name} adds whole numbers: to add floats by key, use by_key_sum")
-    return _rows_of(list(map(int, counts)))
+    return _integers(counts)
 
 
 def _all_are(classes: type | UnionType, values: list[Any]) -> bool:
