@@ -29,7 +29,6 @@ C-contiguous. `bytearray` and `memoryview` come back as `bytes`.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -40,7 +39,7 @@ from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.columns import fits, items_of, nodes_of
-from pipedist.protocol.encoder import UnsendableError, encode
+from pipedist.protocol.encoder import FLOAT, UnsendableError, encode, float_start
 from pipedist.protocol.layout import (
     ARRAY_ALIGNMENT_BYTES,
     BIG_INT,
@@ -120,9 +119,9 @@ _FAULTS: Final = (
 
 def _small_tree(header: bytes) -> Tree | None:
     """Return the tree of a short header, without frames; None: the decoder handles it, or raises its error."""
-    slot = _float_slots.get(header[: -_FLOAT.size])
+    slot = _float_slots.get(header[: -FLOAT.size])
     if slot is not None:
-        return [{slot: _FLOAT.unpack_from(header, len(header) - _FLOAT.size)[0]}]
+        return [{slot: FLOAT.unpack_from(header, len(header) - FLOAT.size)[0]}]
     if header[0] == COLUMNS or _MARK_START in header:
         return None
     try:
@@ -136,7 +135,6 @@ def _small_tree(header: bytes) -> Tree | None:
     return tree
 
 
-_FLOAT: Final = struct.Struct(">d")
 _FLOAT_SLOTS_MAX: Final = 64
 _float_slots: dict[bytes, str] = {}
 """The slot of results that are one float, such as a loss, by what comes before the float's bytes."""
@@ -148,9 +146,8 @@ def _learn_float(header: bytes, tree: Tree) -> None:
     [(slot, value)] = tree[0].items()
     if type(slot) is not str or type(value) is not float or len(_float_slots) >= _FLOAT_SLOTS_MAX:
         return
-    start = msgpack.packb([{slot: 0.0}], unicode_errors="surrogatepass")[: -_FLOAT.size]
-    if header[: -_FLOAT.size] == start:
-        _float_slots[start] = slot
+    if header[: -FLOAT.size] == float_start(slot):
+        _float_slots[header[: -FLOAT.size]] = slot
 
 
 class _Decoder:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import struct
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Final
 
 import msgpack
@@ -79,6 +81,8 @@ def encode(tree: Tree) -> list[Frame]:
         if (
             type(key) is str and type(value) in _PLAIN
         ):  # a result that is one number: the common case, cheaper
+            if type(value) is float and len(key) <= _SLOT_CHARS_MAX:
+                return [float_start(key) + FLOAT.pack(value)]
             return [msgpack.Packer(strict_types=True, unicode_errors="surrogatepass").pack(tree)]
     if type(tree) is list and len(tree) >= ITEMS_MIN:
         frames = _encode_columns(tree)
@@ -102,6 +106,18 @@ def encode(tree: Tree) -> list[Frame]:
             "send fewer, or smaller steps"
         )
     return frames
+
+
+FLOAT: Final = struct.Struct(">d")  # as msgpack writes it
+_SLOT_CHARS_MAX: Final = 64
+
+
+@lru_cache(maxsize=64)
+def float_start(slot: str) -> bytes:
+    """Return what comes before the float's bytes in the header of a result that is one float."""
+    packer = msgpack.Packer(strict_types=True, unicode_errors="surrogatepass")
+    start: bytes = packer.pack([{slot: 0.0}])[: -FLOAT.size]
+    return start
 
 
 _FORMS_MAX: Final = 64

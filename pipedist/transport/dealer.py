@@ -188,12 +188,12 @@ class Dealer:
         return message, frames
 
     def _receive(self) -> list[memoryview]:
-        limits = self._limits
+        limits, receive = self._limits, self._receive_part
         self._is_readable = False
         frames: list[memoryview] = []
         count, size_bytes, more = 0, 0, True
         while more:
-            frame = self._receive_part(0, copy=False)
+            frame = receive(0, copy=False)
             more = frame.more
             count += 1
             size_bytes += len(frame)

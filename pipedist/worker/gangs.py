@@ -206,6 +206,9 @@ class GangRun:
             start = time.perf_counter_ns()
             self._over = self._execute()
             self._busy_ns = time.perf_counter_ns() - start
+        if self.hi - self._next == 1 and not isinstance(only := self._over[self._next], CallFailure):
+            self._outcomes = [only[0]]  # the common case, cheaper
+            return None
         outcomes: list[Outcome] = []
         failure: CallFailure | None = None
         for number in range(self._next, self.hi):

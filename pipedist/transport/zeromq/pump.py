@@ -32,6 +32,7 @@ class Pump:
         frames_per_wake_up: int,  # number of frames after which other callbacks run
     ) -> None:
         self._socket = socket
+        self._receive = socket.recv
         self._take = take
         self._wake = wake
         self._readable = [(socket, _POLLIN)]
@@ -71,13 +72,17 @@ class Pump:
         try:
             if self._loop is not None and self._wake is not None:
                 self._wake()
-            for _ in range(self._frames_per_wake_up):
+            for number in range(self._frames_per_wake_up):
                 if self._loop is None:
                     return
-                # The frames of a message arrive together, so that only its first one can be missing.
-                if not self._is_within and not zmq.zmq_poll(self._readable, 0):
+                # The frames of a message arrive together, so that only its first one can be missing. That it is there
+                # is most probable at a wake-up, and unlikely after a message; looking for it is cheaper than an error.
+                if number and not self._is_within and not zmq.zmq_poll(self._readable, 0):
                     return
-                frame = self._socket.recv(_DONTWAIT, copy=False)
+                try:
+                    frame = self._receive(_DONTWAIT, copy=False)
+                except zmq.Again:
+                    return
                 self._is_within = more = frame.more
                 self._take(frame, more)
         except BaseException:
