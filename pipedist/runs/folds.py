@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack
 
 import anyio
@@ -279,7 +280,8 @@ def array_bytes(value: Tree) -> int:
     if isinstance(value, np.ndarray):
         return ragged.size_bytes(value)
     if type(value) is list and set(map(type, value)) == {np.ndarray}:
-        return sum(map(ragged.size_bytes, value))
+        has_objects = "O" in set(map(attrgetter("dtype.kind"), value))
+        return sum(map(ragged.size_bytes if has_objects else attrgetter("nbytes"), value))
     return sum(ragged.size_bytes(leaf) for leaf in trees.flatten(value)[0] if isinstance(leaf, np.ndarray))
 
 

@@ -154,7 +154,7 @@ class GatherFold(Fold):
     def _compact(self) -> None:
         """Concatenate tiny parts, whose overhead would exceed their data."""
         tiny = self._parts[self._whole :]
-        if sum(map(array_bytes, tiny)) <= TINY_BYTES * len(tiny):
+        if array_bytes(tiny) <= TINY_BYTES * len(tiny):
             block = self._together(tiny)
             # texts for which `<U` would be wasteful, but need not be with those to come, wait for the end
             if not ("O" in _dtype_kinds([block]) and "U" in _dtype_kinds(tiny)):

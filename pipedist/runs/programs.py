@@ -78,6 +78,8 @@ def parts_of(slot: str, steps: Sequence[Sequence[Slots]]) -> list[list[Tree]]:
     In a gang, empty shards are called too, but stages without collectives have no value there. Empty shards
     belong to the last replicas, so part r is always replica r's.
     """
+    if set(map(len, steps)) == {1}:  # one replica; as many inner loops would be most of the cost
+        return [[slots[slot]] if slot in slots else [] for (slots,) in steps]
     return [[slots[slot] for slots in step if slot in slots] for step in steps]
 
 
