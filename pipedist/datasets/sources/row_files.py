@@ -248,7 +248,7 @@ def in_order(chunks: Sequence[RowChunk], rows: Sequence[T]) -> list[T]:
     return list(rows) if order is None else [rows[at] for at in order.tolist()]
 
 
-BLOCK_BYTES = 1 << 23  # size of the blocks that are scanned
+BLOCK_BYTES = 1 << 21  # size of the blocks that are scanned
 ROW_BYTES_MAX = 1 << 28  # the longest line; a longer one shows that the file does not consist of lines
 LINE_FEED, CARRIAGE_RETURN, QUOTE, COMMA = 10, 13, 34, 44
 
@@ -293,8 +293,27 @@ def row_starts(blocks: Blocks, start: int, rules: RowRules) -> Offsets:
         return np.array([begin for begin, _ in lenient_rows(blocks(), start, rules)], np.int64)
 
 
+class _Grown:
+    """An array that grows in place: a list of arrays and their concatenation need twice the memory."""
+
+    def __init__(self) -> None:
+        self._array, self._used = np.empty(0, np.int64), 0
+
+    def append(self, offsets: Offsets) -> None:
+        stop = self._used + len(offsets)
+        if stop > len(self._array):
+            # NumPy fills what it adds with zeros, so room that is not used costs memory too.
+            self._array.resize(max(stop, len(self._array) * 5 // 4), refcheck=False)
+        self._array[self._used : stop] = offsets
+        self._used = stop
+
+    def array(self) -> Offsets:
+        self._array.resize(self._used, refcheck=False)
+        return self._array
+
+
 def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> Offsets:
-    found: list[Offsets] = []
+    found = _Grown()
     inside = False  # whether a quoted field is open at the beginning of the block
     opened_at = start  # offset of the row whose quoted field is open
     begin = start  # offset of the row that the block continues
@@ -323,7 +342,7 @@ def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> Offsets:
     if begin < start and (rules.keep_blank or start - begin > 1 or last != b"\r"):
         found.append(np.array([begin], np.int64))
     found.append(np.array([start], np.int64))
-    return np.concatenate(found)
+    return found.array()
 
 
 def _without_blank(begins: Offsets, stops: Offsets, data: npt.NDArray[np.uint8], start: int) -> Offsets:

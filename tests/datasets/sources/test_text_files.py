@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,18 @@ def test_an_empty_text_file_has_no_elements(tmp_path: Path) -> None:
     source = open_source("text", {"path": "a.txt"}, folder=tmp_path)
     assert source.length == 0
     source.close()
+
+
+def test_the_index_of_rows_takes_little_more_memory_than_its_offsets() -> None:
+    block = b"a line\n" * 4096
+    tracemalloc.start()
+    try:
+        starts = row_files.row_starts(lambda: iter([block] * 200), 3, row_files.RowRules(False, True))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(starts, np.arange(4096 * 200 + 1) * 7 + 3)
+    assert peak_bytes < 1.5 * starts.nbytes
 
 
 @pytest.mark.parametrize("ids", [range(3), np.array([2, 0])])
