@@ -7,10 +7,8 @@ turns each of its errors into a problem.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, get_args, get_origin
 
 from pydantic import ValidationError
@@ -35,7 +33,6 @@ _PHRASES: Final = {
 }
 """By pydantic's type of an error: the phrase after "must be". Other types keep pydantic's own text."""
 
-_NO_PLUGINS: Final = "PYDANTIC_DISABLE_PLUGINS"
 _BOOLEANS_OF_YAML_1_1 = frozenset({"yes", "no", "on", "off", "y", "n"})
 _QUOTED = re.compile(r"'([^']*)'")
 
@@ -47,23 +44,6 @@ def section_in(annotation: Any) -> type[Section] | None:
     if get_origin(annotation) in (dict, list, tuple):
         return None
     return next((found for part in get_args(annotation) if (found := section_in(part))), None)
-
-
-@contextlib.contextmanager
-def _no_search_for_plugins() -> Iterator[None]:
-    """Keep pydantic from reading the entry points of all installed packages when it builds the first validator.
-
-    Models of the user's own code, which are built at another time, still get their plugins.
-    """
-    before = os.environ.get(_NO_PLUGINS)
-    os.environ[_NO_PLUGINS] = "__all__"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_NO_PLUGINS]
-        else:
-            os.environ[_NO_PLUGINS] = before
 
 
 STAGE_KEYS: Final = tuple(dict.fromkeys(key for model in STAGES.values() for key in keys_of(model)))
@@ -84,8 +64,7 @@ class Validation:
     def validate(self, tree: Mapping[str, Any]) -> SpecSection | None:
         """Return an interpolated tree without misspelled keys as a model, or None if it has problems."""
         try:
-            with _no_search_for_plugins():
-                return SpecSection.model_validate(tree)
+            return SpecSection.model_validate(tree)
         except ValidationError as error:
             for found in error.errors(include_url=False):
                 self._add(tree, found)
