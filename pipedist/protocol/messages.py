@@ -284,14 +284,11 @@ class Failed(Message, frozen=True, tag=10):
     text: Text  # `str(exception)`
     traceback: Text  # formatted, from the worker
     retryable: bool  # False if another attempt can't help (a result that can't be sent)
-    aborted: bool = (
-        False  # another replica ended the call's gang, or it only waited; the call is not the cause
-    )
+    # Another replica ended the call's gang, or it only waited; the call is not the cause
+    aborted: bool = False
     # Elements that failed for good by themselves: position in the call's shard, and the exception, for people
     culprits: Annotated[tuple[tuple[Count, Text], ...], Meta(max_length=CULPRITS_MAX)] = ()
-    element: Count | None = (
-        None  # the id of the element for which the function was called, if it gets single ones
-    )
+    element: Count | None = None  # for which the function was called, if it gets single ones
 
 
 class Stalled(Message, frozen=True, tag=19):

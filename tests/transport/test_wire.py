@@ -17,6 +17,7 @@ from pipedist.protocol.wire import pack, unpack
 
 FIELDS: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(0, 2**63 - 1),
+    int | None: st.none() | st.integers(0, 2**63 - 1),
     str: st.text(),
     float: st.floats(allow_nan=False, allow_infinity=False),
     bool: st.booleans(),
