@@ -100,8 +100,8 @@ def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Ite
         now = header_of(plan, header.run, SpecSource(), header, ended_ns(folder / PRIVATE / "journal"))
         if changed := changes(header, now):
             raise UsageError(
-                f"call {key} of the run {header.run} can't be replayed, because something has changed "
-                f"(there {header.digest[:12]}, now {now.digest[:12]}):{listed(changed)}"
+                f"call {key} of the run {header.run} can't be replayed, because something has changed:"
+                f"{listed(changed)}"
             )
         modules = [line.partition(":")[0] for line in differences(header.code, now.code)]
         notes = [f"module {', '.join(modules)} has changed since the run"] if modules else []

@@ -103,8 +103,8 @@ def open_journal(
             raise _refusal(folder, history, gone, code, moved)
     elif not reuse:
         raise UsageError(
-            f"the run {there.run} in {folder.path} can't be resumed, because something has changed "
-            f"(there {there.digest[:12]}, now {now.digest[:12]}):{listed([*changed, *used])}\n"
+            f"the run {there.run} in {folder.path} can't be resumed, because something has changed:"
+            f"{listed([*changed, *used])}\n"
             "  To continue with what that does not affect, use --reuse; to discard the run, --restart"
         )
     return reuse_run(plan, folder, replace(now, run=run_id), outputs, history, () if force else moved)
