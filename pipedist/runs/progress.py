@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 REFRESH_S = 0.2  # between two updates of a reporter
 _FIRST_LINE_S = 2.0
+_BAR_WIDTH = 20
+_PERCENT_WIDTH = 7  # with the spaces between the columns
 _INTERVAL_GROWTH = 1.5  # plain lines are 10 in the first two minutes, 27 in a day, 32 in a week
 
 
@@ -215,9 +217,9 @@ class LiveReporter(Reporter):
         self._console = Console(stderr=True, highlight=False)
         text = TextColumn("{task.description}", markup=False)
         details = TextColumn("{task.fields[details]}", markup=False)
-        columns = (text, BarColumn(), TaskProgressColumn(), details)
-        if in_notebook:  # narrower, and in colours that are readable on light and on dark pages
-            bar = BarColumn(20, "grey50", "dodger_blue2", "dark_cyan", "grey50")
+        columns = (text, BarColumn(_BAR_WIDTH), TaskProgressColumn(), details)
+        if in_notebook:  # in colours that are readable on light and on dark pages
+            bar = BarColumn(_BAR_WIDTH, "grey50", "dodger_blue2", "dark_cyan", "grey50")
             columns = (text, bar, TaskProgressColumn("{task.percentage:>3.0f}%"), details)
         self._bar = Bar(*columns, console=self._console, transient=True)
         self._task: Any = self._bar.add_task(name, total=None, details="starting")
@@ -235,12 +237,15 @@ class LiveReporter(Reporter):
     def update(self, totals: ProgressTotals) -> None:
         self._has_begun = True
         pace = self._pacer.pace(totals, time.monotonic())
+        title, details = _title(self._name, totals), _details(totals, pace)
+        if self._display is None:
+            details = _fitting(details, self._console.width - len(title) - _BAR_WIDTH - _PERCENT_WIDTH)
         self._bar.update(
             self._task,
-            description=_title(self._name, totals),
+            description=title,
             completed=totals.calls_done,
             total=totals.calls_total,
-            details=", ".join(_details(totals, pace)),
+            details=", ".join(details),
         )
         if self._display is not None:
             self._display.update(self._bar)
@@ -326,6 +331,14 @@ def _details(totals: ProgressTotals, pace: Pace) -> list[str]:
         phase = " in this phase" if totals.phases > 1 else ""
         details.append(f"about {duration(pace.left_s)} left{phase}")
     return details
+
+
+def _fitting(details: list[str], width: int) -> list[str]:
+    """Return the details that a line of this width shows: the calls first, then those nearest to the end."""
+    kept = list(details)
+    while len(kept) > 2 and len(", ".join(kept)) > width:
+        del kept[1]
+    return kept
 
 
 def _count(done: int, total: int | None, what: str) -> str:

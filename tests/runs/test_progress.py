@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import heapq
 import io
+import re
 import sys
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -195,6 +196,21 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "5 of 10 calls" in shown
     assert "2 workers" in shown
     assert "[bold]a line" in shown
+
+
+def test_a_narrow_terminal_shows_the_bar_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    reporter = LiveReporter("circle")
+    monkeypatch.setattr(reporter._pacer, "pace", lambda totals, now_s: Pace(2.0, 10_000_000.0, 100.0, 8.0))
+    reporter.update(ProgressTotals(20_000_000, 100_000_000, 200, 2, calls_total=1000))
+    reporter._bar.refresh()
+    reporter.close()
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()).strip().split("circle ")[-1]
+    assert last.startswith("━" * 4 + "╺" + "━" * 15)
+    assert "20% 200 of 1,000 calls, about 8.0 s left" in last
 
 
 class Terminal(io.StringIO):
