@@ -394,7 +394,13 @@ def watch(run: str, web: bool, **options: str) -> None:
 
 @app.section_command(_CLUSTERS, "pipedist worker --connect tcp://10.0.0.1:7000 --key-file cluster.worker.key")
 @click.option("--connect", metavar="ENDPOINT", required=True, help="Endpoint of the run: tcp://HOST:PORT.")
-@click.option("--key-file", metavar="FILE", type=click.Path(), required=True, help="The cluster's key file.")
+@click.option(
+    "--key-file",
+    metavar="FILE",
+    type=click.Path(),
+    required=True,
+    help="The worker key file of the cluster (NAME.worker.key).",
+)
 @count(
     "--threads",
     text="BLAS and OpenMP threads; must equal the spec's threads_per_replica.",
