@@ -232,7 +232,7 @@ test-gpu: $(INSTALLED)  ## Run the tests that need a CUDA device and torch.
 
 .PHONY: test-torch
 test-torch:  ## Run the tests that need torch (after make bench-torch).
-	benchmarks/.venv/bin/python -m pytest -q -m torch tests/collectives tests/values
+	benchmarks/.venv/bin/python -m pytest -q -m torch tests/collectives tests/values tests/datasets/test_frames.py
 
 .PHONY: test-jax
 test-jax: $(INSTALLED)  ## Install jax for the CPU, and run the tests that need it (120 MiB).

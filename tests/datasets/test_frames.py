@@ -157,8 +157,9 @@ def test_shards_that_are_no_frame_are_errors(shard: Any, message: str) -> None:
         form_of(shard, "arrow")
 
 
+@pytest.mark.torch
 def test_tensors_are_copies_of_numbers() -> None:
-    torch = pytest.importorskip("torch", reason="make test-torch")
+    torch = pytest.importorskip("torch", reason="make bench-torch, then make test-torch")
     x = np.arange(3)
     x.flags.writeable = False
     shard = form_of({"x": x, "s": np.array(["a"])}, "torch")
