@@ -1,8 +1,7 @@
 """The page of figures for users: one table, one chart, and the figures of the last release.
 
 Only ratios within one run are comparable, so a row has the ratio to the best peer and to the limit of the machine, and
-the own figure relative to that of the last release (`benchmarks/release.json`), which says little if the machine is
-another one.
+the own figure relative to that of the last release (`benchmarks/release.json`), if that is from the same machine.
 """
 
 from __future__ import annotations
@@ -34,16 +33,21 @@ _LOW, _HIGH = 0.25, 64.0  # ratios at both ends of the chart, which is logarithm
 
 @dataclass(frozen=True)
 class Release:
-    """Medians of a release, by workload."""
+    """Medians of a release, by workload, and the machine that they are from."""
 
     name: str
     date: str
     commit: str
+    machine: str
     medians: Mapping[str, float]
 
     @classmethod
     def read(cls, path: Path = RELEASE) -> Release:
         return cls(**json.loads(path.read_text()))
+
+    def is_comparable(self, environment: Mapping[str, str]) -> bool:
+        """Return whether a run is of another commit on the same machine."""
+        return environment["machine"] == self.machine and environment["commit"] != self.commit
 
     def write(self, path: Path = RELEASE) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -75,9 +79,9 @@ def publish(records: Sequence[Record], *, release: str = "") -> None:
     last = Release.read()
     own = {name: value for (system, name), value in medians.items() if system == SUBJECT}
     if release:
-        Release(release, environment["date"], environment["commit"], own).write()
+        Release(release, environment["date"], environment["commit"], environment["machine"], own).write()
     write_section(METHOD_PAGE, markdown(records))
-    write_user_page(medians, environment, None if environment["commit"] == last.commit else last)
+    write_user_page(medians, environment, last if last.is_comparable(environment) else None)
 
 
 def write_user_page(medians: Medians, environment: Mapping[str, str], last: Release | None) -> None:

@@ -150,10 +150,10 @@ def test_the_pages_have_the_ratios_of_a_run(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(pages, name, tmp_path / name)
     monkeypatch.setattr(pages, "CHART", tmp_path / "chart.svg")
     monkeypatch.setattr(
-        pages.Release, "read", lambda: pages.Release("0.1", "", "old", {"W1": 40_000.0, "W5": 0.6})
+        pages.Release, "read", lambda: pages.Release("0.1", "", "old", "m", {"W1": 40_000.0, "W5": 0.6})
     )
     records = [
-        {"environment": {"date": "today", "commit": "new"}},
+        {"environment": {"date": "today", "commit": "new", "machine": "m"}},
         *(record(SUBJECT, name, value) for name, value in (("W1", 50_000.0), ("W5", 0.5))),
         *(record("pool", name, value) for name, value in (("W1", 10_000.0), ("W5", 0.1))),
         {"limit": "zmq-messages", "value": 200_000.0},
