@@ -380,7 +380,7 @@ def limit_of(
         name = max(stages, key=lambda each: each.stage_wait_s).name
         return (
             f"Workers waited {for_stages:.0%} of the time until calls of {name} had an update or values of another "
-            f"pass, and were busy {share:.0%} of it."
+            f"stage, and were busy {share:.0%} of it."
         )
     if for_input > _TAIL:
         return f"Workers waited {for_input:.0%} of the time for input that the driver read, and were busy {share:.0%}."
