@@ -239,8 +239,7 @@ def explain_run(run: str, *, as_json: bool) -> int:
 
 _ENDED = {
     "finished": "has finished: it waits for nothing",
-    "failed": "has failed. Fix the problem, then rerun with --resume (--reuse if "
-    "the spec or a module has changed)",
+    "failed": f"has failed. {terminal.CONTINUE}",
     "unfinished": "is not executing: no process on this host replies (it was interrupted or killed, or it "
     "runs on another host). Continue it with --resume",
 }

@@ -115,8 +115,7 @@ def execute(options: RunOptions) -> int:
         terminal.report(outcome.error)
         if outcome.result is None and outcome.resumable:
             write_error(
-                "Committed steps and finished calls are kept. Fix the problem, then rerun with --resume (--reuse "
-                "if the spec or a module has changed), or start again with --restart\n"
+                f"Committed steps and finished calls are kept. {terminal.CONTINUE}, or start again with --restart\n"
             )
     if outcome.result is not None:
         total_s = time.monotonic() - began  # with the end of the workers and the writing of large values

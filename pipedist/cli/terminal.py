@@ -20,6 +20,8 @@ FAILED = 1
 USAGE = 2
 QUARANTINED = 3
 
+CONTINUE = "Fix the problem, then rerun with --resume (--reuse if the spec or a module has changed)"
+
 
 class Interrupted(KeyboardInterrupt):
     """A signal that ends the process before a run starts; not SystemExit, which a user's module may raise."""

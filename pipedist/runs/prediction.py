@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 from msgspec import Struct, structs
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pipedist.cluster.base import usable_cores
@@ -361,7 +360,7 @@ class _SampledRun(Run):
     def __init__(self, spec: Spec, steps: int) -> None:
         self._steps = steps
         datasets = {name: each.model_copy(update={"epochs": 1}) for name, each in spec.datasets.items()}
-        alone = replace(with_cluster(spec, "local"), datasets=datasets, sinks={})
+        alone = structs.replace(with_cluster(spec, "local"), datasets=datasets, sinks={})
         super().__init__(alone, workers=1)
 
     def compile(self) -> None:
@@ -413,9 +412,8 @@ async def sampled_costs(plan: Plan, calls: int) -> Costs:
     try:
         first, first_s = await _SampledRun(plan.spec, 1).measure()
         measured, total_s = await _SampledRun(plan.spec, steps).measure()
-        while (
-            not slots
-        ):  # the first calls of a worker take longer than later ones: a small sample shows too much
+        # The first calls of a worker take longer than later ones: a small sample shows too much.
+        while not slots:
             busy_s = sum(each.busy_s for each in measured.stages)
             most = max(1, SAMPLED_MAX // per_step)
             more = min(most, int(steps * SAMPLED_S / max(busy_s, 1e-6)))

@@ -27,6 +27,7 @@ from pipedist.transport.zeromq.connections import (
     configure,
     event_of,
     plain_send,
+    size_of,
 )
 
 if TYPE_CHECKING:
@@ -137,8 +138,7 @@ class Dealer:
         last = len(parts) - 1
         for number, part in enumerate(parts):
             flags = _SNDMORE if number < last else 0
-            size_bytes = part.nbytes if type(part) is memoryview else len(part)
-            copies = copy or size_bytes <= COPY_BYTES_MAX
+            copies = copy or size_of(part) <= COPY_BYTES_MAX
             if number:  # ZeroMQ takes all frames of a message, or none
                 self._send_part(part, flags, copies)
                 continue

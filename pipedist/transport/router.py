@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from pipedist.transport.keys import ServerKeys
 
 
-Outgoing = tuple[
-    bytes, Message, Sequence[bytes | memoryview]
-]  # the identity of a peer, a message, and its payload
+Outgoing = tuple[bytes, Message, Sequence[bytes | memoryview]]
+"""The identity of a peer, a message for it, and its payload."""
 
 
 class _Peer(Struct):

@@ -91,9 +91,8 @@ class Driver:
         self._frames: list[memoryview] = []  # payload of the message being handled
         self._contribution: Sequence[Frame] = ()  # the replicas' part of a collective that is being sent
         self._slice: Execute | None = None  # the slice that executes, or is next
-        self._step: tuple[msg.AssignGang, list[memoryview]] | None = (
-            None  # a lease that the machine has not seen
-        )
+        self._step: tuple[msg.AssignGang, list[memoryview]] | None = None
+        """A lease that the machine has not seen, and its payload."""
         self._run: Run | None = None  # the run of the executing lease
         self._beginning: deque[commands.Begin] = deque()  # leases that overlap, and have not begun
         self._left: tuple[Ending, str] | None = None

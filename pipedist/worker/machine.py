@@ -285,7 +285,7 @@ class WorkerMachine:
         send = cmd.SendResults(msg.Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)
         return [send, cmd.DropLease(lease.id), *self._execute(self._leases.next(), now)]
 
-    def _on_step_executed(self, event: ev.StepReturned, _now: float) -> list[cmd.Command]:
+    def _on_step_returned(self, event: ev.StepReturned, _now: float) -> list[cmd.Command]:
         assigned = event.assigned
         if not self.executes_at_once(assigned):
             raise LocalProtocolError(f"{assigned} was executed, but it had to be handed over first")
@@ -377,6 +377,6 @@ _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[cmd.Command]]] 
     ev.CollectiveReached: WorkerMachine._on_collective_reached,
     ev.CollectiveOverdue: WorkerMachine._on_collective_overdue,
     ev.LeaseFinished: WorkerMachine._on_lease_finished,
-    ev.StepReturned: WorkerMachine._on_step_executed,
+    ev.StepReturned: WorkerMachine._on_step_returned,
     ev.SliceEnded: WorkerMachine._on_slice_ended,
 }

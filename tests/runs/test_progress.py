@@ -181,10 +181,7 @@ def test_a_phase_and_its_reduction_have_a_plain_line(monkeypatch: pytest.MonkeyP
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.setenv("TERM", "xterm")
+    terminal = terminal_of(monkeypatch, columns=140)
     reporter = LiveReporter("x[/]")
     reporter.update(ProgressTotals(500, 1000, 5, 2, calls_total=10))
     reporter._bar.refresh()
@@ -199,10 +196,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_narrow_terminal_shows_the_bar_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
+    terminal = terminal_of(monkeypatch, columns=80)
     reporter = LiveReporter("circle")
     monkeypatch.setattr(reporter._pacer, "pace", lambda totals, now_s: Pace(2.0, 10_000_000.0, 100.0, 8.0))
     reporter.update(ProgressTotals(20_000_000, 100_000_000, 200, 2, calls_total=1000))
@@ -216,6 +210,15 @@ def test_a_narrow_terminal_shows_the_bar_and_the_time_left(monkeypatch: pytest.M
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+def terminal_of(monkeypatch: pytest.MonkeyPatch, columns: int) -> Terminal:
+    """Have stderr be a terminal of some width, and return it."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    return terminal
 
 
 @pytest.mark.asyncio
