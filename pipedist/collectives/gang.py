@@ -90,6 +90,13 @@ def _copy_error(error: BaseException) -> BaseException:
         return RemoteError(f"{type(error).__name__}: {exception_text(error)}")
 
 
+def outside_turn(replica: int) -> RuntimeError:
+    return RuntimeError(
+        f"replica {replica} called a collective outside its turn: call collectives in the replica function itself, "
+        "one after the other, not in threads or tasks"
+    )
+
+
 T = TypeVar("T")
 
 _DEFAULTS: Final = CommunicationOptions()
@@ -393,10 +400,7 @@ class LocalGang:
 
     def _check_runs(self, me: LocalReplica) -> None:
         if me.state is not ReplicaState.RUNNING:
-            raise RuntimeError(
-                f"replica {me.number} called a collective outside its turn: call collectives in the replica "
-                "function itself, one after the other, not in threads or tasks"
-            )
+            raise outside_turn(me.number)
 
     def _await_turn(self, me: LocalReplica) -> None:
         while True:

@@ -56,7 +56,7 @@ STORED_BYTES_PER_S = 4 * 2**20
 """The value of a call is stored if it has at most this many bytes per second of the call."""
 
 _PLAIN = (bool, int, float, complex, type(None))
-_VALUES = frozenset({*_PLAIN, np.ndarray, np.float64, np.float32, np.int64, dict, list, tuple, str})
+VALUES = frozenset({*_PLAIN, np.ndarray, np.float64, np.float32, np.int64, dict, list, tuple, str})
 """Frequent types of results, which are no awaitables: `hasattr` takes longer to find that out."""
 
 
@@ -151,6 +151,7 @@ class PassExecutor:
             and not (self._shard_is_shared or self._records_stage or self._stored or program.verify)
         )
         """Whether a call is one function of values that came with its lease: a step of a training loop."""
+        self.calls_collectives = False  # whether a step that was prepared has called one
 
     def _to_partial(self, emit: Emit) -> Callable[[Tree], Tree]:
         """Return the function that makes the partial of a value for a reduction."""
@@ -260,7 +261,7 @@ class PassExecutor:
         call.in_user_code = True
         try:
             box = [stage.call(value, ctx, call.replica)]
-            if (kind := type(box[0])) not in _VALUES and hasattr(kind, "__await__"):
+            if (kind := type(box[0])) not in VALUES and hasattr(kind, "__await__"):
                 box[0] = wait(box[0])
             box[0] = self._end(call, box[0])  # a variable in the result has its value here
         finally:
@@ -274,7 +275,7 @@ class PassExecutor:
         try:
             owned, size = take_ownership(box, sole.objects_max)
         except UnsendableError as error:
-            raise self._labelled(error, sole) from error
+            raise self.labelled(error, sole) from error
         return {sole.slot: owned}, size
 
     def _run_steps(
@@ -303,6 +304,14 @@ class PassExecutor:
             pass
         call.gang, call.permanent = gang, False
         return {self._sole.slot: results}, size
+
+    @property
+    def plain_step(self) -> tuple[Stage, Emit] | None:
+        """The function of its steps and what it emits, if they need no general run; see `worker.prepared_step`."""
+        if not self._is_step or self._sole is None or self.calls_collectives:
+            return None
+        stage = self._stages[0]
+        return (stage, self._sole) if stage.is_loaded and not (stage.is_class or stage.is_async) else None
 
     @property
     def is_plain(self) -> bool:
@@ -353,7 +362,7 @@ class PassExecutor:
                 call.in_user_code = True
                 try:
                     box = [fn(value)]
-                    if (kind := type(box[0])) not in _VALUES and hasattr(kind, "__await__"):
+                    if (kind := type(box[0])) not in VALUES and hasattr(kind, "__await__"):
                         box[0] = wait(box[0])
                 finally:
                     if process_setup.is_copy:
@@ -364,7 +373,7 @@ class PassExecutor:
                 try:
                     value, size = take_ownership(box, objects_max)
                 except UnsendableError as error:
-                    raise self._labelled(error, sole) from error
+                    raise self.labelled(error, sole) from error
                 call.permanent = False
                 tally.bytes += size
                 tally.worked_until_ns = now_ns = clock()
@@ -582,9 +591,9 @@ class PassExecutor:
             emit = next((e for e in self.program.emits if call.stage in (e.slot, self._stage_name(e))), None)
             if emit is None or emit.of < 0:
                 raise
-            raise self._labelled(error, emit) from error
+            raise self.labelled(error, emit) from error
 
-    def _labelled(self, error: UnsendableError, emit: Emit) -> UnsendableError:
+    def labelled(self, error: UnsendableError, emit: Emit) -> UnsendableError:
         label = self.program.stages[emit.of].function.label
         return UnsendableError(f"the result of {label} cannot be sent: {error}")
 

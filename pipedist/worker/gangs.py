@@ -244,14 +244,14 @@ class GangRun:
         executor, assigned, bound = self.executor, self.assigned, self.bound
         for number, loop in zip(numbers, loops, strict=False):
             replica = number % executor.program.replicas
-            collectives = ReplicaCollectives(self, replica, number)
+            collectives = ReplicaCollectives(self, replica, number, loop)
             variables = None if bound is None else bound.of(replica)
             device = self.factory.device_of(executor, replica) if executor.program.devices else ""
             call = executor.call(number, GangCallContext(collectives.of, device, variables))
             if assigned.step >= 0:  # else the functions see the step as its number in the pass
                 call.step = assigned.step
             calls.append(call)
-            bodies.append(partial(self._run, call, collectives, loop))
+            bodies.append(partial(self._run, call, collectives))
         found: list[Result | BaseException]
         try:
             found = [self._run_alone(bodies[0])] if len(bodies) == 1 else self.gang.run(bodies)
@@ -278,24 +278,27 @@ class GangRun:
             outcome = contextvars.copy_context().run(body)
         except BaseException as error:  # an outcome; its caller decides
             outcome, has_failed = error, True
+        self._end_alone(has_failed)
+        return outcome
+
+    def _end_alone(self, has_failed: bool) -> None:
         with self._lock:
             self._has_ended = True
             if self._gang is not None:
                 self._gang.end_alone(failed=has_failed)
         if self.channel is not None:
             self.channel.ended(returned=not has_failed)
-        return outcome
 
-    def _run(self, call: Call, collectives: ReplicaCollectives, loop: PersistentLoop) -> Result:
-        def wait(awaitable: Awaitable[Any]) -> Any:
-            result = loop.run(await_result(awaitable), collectives.outside)
-            if collectives.unawaited is not None:
-                collectives.unawaited.check()
-            return result
+    def conclude(self, call: Call, found: Result | BaseException) -> None:
+        """Set the outcome of the only replica, which was executed elsewhere."""
+        has_failed = isinstance(found, BaseException)
+        self._end_alone(has_failed)
+        self._over = {call.number: self._failure(call, found) if isinstance(found, BaseException) else found}
 
+    def _run(self, call: Call, collectives: ReplicaCollectives) -> Result:
         self.begin(call.number)
         try:
-            return self.executor.run(call, self.shards, wait)
+            return self.executor.run(call, self.shards, collectives.wait)
         finally:
             collectives.close()
 
@@ -314,9 +317,10 @@ class ReplicaCollectives:
 
     is_async = False  # it executes those of a plain function itself; `of` returns what serves an async one
 
-    def __init__(self, run: GangRun, replica: int, number: int) -> None:
+    def __init__(self, run: GangRun, replica: int, number: int, loop: PersistentLoop) -> None:
         self._run = run
         self._replica = replica
+        self._loop = loop
         self._number = number  # of its call
         self._thread: ThreadPoolExecutor | None = None
         self._under_way = 0  # collectives of async functions that are not over
@@ -328,6 +332,13 @@ class ReplicaCollectives:
             return self
         self.unawaited = UnawaitedCollectives()
         return _AsyncCalls(self, self.unawaited)
+
+    def wait(self, awaitable: Awaitable[Any]) -> Any:
+        """Wait for what an async function returned, and return its result."""
+        result = self._loop.run(await_result(awaitable), self.outside)
+        if self.unawaited is not None:
+            self.unawaited.check()
+        return result
 
     def call(self, request: CollectiveRequest) -> Tree:
         options = request.options

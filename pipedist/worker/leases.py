@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
-from pipedist.errors import PipedistError, ProtocolError
+from pipedist.errors import LocalProtocolError, PipedistError, ProtocolError
 from pipedist.protocol.messages import AssignGang, Quota, Relay, Retried
 from pipedist.protocol.program import Shards, Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Begin, Execute
@@ -18,10 +18,11 @@ from pipedist.worker.progress import StageClock
 if TYPE_CHECKING:
     from pipedist.protocol.code_archive import CodeStore
     from pipedist.worker.gangs import GangRun, GangRunFactory
+    from pipedist.worker.prepared_step import PreparedStep
     from pipedist.worker.relay_channel import RelayBuffer, RelayClient
     from pipedist.worker.variables.replica import BoundVariables
 
-    Run = LeaseRun | RejectedLeaseRun | GangRun
+    Run = LeaseRun | RejectedLeaseRun | GangRun | PreparedStep
 
 
 @cache
@@ -59,6 +60,7 @@ class Leases:
         self._members: dict[int, tuple[AssignGang, RelayBuffer]] = {}  # gang leases until they are dropped
         self._unused: RelayBuffer | None = None  # of leases whose members share memory
         self._gangs: GangRunFactory | None = None  # made for the first gang
+        self._prepared: PreparedStep | None = None  # for steps like the latest one
         self.states = StateStore()
 
     def open_pass(self, pass_id: int, frames: Sequence[memoryview], *, elsewhere: bool = False) -> None:
@@ -97,6 +99,8 @@ class Leases:
 
     def drop_pass(self, pass_id: int) -> None:
         executor = self._passes.pop(pass_id)
+        if self._prepared is not None and self._prepared.executor is executor:
+            self._prepared = None
         if isinstance(executor, PassExecutor):
             executor.close()
 
@@ -127,7 +131,7 @@ class Leases:
 
     def begin_step(
         self, assigned: AssignGang, frames: Sequence[memoryview], begin: Callable[[int], None]
-    ) -> GangRun | RejectedLeaseRun | None:
+    ) -> GangRun | PreparedStep | RejectedLeaseRun | None:
         """Return the run of a gang's lease that is not stored; None: its messages need it to be.
 
         See `begin`; `has_begun` stores the lease later.
@@ -138,10 +142,26 @@ class Leases:
             from pipedist.worker.relay_channel import RelayBuffer  # most workers run no gangs
 
             self._unused = RelayBuffer()
+        if self._prepared is not None and self._prepared.begin(assigned, frames, begin):
+            return self._prepared
         run = self._run(assigned, frames, (assigned, self._unused), begin)
         if isinstance(run, RejectedLeaseRun):
             return run
-        return None if isinstance(run, LeaseRun) or run.is_relayed else run
+        if isinstance(run, LeaseRun) or run.is_relayed:
+            return None
+        from pipedist.worker.prepared_step import PreparedStep  # most workers run no gangs
+
+        self._prepared = PreparedStep(run, self._general_step) if PreparedStep.fits(run) else None
+        return run
+
+    def _general_step(
+        self, assigned: AssignGang, frames: Sequence[memoryview], begin: Callable[[int], None]
+    ) -> GangRun:
+        assert self._unused is not None  # `begin_step` came first
+        run = self._run(assigned, frames, (assigned, self._unused), begin)
+        if isinstance(run, LeaseRun | RejectedLeaseRun):
+            raise LocalProtocolError(f"{assigned} has no general run")
+        return run
 
     def has_begun(self, lease: int) -> None:
         """Record that a lease which was stored has a run already."""
@@ -153,7 +173,7 @@ class Leases:
         frames: Sequence[memoryview],
         member: tuple[AssignGang, RelayBuffer] | None,
         begin: Callable[[int], None],
-    ) -> Run:
+    ) -> LeaseRun | RejectedLeaseRun | GangRun:
         executor = self._passes[slice_.pass_id]
         if isinstance(executor, Unloadable):
             return RejectedLeaseRun(executor, "", slice_.lo, slice_.hi)

@@ -154,10 +154,10 @@ class RunningCall:
 
     __slots__ = ("_cells", "_lease", "next")
 
-    def __init__(self, cells: memoryview, lease: int) -> None:
+    def __init__(self, cells: memoryview, lease: int, next_: Callable[[int], None]) -> None:
         self._cells = cells
         self._lease = lease
-        self.next: Callable[[int], None] = partial(cells.__setitem__, _CALL)
+        self.next = next_
 
     def __call__(self, call: int) -> None:
         cells = self._cells
@@ -182,6 +182,7 @@ class CallProgress:
         if file is None:
             self.idle()
         self.clock = StageClock(self._cells)
+        self._next: Callable[[int], None] = partial(self._cells.__setitem__, _CALL)
 
     def idle(self) -> None:
         """Record that no call runs, unless calls with a time limit wait."""
@@ -193,7 +194,7 @@ class CallProgress:
 
     def of_lease(self, lease: int) -> Callable[[int], None]:
         """Return a function that records the running call of a lease."""
-        return RunningCall(self._cells, lease)
+        return RunningCall(self._cells, lease, self._next)
 
     def read(self) -> Running | None:
         cells = self._cells

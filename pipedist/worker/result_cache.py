@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from pipedist.worker.execution import PassExecutor
     from pipedist.worker.gangs import GangRun
     from pipedist.worker.leases import Run
+    from pipedist.worker.prepared_step import PreparedStep
 
 CACHED_BYTES_MAX = 256 * 2**20  # maximum size of the results that a worker caches
 
@@ -187,7 +188,7 @@ class ResultReporter:
         self.payload, self._executor = (), None
         return is_over
 
-    def step(self, assigned: AssignGang, run: GangRun) -> bool:
+    def step(self, assigned: AssignGang, run: GangRun | PreparedStep) -> bool:
         """Report a step whose calls all returned, and that the machine has not seen; False: a result can't be sent."""
         try:
             self.payload = encode(run.outcomes)

@@ -1,0 +1,218 @@
+"""Steps of a training loop in a worker: what is the same in each of them is found once.
+
+In a loop, a worker executes the same replica of the same function again and again, as the same member of a gang. So the
+program and the gang need not be looked at again: the values of a step are decoded, the function is called, and its
+result is sent. A step whose function raises or calls a collective gets a `GangRun`, and is like any other from then on.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from pipedist.collectives.gang import outside_turn
+from pipedist.core.types import Tree
+from pipedist.errors import PipedistError
+from pipedist.protocol.encoder import UnsendableError
+from pipedist.protocol.program import load_tree
+from pipedist.worker import process_setup
+from pipedist.worker.array_isolation import take_ownership
+from pipedist.worker.context import ReplicaContext, current
+from pipedist.worker.execution import VALUES, Outcome, Result
+from pipedist.worker.gangs import GangRun, ReplicaCollectives
+from pipedist.worker.lease_run import FinishedCalls
+
+if TYPE_CHECKING:
+    from pipedist.collectives.requests import CollectiveRequest
+    from pipedist.collectives.shared import SharedChannel
+    from pipedist.protocol.messages import AssignGang
+    from pipedist.worker.failures import CallFailure
+
+Begin = Callable[[int], None]  # called with the number of a call before it runs
+_NO_ARGUMENTS: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
+
+
+class PreparedStep:
+    """Executes steps like that of a `GangRun`, one after the other; used like one.
+
+    `general` makes the `GangRun` of a step.
+    """
+
+    is_relayed = False
+
+    def __init__(
+        self, like: GangRun, general: Callable[[AssignGang, Sequence[memoryview], Begin], GangRun]
+    ) -> None:
+        self.executor = executor = like.executor
+        self._general = general
+        plain = executor.plain_step
+        assert plain is not None  # it fits
+        self._stage, self._emit = plain
+        self._replica, self._replicas = like.local.start, executor.program.replicas
+        self._seed = executor.program.seed
+        self._device = like.factory.device_of(executor, self._replica) or self._stage.device
+        self._channel = cast("SharedChannel | None", like.channel)  # relayed ones have a general run
+        self._same = _same_in_steps(like.assigned)
+        self._lock = threading.Lock()  # guards the creation of the general run: user code may have threads
+        self.assigned = like.assigned
+        self._frames: Sequence[memoryview] = ()  # until it was executed
+        self._begin: Begin = like.begin
+        self._arguments = _NO_ARGUMENTS
+        self._run: GangRun | None = None  # the general run of this step, once there is one
+        self._collectives: ReplicaCollectives | None = None  # of the general run
+        self._outcomes: list[Outcome] = []
+        self._busy_ns = 0
+
+    @staticmethod
+    def fits(run: GangRun) -> bool:
+        """Return whether steps like that of a run may be prepared."""
+        is_plain = type(run) is GangRun and run.bound is None and len(run.local) == 1
+        return is_plain and run.executor.plain_step is not None
+
+    def begin(self, assigned: AssignGang, frames: Sequence[memoryview], begin: Begin) -> bool:
+        """Begin another step; return False if it must have a general run."""
+        lo, executor = assigned.lo, self.executor
+        if (
+            _same_in_steps(assigned) != self._same
+            or assigned.hi - lo != 1
+            or lo % self._replicas != self._replica
+            or executor.reads_states
+            or executor.calls_collectives
+        ):
+            return False
+        begin(lo)  # decoding may import a user's module, which may end the process
+        try:
+            ids, locations, (arguments,), states = load_tree(frames, "the arguments of this call")
+        except (PipedistError, TypeError, ValueError):  # the general run raises its own error
+            return False
+        if type(arguments) is not tuple or not (ids is locations is states is None):
+            return False
+        if self._channel is not None:
+            self._channel.begin(assigned.serial)
+        self.assigned, self._frames, self._begin, self._arguments = assigned, frames, begin, arguments
+        self._run = self._collectives = None
+        self._outcomes = []
+        return True
+
+    # -- as a `GangRun` --------------------------------------------------------------------
+
+    @property
+    def outcomes(self) -> Sequence[Outcome]:
+        return self._outcomes if self._run is None else self._run.outcomes
+
+    def advance(self, slice_s: float, slice_bytes: int) -> CallFailure | None:
+        if self._frames:
+            start = time.perf_counter_ns()
+            self._execute()
+            self._busy_ns = time.perf_counter_ns() - start
+        return None if self._run is None else self._run.advance(slice_s, slice_bytes)
+
+    def take(self) -> FinishedCalls:
+        if self._run is not None:
+            return self._run.take()
+        outcomes, self._outcomes = self._outcomes, []
+        return FinishedCalls(self.assigned.lo, outcomes, self._busy_ns)
+
+    def skip(self) -> None:
+        if self._run is not None:
+            self._run.skip()
+
+    def abandon(self) -> None:
+        if self._run is not None:
+            self._run.abandon()
+
+    # -- execution -------------------------------------------------------------------------
+
+    def _execute(self) -> None:
+        assigned, emit = self.assigned, self._emit
+        step = assigned.step if assigned.step >= 0 else assigned.lo // self._replicas
+        collectives = _Collectives(self, assigned)
+        stage = self._stage
+        ctx = ReplicaContext(
+            self._replica, self._replicas, step, 0, stage.name, None, self._seed, collectives, self._device
+        )
+        has_returned = False
+        try:
+            box = [contextvars.copy_context().run(self._call, ctx, *self._arguments)]
+            has_returned = True
+            value, size = take_ownership(box, emit.objects_max)
+        except BaseException as error:  # an outcome; its caller decides
+            if has_returned and isinstance(error, UnsendableError):
+                error = self._labelled(error)
+            self._conclude(error, has_returned=has_returned)
+        else:
+            self._outcomes = [{emit.slot: value}]
+            if self._run is not None:
+                self._conclude((self._outcomes[0], size), has_returned=True)
+            elif self._channel is not None:
+                self._channel.ended(returned=True)
+        finally:
+            self._frames, self._arguments = (), _NO_ARGUMENTS
+
+    def _labelled(self, error: UnsendableError) -> UnsendableError:
+        labelled = self.executor.labelled(error, self._emit)
+        labelled.__cause__ = error
+        return labelled
+
+    def _call(self, ctx: ReplicaContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
+        """Call the function, in a context of its own."""
+        stage = self._stage
+        current.set(ctx)
+        try:
+            if stage.wants_ctx and "ctx" not in kwargs:
+                result = stage.fn(*args, ctx=ctx, **kwargs)
+            else:
+                result = stage.fn(*args, **kwargs)
+            if (kind := type(result)) not in VALUES and hasattr(kind, "__await__"):
+                return self._run_collectives().wait(result)
+            return result
+        finally:
+            if process_setup.is_copy:
+                process_setup.end_copy(stage.name)
+
+    def _conclude(self, found: Result | BaseException, *, has_returned: bool) -> None:
+        """Have the general run report the step."""
+        collectives = self._run_collectives()
+        collectives.close()
+        assert self._run is not None  # it has these collectives
+        call = self.executor.call(self.assigned.lo)
+        call.in_user_code, call.permanent = not has_returned, has_returned
+        self._run.conclude(call, found)
+
+    def _run_collectives(self) -> ReplicaCollectives:
+        """Return the collectives of the general run of this step, which is made now if there is none."""
+        with self._lock:
+            if self._collectives is None:
+                self._run = run = self._general(self.assigned, self._frames, self._begin)
+                self._collectives = ReplicaCollectives(
+                    run, self._replica, self.assigned.lo, run.factory.loops[0]
+                )
+            return self._collectives
+
+    def collective(self, assigned: AssignGang, request: CollectiveRequest) -> Tree:
+        """Call a collective in a step, in whose thread this may not be called any more."""
+        if assigned is not self.assigned or not self._frames:
+            raise outside_turn(self._replica)
+        self.executor.calls_collectives = True  # the next ones will, too
+        return self._run_collectives().call(request)
+
+
+class _Collectives:
+    """The collectives of one step, which few steps call."""
+
+    is_async = False
+    __slots__ = ("_assigned", "_step")
+
+    def __init__(self, step: PreparedStep, assigned: AssignGang) -> None:
+        self._step = step
+        self._assigned = assigned
+
+    def call(self, request: CollectiveRequest) -> Tree:
+        return self._step.collective(self._assigned, request)
+
+
+def _same_in_steps(assigned: AssignGang) -> tuple[int, str, int, int]:
+    return assigned.pass_id, assigned.segment, assigned.member, assigned.members
