@@ -108,7 +108,7 @@ class Coordinator:
         self._gangs = GangRelay(
             self._pool, segments, lambda worker, lease: pass_of(worker, lease) is not None
         )
-        self._prepared = PreparedSteps(self._scheduler, self._pool, segments, self.states.send, self.post)
+        self._prepared = PreparedSteps(self._scheduler, self._pool, segments, self.states.send, self._post)
         self._events: deque[PastEvent] = deque()
         self._pumping = False
         self._is_defective = False  # the scheduler raised: it handles no further event
@@ -282,13 +282,14 @@ class Coordinator:
 
     def post(self, event: ev.Event, chunk: Chunk | None = None) -> None:
         """Have the scheduler handle an event, after the present one if any."""
-        if self._closed:
+        if self._is_defective and not self._closed and isinstance(event, ev.PassClosed):
+            self._passes.close(event.pass_id)
+        self._post(PastEvent(event, chunk, time.monotonic()))
+
+    def _post(self, past: PastEvent) -> None:
+        if self._closed or self._is_defective:
             return
-        if self._is_defective:
-            if isinstance(event, ev.PassClosed):
-                self._passes.close(event.pass_id)
-            return
-        self._events.append(PastEvent(event, chunk, time.monotonic()))
+        self._events.append(past)
         if not self._pumping:
             self._pump()
 
@@ -301,8 +302,8 @@ class Coordinator:
                 event, chunk = past.event, past.chunk
                 if type(event) is not ev.StepExecuted:
                     self._prepared.forget()
-                    if (handed := self._prepared.hand_over()) is not None:
-                        self._executor.sent, earlier = handed
+                    if self._prepared.has_news:
+                        self._executor.sent, earlier = self._prepared.hand_over()
                         self._events.appendleft(past)
                         self._events.extendleft(reversed(earlier))
                         continue
@@ -327,6 +328,8 @@ class Coordinator:
         """Send an offered step if the scheduler need not see it first; return False if it must."""
         if self._pumping or self._closed or self._is_defective:
             return False
+        if self._prepared.is_over(other_than=handle.id):
+            self._prepared.report()
         self._pumping = True  # a worker that can't be reached is lost only when the step is sent
         try:
             return self._prepared.begin(handle, step)
@@ -337,8 +340,8 @@ class Coordinator:
 
     def _hand_over(self) -> None:
         """Have the scheduler see all that has happened in a prepared step."""
-        if (handed := self._prepared.hand_over()) is not None:
-            self._executor.sent, past = handed
+        if self._prepared.has_news:
+            self._executor.sent, past = self._prepared.hand_over()
             self._events.extend(past)
             if not self._pumping:
                 self._pump()
@@ -361,7 +364,7 @@ class Coordinator:
                 and self._prepared.take(peer, message, frames)
             ):
                 return
-            if self._prepared.is_running and type(message) is not msg.LogLine:
+            if self._prepared.has_news and type(message) is not msg.LogLine:
                 self._hand_over()
             if peer is None or isinstance(message, msg.Hello):
                 self._inbound.handle_unregistered(identity, message)

@@ -1,17 +1,19 @@
 """Steps of a training loop, with one message to each worker, one back, and one event for the scheduler.
 
 While nothing else is going on, the scheduler's next decision is known: the next step of a pass goes to the workers of
-its latest gang (`Scheduler.foresee`). Such a step is sent when it is offered. Its results are collected here, and the
-scheduler gets one event when all have arrived.
+its latest gang (`Scheduler.foresee`). Such a step is sent when it is offered. Its results are collected here, and
+given to their caller when all have arrived. The scheduler gets one event for all of that, when the next step was sent,
+or in the next cycle of the event loop: while it handles the event, workers do the next step, not wait for it.
 
 Before the scheduler handles any other event, or is asked about a lease, it gets the events of what has happened so
-far, with their times (`hand_over`): the offer of the step, and the results that have arrived. From then on the step is
-one like any other. So when a worker dies or a call fails, the scheduler decides in the same state as if it had seen
-every event at once; steps that are offered while one runs take the general path too.
+far, with their times (`hand_over`): the step that is over; the offer of the step that runs, and its results that have
+arrived. From then on the step is one like any other. So when a worker dies or a call fails, the scheduler decides in
+the same state as if it had seen every event at once; steps that are offered while one runs take the general path too.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -77,7 +79,7 @@ class PreparedSteps:
         pool: WorkerPool,
         segments: SegmentPool,
         send_states: Callable[[str, Mapping[str, Sequence[int]]], None],
-        post: Callable[[Event], None],
+        post: Callable[[PastEvent], None],
     ) -> None:
         self._scheduler = scheduler
         self._pool = pool
@@ -86,10 +88,17 @@ class PreparedSteps:
         self._post = post
         self._running: _Running | None = None
         self._members: _Members | None = None
+        self._over: tuple[cmd.SendGang, PastEvent] | None = None
+        """The step before, and its event, which the scheduler has not seen."""
 
     @property
-    def is_running(self) -> bool:
-        return self._running is not None
+    def has_news(self) -> bool:
+        """Whether the scheduler has not seen everything."""
+        return self._running is not None or self._over is not None
+
+    def is_over(self, other_than: int) -> bool:
+        """Whether a step of another pass is over that the scheduler has not seen."""
+        return self._over is not None and self._over[0].pass_id != other_than
 
     def begin(self, handle: PassHandle, step: int) -> bool:
         """Send a step that is offered; return False if it must take the general path.
@@ -100,7 +109,7 @@ class PreparedSteps:
             return False
         record = handle.record
         asked = 0 if record is None else record.recorder.now()
-        command = self._scheduler.foresee(handle.id)
+        command = self._foreseen(handle)
         if command is None:
             return False
         parts, (values, states) = command.parts, handle.inputs_of(step)
@@ -137,7 +146,21 @@ class PreparedSteps:
             head = msg.AssignGang(lease, handle.id, lo, hi, 0, serial, member, len(parts), where, number)
             messages.append((members.peers[member], head, payloads[member]))
         self._pool.send_all(messages)
+        self.report()
         return True
+
+    def _foreseen(self, handle: PassHandle) -> cmd.SendGang | None:
+        """Return the command that assigns the next step of a pass."""
+        if self._over is None:
+            return self._scheduler.foresee(handle.id)
+        latest, _ = self._over
+        return latest.following(handle.settings.replicas) if latest.pass_id == handle.id else None
+
+    def report(self) -> None:
+        """Have the scheduler see the step that is over, if there is one."""
+        if self._over is not None:
+            (_, past), self._over = self._over, None
+            self._post(past)
 
     def _find_members(self, command: cmd.SendGang, replicas: int) -> _Members | None:
         peers = [peer for part in command.parts if (peer := self._pool.of(part.worker)) is not None]
@@ -176,24 +199,26 @@ class PreparedSteps:
         if segment is not None:
             segment.end(command.serial, aborted=False)
         first, reports = command.parts[0].lease, []
-        arrived: list[Chunk] = []
         for report in running.reports:
             chunk = running.chunks[report.results.lease - first]
             assert chunk is not None  # all members have reported
-            arrived.append(chunk)
             reports.append((report.peer.worker, report.results.busy_ns, chunk.size))
-        handle.gang_arrived(arrived, running.members.peers)
-        self._post(ev.StepExecuted(handle.id, command.serial, tuple(reports)))
+        executed = ev.StepExecuted(handle.id, command.serial, tuple(reports))
+        self._over = command, PastEvent(executed, None, time.monotonic())
+        results = [slots for chunk in running.chunks if chunk is not None for slots in chunk.calls]
+        handle.step_executed(running.step, results, running.members.peers)
+        asyncio.get_running_loop().call_soon(self.report)  # for a caller that does something else next
 
     def forget(self) -> None:
         """Forget who the workers of the latest gang are: another event may change it."""
         self._members = None
 
-    def hand_over(self) -> tuple[cmd.SendGang, list[PastEvent]] | None:
-        """Return the command that was executed already, and the events that the scheduler has not seen, if any."""
+    def hand_over(self) -> tuple[cmd.SendGang | None, list[PastEvent]]:
+        """Return the command that was executed already, if any, and the events that the scheduler has not seen."""
+        over, self._over = ([], None) if self._over is None else ([self._over[1]], None)
         running, self._running = self._running, None
         if running is None:
-            return None
+            return None, over
         handle, step, first = running.handle, running.step, running.command.parts[0].lease
         offered = ev.StepsAvailable(handle.id, step, step + 1, handle.settings.replicas)
         events = [PastEvent(offered, None, running.began)]
@@ -203,4 +228,4 @@ class PreparedSteps:
             lease, lo, hi, busy_ns = results.lease, results.lo, results.hi, results.busy_ns
             done = ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, busy_ns, chunk.size)
             events.append(PastEvent(done, chunk, report.at))
-        return running.command, events
+        return running.command, over + events

@@ -75,6 +75,17 @@ class SendGang(Command, frozen=True):
     attempt: int
     parts: tuple[GangAssignment, ...]
 
+    def following(self, replicas: int) -> SendGang:
+        """Return the command for the next step, if nothing else happens; `replicas`: calls of a step."""
+        count, new = len(self.parts), tuple.__new__  # cheaper than the class
+        parts = tuple(
+            [
+                new(GangAssignment, (worker, lease + count, lo + replicas, hi + replicas))
+                for worker, lease, lo, hi in self.parts
+            ]
+        )
+        return SendGang(self.serial + 1, self.pass_id, 0, parts)
+
 
 class StashResults(Command, frozen=True):
     """Hold back results of a gang until its GangEnded."""

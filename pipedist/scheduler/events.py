@@ -71,7 +71,7 @@ class StepsAvailable(Event, frozen=True):
 class StepExecuted(Event, frozen=True):
     """The next step of a pass was executed by the gang that `Scheduler.foresee` returned.
 
-    It stands for the step's `StepsAvailable`, and a `CallsDone` of each member.
+    It stands for the step's `StepsAvailable`, and a `CallsDone` of each member. Its results were given to the caller.
     """
 
     pass_id: int

@@ -309,9 +309,7 @@ class Scheduler:
             size += bytes_
         self._assigner.executed(pass_, gang)
         self._members.used(event.reports)
-        step = pass_.offered
         pass_.executed(gang, took_ns / 1e9, size)
-        self._out.append(cmd.StepsReady(pass_.id, step, step + 1))
 
     def _on_steps_ended(self, event: ev.StepsEnded) -> None:
         pass_ = self._passes.get(event.pass_id)
