@@ -159,14 +159,19 @@ def encode_arguments(values: list[Tree]) -> list[Frame]:
             if size_bytes >= FRAME_BYTES_MIN:
                 large.append(array.reshape(-1).view(np.uint8).data.toreadonly())
             else:
-                padding = -size_bytes % SHARED_ALIGNMENT_BYTES
-                shared_bytes += size_bytes + padding
-                parts += (array.data, b"\0" * padding)
+                shared_bytes += size_bytes
+                parts.append(array.data)
+                if padding := -size_bytes % SHARED_ALIGNMENT_BYTES:
+                    shared_bytes += padding
+                    parts.append(b"\0" * padding)
         form.append(None)
     key = tuple(form)
     header = _headers.get(key)
     if header is not None:
-        return [header, *large] if large else [header, b"".join(parts)]
+        if large:
+            return [header, *large]
+        # The only array is sent from its own memory.
+        return [header, parts[0].cast("B").toreadonly() if len(parts) == 1 else b"".join(parts)]
     frames = encode([None, None, values, None])
     is_uniform = not shared_bytes if large else 0 < shared_bytes <= SHARED_FRAME_BYTES_MAX
     if is_uniform and sys.byteorder == "little":

@@ -1,4 +1,4 @@
-"""Steps of a training loop in a worker: what is the same in each of them is found once.
+"""Steps of a training loop in a worker: only their values change.
 
 In a loop, a worker executes the same replica of the same function again and again, as the same member of a gang. So the
 program and the gang need not be looked at again: the values of a step are decoded, the function is called, and its
