@@ -224,3 +224,86 @@ async def test_a_strategy_that_is_closed_ends_its_running_step(
         await running
     assert (await seen.take())[:2] == ["StepsAvailable", "PassClosed"]
     assert list(await strategy.run(functions.double, args=(2,))) == [4, 4]
+
+
+# -- in the worker: a step that needs a general run ----------------------------------------------
+
+
+def sum_if(total: bool, ctx: pipedist.ReplicaContext) -> int:
+    """Call a collective in some steps only."""
+    own = ctx.replica_id_in_sync_group + 1
+    return int(ctx.all_reduce("sum", own)) if total else own
+
+
+async def test_a_function_may_call_its_first_collective_in_any_step(
+    strategy: pipedist.Strategy, seen: Seen
+) -> None:
+    await prepare(strategy, sum_if, False)
+    await seen.take()
+    found = [list(await strategy.run(sum_if, args=(total,))) for total in (False, True, False, True, False)]
+    assert found == [[1, 2], [3, 3], [1, 2], [3, 3], [1, 2]]
+    assert await seen.take() == ["StepExecuted"] * 5
+
+
+class Latest:
+    ctx: pipedist.ReplicaContext | None = None
+
+
+def use_the_context_before(ctx: pipedist.ReplicaContext) -> str:
+    before, Latest.ctx = Latest.ctx, ctx
+    if before is None:
+        return "first"
+    try:
+        before.all_reduce("sum", 1)
+    except RuntimeError as error:
+        return str(error)
+    return "called"
+
+
+async def test_the_context_of_an_earlier_step_calls_no_collective(strategy: pipedist.Strategy) -> None:
+    await prepare(strategy, use_the_context_before)
+    await strategy.run(use_the_context_before)
+    for replica, text in enumerate(await strategy.run(use_the_context_before)):
+        assert text.startswith(f"replica {replica} called a collective outside its turn")
+
+
+def object_if(bad: bool) -> Any:
+    return {"value": object()} if bad else 1
+
+
+async def test_a_result_that_cannot_be_sent_is_the_same_error_in_any_step(
+    strategy: pipedist.Strategy,
+) -> None:
+    with pytest.raises(pipedist.CallError) as first:
+        await strategy.run(object_if, args=(True,))
+    await prepare(strategy, object_if, False)
+    with pytest.raises(pipedist.CallError) as later:
+        await strategy.run(object_if, args=(True,))
+    assert "can't send an object" in str(later.value)
+    assert without_numbers(later.value) == without_numbers(first.value)
+
+
+def without_numbers(error: BaseException) -> str:
+    return "".join(each for each in str(error) if not each.isdecimal())
+
+
+def doubled_later(x: int) -> Any:
+    return functions.double_later(x)  # a plain function, whose result is awaited
+
+
+async def test_a_plain_function_may_return_an_awaitable(strategy: pipedist.Strategy) -> None:
+    await prepare(strategy, doubled_later, 1)
+    assert list(await strategy.run(doubled_later, args=(4,))) == [8, 8]
+
+
+def exit_if(leaves: bool) -> int:
+    if leaves:
+        raise SystemExit(3)
+    return 1
+
+
+async def test_a_step_that_exits_is_a_failure_in_any_step(strategy: pipedist.Strategy) -> None:
+    await prepare(strategy, exit_if, False)
+    with pytest.raises(pipedist.CallError, match="SystemExit"):
+        await strategy.run(exit_if, args=(True,))
+    assert list(await strategy.run(exit_if, args=(False,))) == [1, 1]
