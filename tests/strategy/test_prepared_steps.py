@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -267,19 +268,22 @@ async def test_the_context_of_an_earlier_step_calls_no_collective(strategy: pipe
         assert text.startswith(f"replica {replica} called a collective outside its turn")
 
 
-def object_if(bad: bool) -> Any:
-    return {"value": object()} if bad else 1
+def unsendable_if(what: str) -> Any:
+    """Return a value that is refused when it leaves the function, or when it is sent."""
+    return {"": 1, "date": datetime(2026, 1, 2, tzinfo=UTC), "object": {"value": object()}}[what]
 
 
+@pytest.mark.parametrize("what", ["date", "object"])
 async def test_a_result_that_cannot_be_sent_is_the_same_error_in_any_step(
-    strategy: pipedist.Strategy,
+    strategy: pipedist.Strategy, what: str
 ) -> None:
-    with pytest.raises(pipedist.CallError) as first:
-        await strategy.run(object_if, args=(True,))
-    await prepare(strategy, object_if, False)
+    async with pipedist.Strategy(strategy.cluster, replicas=2) as other:
+        with pytest.raises(pipedist.CallError) as first:
+            await other.run(unsendable_if, args=(what,))
+    await prepare(strategy, unsendable_if, "")
     with pytest.raises(pipedist.CallError) as later:
-        await strategy.run(object_if, args=(True,))
-    assert "can't send an object" in str(later.value)
+        await strategy.run(unsendable_if, args=(what,))
+    assert "can't send" in str(later.value)
     assert without_numbers(later.value) == without_numbers(first.value)
 
 
