@@ -17,9 +17,9 @@ Values from a column of arrays are views of it, and keep all of it in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, overload
 
 import numpy as np
 
@@ -37,13 +37,41 @@ _DEPTH_MAX: Final = 16  # maximum depth of an item; deeper ones are seldom simil
 Column = list[Any]
 
 
+class SlotValues(Sequence[dict[str, Any]]):
+    """The dicts {slot: value} of consecutive calls, as the slot and their values."""
+
+    __slots__ = ("slot", "values")
+
+    def __init__(self, slot: str, values: Sequence[Any]) -> None:
+        self.slot = slot
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @overload
+    def __getitem__(self, place: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, place: slice) -> SlotValues: ...
+    def __getitem__(self, place: int | slice) -> dict[str, Any] | SlotValues:
+        found = self.values[place]
+        return SlotValues(self.slot, found) if isinstance(place, slice) else {self.slot: found}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        slot = self.slot
+        return iter([{slot: value} for value in self.values])
+
+
 class Unlike(Exception):
     """The items are not similar, or too small."""
 
 
-def columns_of(items: list[Any]) -> Column:
+def columns_of(items: list[Any] | SlotValues) -> Column:
     """Return the column of items; Unlike: it would not have fewer objects, or too many for their bytes."""
-    column = _column(items, _DEPTH_MAX)
+    if type(items) is SlotValues:
+        column = [DICT, [items.slot], [_column(items.values, _DEPTH_MAX - 1)]]
+    else:
+        column = _column(items, _DEPTH_MAX)
     if column[0] == PLAIN or nodes_of(column) * NODE_BYTES_MIN > _item_bytes(column):
         raise Unlike
     return column

@@ -18,7 +18,7 @@ from pipedist.core import ragged
 from pipedist.core.misuse_hints import conversion_hint
 from pipedist.core.types import Tree, is_record
 from pipedist.errors import PipedistError
-from pipedist.protocol.columns import ITEMS_MIN, Unlike, columns_of, fits, nodes_of
+from pipedist.protocol.columns import ITEMS_MIN, SlotValues, Unlike, columns_of, fits, nodes_of
 from pipedist.protocol.layout import (
     BIG_INT,
     COLUMNS,
@@ -67,7 +67,7 @@ class UnsendableError(PipedistError, TypeError):
     """
 
 
-def encode(tree: Tree) -> list[Frame]:
+def encode(tree: Tree | SlotValues) -> list[Frame]:
     """Turn a tree into frames for `decode`: a header and the bytes of its larger arrays.
 
     A tree is a nested dict (keys str or int), list, tuple, namedtuple or dataclass; leaves are arrays (bool, numbers,
@@ -76,6 +76,9 @@ def encode(tree: Tree) -> list[Frame]:
     arrays' own memory: it must not change before they are sent. Raise UnsendableError, with the path, for other
     values, a tree deeper than DEPTH_MAX, or a frame that exceeds the limits.
     """
+    if type(tree) is SlotValues:
+        found = _encode_columns(tree) if len(tree) >= ITEMS_MIN else None
+        return encode(list(tree)) if found is None else found
     if type(tree) is list and len(tree) == 1 and type(item := tree[0]) is dict and len(item) == 1:
         [(key, value)] = item.items()
         if (
@@ -194,7 +197,7 @@ def _calls_of(values: list[Tree], form: list[Any]) -> list[Tree]:
     return calls
 
 
-def _encode_columns(items: list[Any]) -> list[Frame] | None:
+def _encode_columns(items: list[Any] | SlotValues) -> list[Frame] | None:
     """Return the frames of a list of similar items as columns; None: it is not sent as columns."""
     encoder = _Encoder()
     try:

@@ -19,7 +19,7 @@ from pipedist.core.types import Tree
 from pipedist.protocol.encoder import UnsendableError
 from pipedist.protocol.limits import ELEMENTS_MAX
 
-_COPIED_BYTES = 512  # copying an array of this size takes less time than to decide whether it must be copied
+COPIED_BYTES = 512  # copying an array of this size takes less time than to decide whether it must be copied
 
 _NUMBERS = frozenset({int, float, bool})
 _IMMUTABLE = frozenset({int, float, str, bool, bytes, complex, type(None)})
@@ -93,7 +93,7 @@ def take_ownership(box: list[Tree], objects_max: int = ELEMENTS_MAX) -> tuple[Tr
     """
     value = box.pop()
     kind = type(value)
-    if kind is np.ndarray and (bytes_ := value.nbytes) <= _COPIED_BYTES and value.dtype.kind != "O":
+    if kind is np.ndarray and (bytes_ := value.nbytes) <= COPIED_BYTES and value.dtype.kind != "O":
         return value.copy(), bytes_  # in C order
     if kind in _IMMUTABLE:
         return value, len(value) + 16 if kind is str or kind is bytes else 16

@@ -21,6 +21,7 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from pipedist.core.types import Tree
@@ -347,8 +348,26 @@ def stage_digest(stage: str) -> int:
     return int.from_bytes(hashlib.sha256(stage.encode()).digest()[:8], "big")
 
 
-current: ContextVar[ReplicaContext | None] = ContextVar("pipedist_replica_context", default=None)
-"""Set around every call of a replica function."""
+class ContextOnDemand(Struct, eq=False):
+    """The context of one call, made when it is used first: few functions use it, and short calls are many."""
+
+    make: Callable[[int], ReplicaContext]  # of a number
+    number: int
+    made: list[
+        ReplicaContext
+    ] = []  # a list, because threads of the function may use it first at the same time
+
+    def get(self) -> ReplicaContext:
+        """Return the context, the same one each time."""
+        if not self.made:
+            self.made.append(self.make(self.number))
+        return self.made[0]
+
+
+current: ContextVar[ReplicaContext | ContextOnDemand | None] = ContextVar(
+    "pipedist_replica_context", default=None
+)
+"""Set around every call of a replica function; `get_replica_context` returns its context."""
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -361,13 +380,14 @@ def get_replica_context() -> ReplicaContext | None:
         ctx = pipedist.get_replica_context()
         replica = 0 if ctx is None else ctx.replica_id_in_sync_group
     """
-    return current.get()
+    context = current.get()
+    return context.get() if isinstance(context, ContextOnDemand) else context
 
 
 def _in_cross_replica_context(fn: Callable[..., Tree], replicas: int) -> Callable[..., Tree]:
 
     def body(*args: Any, **kwargs: Any) -> Tree:
-        strategy, ctx = MergeStrategy(replicas), current.get()
+        strategy, ctx = MergeStrategy(replicas), get_replica_context()
         context, own = current.set(None), current_strategy.set(strategy)
         try:
             return fn(strategy, *args, **kwargs)

@@ -35,10 +35,16 @@ from pipedist.protocol.limits import RESULT_OBJECTS_MAX
 from pipedist.protocol.program import Emit, Program
 from pipedist.reduction.tree import Reduction
 from pipedist.worker import failures, process_setup
-from pipedist.worker.array_isolation import as_readonly, check_objects, take_ownership, without_frames
-from pipedist.worker.context import ReplicaContext, current
+from pipedist.worker.array_isolation import (
+    COPIED_BYTES,
+    as_readonly,
+    check_objects,
+    take_ownership,
+    without_frames,
+)
+from pipedist.worker.context import ContextOnDemand, ReplicaContext, current
 from pipedist.worker.failures import CallFailure
-from pipedist.worker.inputs import FinishedElements, LeaseShards, Shard, ShardFinder, States
+from pipedist.worker.inputs import FinishedElements, LeaseShards, Shard, ShardBlock, ShardFinder, States
 from pipedist.worker.log_forwarding import importer
 from pipedist.worker.progress import StageClock
 from pipedist.worker.stages import Call, GangCallContext, Stage
@@ -89,12 +95,15 @@ def _plain_bytes(value: Tree) -> int | None:
 
 
 class Tally:
-    """The calls of a lease that returned: their outcomes until they are reported, and what they cost."""
+    """The calls of a lease that returned: their outcomes until they are reported, and what they cost.
+
+    Calls of a plain program have one value each, without its slot.
+    """
 
     __slots__ = ("bytes", "outcomes", "worked_until_ns")
 
     def __init__(self) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[Outcome] | list[Tree] = []
         self.bytes = 0  # of the outcomes since the slice began
         self.worked_until_ns = time.perf_counter_ns()  # when the last one had returned
 
@@ -314,6 +323,11 @@ class PassExecutor:
         return (stage, self._sole) if stage.is_loaded and not (stage.is_class or stage.is_async) else None
 
     @property
+    def sole_slot(self) -> str:
+        """The slot of a program that sends back the whole value of one stage only; "": it sends others."""
+        return "" if self._sole is None else self._sole.slot
+
+    @property
     def is_plain(self) -> bool:
         """Whether `run_plain` may execute the calls: one function of the shard, whose whole value is sent."""
         if self._sole is None or len(self._stages) > 1 or self._stored or self._shard_is_shared or self.waits:
@@ -336,51 +350,79 @@ class PassExecutor:
     ) -> None:
         """Execute calls one after the other, as `run` does, until a time, or until results of this size wait.
 
-        `call` is the running call, whose fields change. Its shard is read with those of the next calls, and what is
-        the same for all of them is found once.
+        `call` is the running call, and the last one at the end. Its shard is read with those of the next calls, and
+        what is the same for all of them is found once. The outcomes in the tally are bare values, see `Tally`.
         """
-        stage, sole, replicas, seed = self._stages[0], self._sole, self.program.replicas, self.program.seed
+        stage, sole = self._stages[0], self._sole
         assert sole is not None  # see `is_plain`
-        name, device, fn, slot, objects_max = stage.name, stage.device, stage.fn, sole.slot, sole.objects_max
-        enter, leave, add, clock = current.set, current.reset, tally.outcomes.append, time.perf_counter_ns
+        name, fn, objects_max = stage.name, stage.fn, sole.objects_max
+        enter, add, clock = current.set, tally.outcomes.append, time.perf_counter_ns
         mark = getattr(begin, "next", begin)
-        number = numbers.start
-        while number < numbers.stop:
-            begin(number)
-            first = call.number = number
-            call.step, call.replica = divmod(number, replicas)
-            call.reading = True
-            block = shards.from_call(number)
-            call.reading = False
-            for value, elements, epoch in block:
-                call.number = number
-                call.step, call.replica = step, replica = divmod(number, replicas)
-                if number != first:
-                    mark(number)
-                ctx = ReplicaContext(replica, replicas, step, epoch, name, elements, seed, None, device)
-                token = enter(ctx)
+        first = number = numbers.start
+        outside = enter(None)
+        try:
+            while first < numbers.stop:
+                begin(first)
+                call.number = number = first
+                call.reading = True
+                block, index = shards.from_call(first)
+                call.reading = False
+                values = block.values[index:] if index else block.values
+                context = partial(self._plain_context, block, first - index)
                 call.in_user_code = True
-                try:
-                    box = [fn(value)]
-                    if (kind := type(box[0])) not in VALUES and hasattr(kind, "__await__"):
-                        box[0] = wait(box[0])
-                finally:
-                    if process_setup.is_copy:
-                        process_setup.end_copy(name)
-                    leave(token)
+                for number, value in enumerate(values, first):
+                    if number != first:
+                        mark(number)
+                    enter(ContextOnDemand(context, number))
+                    try:
+                        result = fn(value)
+                        if (kind := type(result)) not in VALUES and hasattr(kind, "__await__"):
+                            result = wait(result)
+                            kind = type(result)
+                    finally:
+                        if process_setup.is_copy:
+                            process_setup.end_copy(name)
+                    if (
+                        kind is np.ndarray
+                        and (size := result.nbytes) <= COPIED_BYTES
+                        and result.dtype.kind != "O"
+                    ):
+                        add(result.copy())  # as `take_ownership` does, without its Python call
+                    else:
+                        box = [result]
+                        del result
+                        call.in_user_code, call.permanent = False, True
+                        try:
+                            owned, size = take_ownership(box, objects_max)
+                        except UnsendableError as error:
+                            raise self.labelled(error, sole) from error
+                        call.in_user_code, call.permanent = True, False
+                        add(owned)
+                    tally.bytes += size
+                    tally.worked_until_ns = now_ns = clock()
+                    if now_ns >= until_ns or tally.bytes >= bytes_max:
+                        return
                 call.in_user_code = False
-                call.permanent = True
-                try:
-                    value, size = take_ownership(box, objects_max)
-                except UnsendableError as error:
-                    raise self.labelled(error, sole) from error
-                call.permanent = False
-                tally.bytes += size
-                tally.worked_until_ns = now_ns = clock()
-                add({slot: value})
-                number += 1
-                if now_ns >= until_ns or tally.bytes >= bytes_max:
-                    return
+                first += len(values)
+        finally:
+            call.number = number
+            current.reset(outside)
+
+    def _plain_context(self, block: ShardBlock, first: int, number: int) -> ReplicaContext:
+        """Return the context of a call whose shard is in a block that begins with the shard of call `first`."""
+        stage, replicas = self._stages[0], self.program.replicas
+        step, replica = divmod(number, replicas)
+        shard = block.shard(number - first)
+        return ReplicaContext(
+            replica,
+            replicas,
+            step,
+            shard.epoch,
+            stage.name,
+            shard.elements,
+            self.program.seed,
+            device=stage.device,
+        )
 
     def _values(
         self, call: Call, shard: Shard, empty: bool, wait: Callable[[Awaitable[Any]], Any]

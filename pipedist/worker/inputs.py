@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from pipedist.core import trees
@@ -33,6 +34,27 @@ class Shard(NamedTuple):
     value: Tree
     elements: range | NDArray[np.int64] | None
     epoch: int
+
+
+class ShardBlock(Struct):
+    """The shards of consecutive calls, which were read together."""
+
+    values: list[Tree]
+    epoch: int
+    elements: (
+        range | NDArray[np.int64] | None
+    )  # ids: of the only shard, or of row 0 of the epoch and all after it
+    rows: Sequence[
+        tuple[int, int]
+    ] = ()  # [start, stop) of each shard in the order of the epoch; (): there is one
+
+    def shard(self, index: int) -> Shard:
+        """Return one of the shards."""
+        elements = self.elements
+        if self.rows and elements is not None:
+            start, stop = self.rows[index]
+            elements = elements[start:stop]
+        return Shard(self.values[index], elements, self.epoch)
 
 
 class ShardFinder:
@@ -76,15 +98,15 @@ class ShardFinder:
         self._row_bytes = _row_bytes(value, len(elements))
         return Shard(value, elements, epoch)
 
-    def block(self, call: int, hi: int) -> list[Shard]:
+    def block(self, call: int, hi: int) -> ShardBlock | None:
         """Return the shards of calls from `call` on, below `hi`, in one read: at least two.
 
-        [] if a block does not pay, or its data cannot be read. Then each call reads its own shard, and raises its
+        None if a block does not pay, or its data cannot be read. Then each call reads its own shard, and raises its
         own error. Any other exception is a defect of the reader, and is raised.
         """
         division = self._division
         if division is None or not self._row_bytes or self._config is None:
-            return []
+            return None
         rows_max = int(BLOCK_BYTES_MAX / self._row_bytes)
         step, replica = divmod(call, self._replicas)
         epoch, first, stop = division.bounds(step, replica)
@@ -94,22 +116,20 @@ class ShardFinder:
         while bounds and bounds[-1][1] - first > rows_max:
             bounds.pop()
         if len(bounds) < 2:
-            return []
+            return None
         last_row = bounds[-1][1]
         try:
             rows = self._read(range(first, last_row))
         except (PipedistError, OSError, MemoryError):
-            return []
+            return None
         if type(rows) is dict:
             parts: list[Tree] = [{k: c[a - first : b - first] for k, c in rows.items()} for a, b in bounds]
         elif type(rows) is np.ndarray:
             parts = [rows[a - first : b - first] for a, b in bounds]
         else:
-            return []
+            return None
         base = epoch * self._config.length
-        return [
-            Shard(part, range(base + a, base + b), epoch) for part, (a, b) in zip(parts, bounds, strict=True)
-        ]
+        return ShardBlock(parts, epoch, range(base, base + self._config.length), bounds)
 
     def _rows(self, elements: range | NDArray[np.int64]) -> range | NDArray[np.int64]:
         """Return the row numbers of elements; a shard never crosses an epoch."""
@@ -165,7 +185,7 @@ class LeaseShards:
         self._lo = lo
         self._hi = hi
         self._by_number = shards.ids is None and shards.values is None and shards.locations is None
-        self._block: list[Shard] = []
+        self._block: ShardBlock | None = None
         self._block_lo = lo
 
     def finished(self, call: int) -> FinishedElements:
@@ -180,29 +200,27 @@ class LeaseShards:
         return self._shards.values[call - self._lo]
 
     def find(self, call: int) -> Shard:
-        index = call - self._block_lo
-        if 0 <= index < len(self._block):
-            return self._block[index]
         if self._by_number:
-            return self.from_call(call)[0]
+            block, index = self.from_call(call)
+            return block.shard(index)
         return self._finder.find(self._shards, call - self._lo, call)
 
-    def from_call(self, call: int) -> list[Shard]:
-        """Return the shards of a call, and of those after it that are read with it.
+    def from_call(self, call: int) -> tuple[ShardBlock, int]:
+        """Return a block with the shard of a call, and its place there; the next calls follow.
 
         A value that was sent is returned once: its memory goes back to the driver while later calls of the lease run.
         """
         index = call - self._block_lo
-        if 0 <= index < len(self._block):
-            return self._block[index:]
+        if self._block is not None and 0 <= index < len(self._block.values):
+            return self._block, index
         if self._by_number:
             self._block, self._block_lo = self._finder.block(call, self._hi), call
-            if self._block:
-                return self._block
+            if self._block is not None:
+                return self._block, 0
         found = self._finder.find(self._shards, call - self._lo, call)
         if self._shards.values is not None:
             self._shards.values[call - self._lo] = None
-        return [found]
+        return ShardBlock([found.value], found.epoch, found.elements), 0
 
 
 def _row_bytes(value: Tree, rows: int) -> float | None:

@@ -32,7 +32,7 @@ from pipedist.collectives.requests import (
 from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.reduction.partials import ReduceOp
-from pipedist.worker.context import ReplicaContext, current
+from pipedist.worker.context import ReplicaContext, current, get_replica_context
 from pipedist.worker.failures import user_frames
 from pipedist.worker.jax_arguments import ArgumentSignature, Constant, text_of
 from pipedist.worker.jax_mesh import AXIS, Host, Mesh, jax
@@ -190,7 +190,7 @@ class _TracedVariables:
         own = _operand(traits, operand, method)
         if traits.dtype.kind == "b" and method != "assign":
             raise TypeError(f"{method} to the {traits.label}: bools can only be assigned")
-        context = current.get()
+        context = get_replica_context()
         assert context is not None  # the variable got this object from it
         if traits.copies or traits.replicas == 1:
             new = self._set(variable._space, method, own)

@@ -17,11 +17,12 @@ import contextlib
 import selectors
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipedist.core.types import Tree
+from pipedist.protocol.columns import SlotValues
 from pipedist.protocol.program import Shards
 from pipedist.worker import failures
 from pipedist.worker.execution import Outcome, PassExecutor, Result, Tally
@@ -113,7 +114,7 @@ class FinishedCalls(NamedTuple):
     """Finished calls [lo, lo + len(outcomes)) that are not reported yet."""
 
     lo: int
-    outcomes: list[Outcome]
+    outcomes: Sequence[Outcome]
     busy_ns: int
 
 
@@ -144,6 +145,7 @@ class LeaseRun:
         self._taken = lo  # the first call that has neither been taken nor raised
         self._reported_until_ns = self._tally.worked_until_ns
         self._overlaps = executor.calls_overlap
+        self._is_plain: bool | None = None  # whether the tally has bare values; None until a call runs
         self._running: deque[tuple[Call, asyncio.Task[Result]]] = deque()  # overlapping calls, in order
         self._is_abandoned = False  # they were cancelled
 
@@ -210,7 +212,9 @@ class LeaseRun:
     def take(self) -> FinishedCalls:
         """Return the outcomes since the last `take`, in order."""
         count = len(self._tally.outcomes)
-        outcomes = self._tally.outcomes[:count]
+        outcomes: Sequence[Outcome] = self._tally.outcomes[:count]
+        if self._is_plain:
+            outcomes = SlotValues(self.executor.sole_slot, outcomes)
         del self._tally.outcomes[:count]
         lo = self._taken
         self._taken += count
@@ -229,7 +233,9 @@ class LeaseRun:
             self._loop.run(cancel_tasks([task for _, task in self._running]))
 
     def _one_by_one(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
-        if self.executor.is_plain:
+        if self._is_plain is None:
+            self._is_plain = self.executor.is_plain
+        if self._is_plain:
             return self._plain(until_ns, slice_bytes)
         while self._next < self._hi:
             call = self.executor.call(self._next)

@@ -38,7 +38,7 @@ from pipedist.core.token_bucket import TokenBucket
 from pipedist.protocol.codec import Frame
 from pipedist.protocol.messages import LogLine, Message, Retried
 from pipedist.transport.dealer import ConnectionLost
-from pipedist.worker.context import current
+from pipedist.worker.context import get_replica_context
 
 _Origin = tuple[str, int, int]
 _STDOUT = "stdout"
@@ -147,7 +147,7 @@ class OutputCapture:
 
 
 def _origin() -> _Origin:
-    context = current.get()
+    context = get_replica_context()
     if context is None:
         return importer.get()
     return (context.stage, context.step, context.replica_id_in_sync_group)

@@ -20,7 +20,7 @@ from pipedist.core.record_format import frames_of, pack, record_at
 from pipedist.core.types import Tree
 from pipedist.protocol.codec import decode, encode
 from pipedist.worker.array_isolation import without_frames
-from pipedist.worker.context import current
+from pipedist.worker.context import get_replica_context
 from pipedist.worker.failures import note_element
 from pipedist.worker.waiting_calls import batched, count_elements, element_at, unlike
 
@@ -115,7 +115,7 @@ class Mapped:
 
 def _note(error: Exception, at: int, elements: Sequence[Any]) -> None:
     """Note on an exception which element of a shard it is about."""
-    ctx = current.get()
+    ctx = get_replica_context()
     ids = None if ctx is None else ctx.elements
     if ids is not None and at < len(ids):
         note_element(error, int(ids[at]), elements[at])

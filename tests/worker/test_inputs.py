@@ -129,6 +129,6 @@ def test_a_value_that_was_sent_is_freed_when_the_next_call_begins() -> None:
     del values
     assert lease.find(0).value is lease.find(0).value  # other stages may look again
     for call in range(2):
-        [shard] = lease.from_call(call)
-        assert shard.value is watched[call]()
+        block, at = lease.from_call(call)
+        assert block.values[at] is watched[call]()
     assert watched[0]() is None
