@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     PlainValidator,
     WithJsonSchema,
 )
@@ -48,6 +49,29 @@ class Section(BaseModel):
         arbitrary_types_allowed=True,
         defer_build=True,  # a run builds the validators of those sections that its spec has
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Return the schema of this section; in a field of another one, of a call of its own validator.
+
+        That validator is built with the first value: a spec has one of twenty sources.
+        """
+        if handler.field_name is None:
+            return handler(source)
+        name = f"{cls.__module__}.{cls.__qualname__}:{id(cls)}"
+        return core_schema.no_info_plain_validator_function(cls.model_validate, ref=name)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """Return the JSON Schema of the section, which does not depend on where it is."""
+        if schema["type"] == "function-plain":
+            cls.model_rebuild()
+            schema = cls.__pydantic_core_schema__
+        return handler(schema)
 
     def __hash__(self) -> int:
         # The hash that pydantic makes for frozen models fails only if a section has mappings.

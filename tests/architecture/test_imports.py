@@ -77,6 +77,19 @@ def test_a_run_imports_only_what_it_uses() -> None:
     }
 
 
+def test_a_run_builds_validators_of_those_sections_only_that_its_spec_has() -> None:
+    code = f"""
+import pipedist
+from pipedist.spec.datasets import CsvSource, RangeSource
+from pipedist.spec.stages import ReduceSpec, RunSpec
+pipedist.run({SPEC}, workers=1)
+built = [each.__name__ for each in (CsvSource, RangeSource, ReduceSpec, RunSpec) if each.__pydantic_complete__]
+assert built == ["RangeSource", "ReduceSpec"], built
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def count_of(code: str) -> int:
     """Return how many modules a fresh process imports that executes `code`."""
     count = "import atexit, sys; atexit.register(lambda: print('modules', len(sys.modules), flush=True))"
