@@ -353,9 +353,7 @@ class ContextOnDemand(Struct, eq=False):
 
     make: Callable[[int], ReplicaContext]  # of a number
     number: int
-    made: list[
-        ReplicaContext
-    ] = []  # a list, because threads of the function may use it first at the same time
+    made: list[ReplicaContext] = []  # at most two, if threads of the function use it first at the same time
 
     def get(self) -> ReplicaContext:
         """Return the context, the same one each time."""

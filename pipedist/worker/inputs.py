@@ -41,12 +41,10 @@ class ShardBlock(Struct):
 
     values: list[Tree]
     epoch: int
-    elements: (
-        range | NDArray[np.int64] | None
-    )  # ids: of the only shard, or of row 0 of the epoch and all after it
-    rows: Sequence[
-        tuple[int, int]
-    ] = ()  # [start, stop) of each shard in the order of the epoch; (): there is one
+    # Ids: of the only shard, or of the whole epoch
+    elements: range | NDArray[np.int64] | None
+    # [start, stop) of each shard among the elements; (): there is one shard
+    rows: Sequence[tuple[int, int]] = ()
 
     def shard(self, index: int) -> Shard:
         """Return one of the shards."""
