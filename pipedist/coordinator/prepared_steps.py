@@ -2,8 +2,8 @@
 
 While nothing else is going on, the scheduler's next decision is known: the next step of a pass goes to the workers of
 its latest gang (`Scheduler.foresee`). Such a step is sent when it is offered. Its results are collected here, and
-given to their caller when all have arrived. The scheduler gets one event for all of that, when the next step was sent,
-or in the next cycle of the event loop: while it handles the event, workers do the next step, not wait for it.
+given to their caller when all have arrived. The scheduler gets one event for all of that, when the next step was sent:
+while it handles the event, workers do that step instead of waiting for it.
 
 Before the scheduler handles any other event, or is asked about a lease, it gets the events of what has happened so
 far, with their times (`hand_over`): the step that is over; the offer of the step that runs, and its results that have
@@ -13,7 +13,6 @@ the same state as if it had seen every event at once; steps that are offered whi
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -207,7 +206,6 @@ class PreparedSteps:
         self._over = command, PastEvent(executed, None, time.monotonic())
         results = [slots for chunk in running.chunks if chunk is not None for slots in chunk.calls]
         handle.step_executed(running.step, results, running.members.peers)
-        asyncio.get_running_loop().call_soon(self.report)  # for a caller that does something else next
 
     def forget(self) -> None:
         """Forget who the workers of the latest gang are: another event may change it."""

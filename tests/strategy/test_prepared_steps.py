@@ -38,7 +38,8 @@ class Seen:
     """The events that the scheduler of a strategy's cluster handles, since `take`."""
 
     def __init__(self, strategy: pipedist.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-        scheduler = strategy.cluster.coordinator._scheduler
+        self._coordinator = strategy.cluster.coordinator
+        scheduler = self._coordinator._scheduler
         self._handle, self._events = scheduler.handle, list[str]()
         monkeypatch.setattr(scheduler, "handle", self._see)
 
@@ -46,8 +47,8 @@ class Seen:
         self._events.append(type(event).__name__)
         return self._handle(event, now)
 
-    async def take(self) -> list[str]:
-        await asyncio.sleep(0)  # the event of the last step comes in the next cycle
+    def take(self) -> list[str]:
+        self._coordinator._hand_over()  # the event of the last step would come with the next one
         events, self._events = self._events, []
         return [each for each in events if each not in ("Tick", "HeartbeatReceived")]
 
@@ -103,21 +104,21 @@ async def train(cluster: pipedist.LocalCluster) -> list[Any]:
 
 async def test_a_step_is_one_event_for_the_scheduler(strategy: pipedist.Strategy, seen: Seen) -> None:
     await prepare(strategy, functions.double, parts(0))
-    await seen.take()
+    seen.take()
     for step in range(STEPS):
         found = await strategy.run(functions.double, args=(parts(step),))
         assert [part.tobytes() for part in found] == [(2 * part).tobytes() for part in parts(step)]
-    assert await seen.take() == ["StepExecuted"] * STEPS
+    assert seen.take() == ["StepExecuted"] * STEPS
 
 
 async def test_functions_may_alternate(strategy: pipedist.Strategy, seen: Seen) -> None:
     await prepare(strategy, functions.double, 1)
     await prepare(strategy, functions.ids)
-    await seen.take()
+    seen.take()
     for _ in range(3):
         assert list(await strategy.run(functions.double, args=(1,))) == [2, 2]
         assert [int(first) for first in (await strategy.run(functions.ids))[0]] == [0, 1]
-    assert await seen.take() == ["StepExecuted"] * 6
+    assert seen.take() == ["StepExecuted"] * 6
 
 
 # -- the general path takes over -----------------------------------------------------------
@@ -127,17 +128,17 @@ async def test_a_worker_that_is_killed_in_a_step_costs_no_result(
     strategy: pipedist.Strategy, seen: Seen, tmp_path: Path
 ) -> None:
     await prepare(strategy, die_once, parts(0), "")
-    await seen.take()
+    seen.take()
     found = await strategy.run(die_once, args=(parts(3), str(tmp_path / "killed")))
     assert list(found) == [float(part.sum()) for part in parts(3)]
-    events = await seen.take()
+    events = seen.take()
     assert events[0] == "StepsAvailable"
     assert events.index("WorkerLost") in (1, 2), "2: the other member had reported"
     assert events.count("StepExecuted") == 0
     await prepare(strategy, die_once, parts(0), "")
-    await seen.take()
+    seen.take()
     await strategy.run(die_once, args=(parts(4), ""))
-    assert await seen.take() == ["StepExecuted"], "the replacement is a member now"
+    assert seen.take() == ["StepExecuted"], "the replacement is a member now"
 
 
 def die_once(x: Any, file: str, ctx: pipedist.ReplicaContext) -> float:
@@ -153,14 +154,14 @@ def fail_at(replicas: tuple[int, ...], ctx: pipedist.ReplicaContext) -> str:
 
 async def test_a_failure_is_that_of_the_general_path(strategy: pipedist.Strategy, seen: Seen) -> None:
     await prepare(strategy, fail_at, ())
-    await seen.take()
+    seen.take()
     with pytest.raises(pipedist.CallError, match="KeyError: 'replica 1'") as caught:
         await strategy.run(fail_at, args=((1,),))
     assert caught.value.attempts == 1
-    assert sorted(await seen.take()) == ["CallFailed", "CallsDone", "StepsAvailable"]
+    assert sorted(seen.take()) == ["CallFailed", "CallsDone", "StepsAvailable"]
     await strategy.run(fail_at, args=((),))
     assert list(await strategy.run(fail_at, args=((),))) == ["fine", "fine"]
-    assert (await seen.take())[-1] == "StepExecuted"
+    assert seen.take()[-1] == "StepExecuted"
 
 
 async def test_an_argument_that_cannot_be_sent_fails_its_step_only(
@@ -170,19 +171,19 @@ async def test_an_argument_that_cannot_be_sent_fails_its_step_only(
     with pytest.raises(TypeError, match="can't send an object, at args/0"):
         await strategy.run(functions.double, args=(object(),))
     await prepare(strategy, functions.double, 1)
-    await seen.take()
+    seen.take()
     assert list(await strategy.run(functions.double, args=(4,))) == [8, 8]
-    assert await seen.take() == ["StepExecuted"]
+    assert seen.take() == ["StepExecuted"]
 
 
 async def test_steps_that_run_at_the_same_time_take_the_general_path(
     strategy: pipedist.Strategy, seen: Seen
 ) -> None:
     await prepare(strategy, functions.double, 1)
-    await seen.take()
+    seen.take()
     found = await asyncio.gather(*(strategy.run(functions.double, args=(n,)) for n in range(4)))
     assert [list(each) for each in found] == [[2 * n] * 2 for n in range(4)]
-    assert "StepExecuted" not in await seen.take()
+    assert "StepExecuted" not in seen.take()
 
 
 async def test_a_cancelled_step_is_over_before_the_next_one_that_uses_variables(
@@ -218,12 +219,12 @@ async def test_a_strategy_that_is_closed_ends_its_running_step(
     await strategy.cluster.ready()
     async with pipedist.Strategy(strategy.cluster, replicas=2) as other:
         await prepare(other, functions.double, 1)
-        await seen.take()
+        seen.take()
         running = asyncio.ensure_future(other.run(functions.double, args=(1,)))
         await asyncio.sleep(0)
     with pytest.raises(pipedist.RunCancelled):
         await running
-    assert (await seen.take())[:2] == ["StepsAvailable", "PassClosed"]
+    assert seen.take()[:2] == ["StepsAvailable", "PassClosed"]
     assert list(await strategy.run(functions.double, args=(2,))) == [4, 4]
 
 
@@ -240,10 +241,10 @@ async def test_a_function_may_call_its_first_collective_in_any_step(
     strategy: pipedist.Strategy, seen: Seen
 ) -> None:
     await prepare(strategy, sum_if, False)
-    await seen.take()
+    seen.take()
     found = [list(await strategy.run(sum_if, args=(total,))) for total in (False, True, False, True, False)]
     assert found == [[1, 2], [3, 3], [1, 2], [3, 3], [1, 2]]
-    assert await seen.take() == ["StepExecuted"] * 5
+    assert seen.take() == ["StepExecuted"] * 5
 
 
 class Latest:

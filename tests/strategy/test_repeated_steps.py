@@ -221,7 +221,7 @@ async def test_a_large_variable_is_sent_without_a_copy_and_leaves_no_cycle(
 # The number of Python calls of a step, as it was measured, plus a tenth. It is the same on every machine: more calls
 # in the path of a step show here, while its time depends on the load.
 DRIVER_CALLS_MAX = 152
-WORKER_CALLS_MAX = 101
+WORKER_CALLS_MAX = 65
 
 
 async def test_a_step_makes_a_limited_number_of_python_calls(strategy: pipedist.Strategy) -> None:
