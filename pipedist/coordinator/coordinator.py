@@ -328,8 +328,7 @@ class Coordinator:
         """Send an offered step if the scheduler need not see it first; return False if it must."""
         if self._pumping or self._closed or self._is_defective:
             return False
-        if self._prepared.is_over(other_than=handle.id):
-            self._prepared.report()
+        self._prepared.report(unless_of=handle.id)
         self._pumping = True  # a worker that can't be reached is lost only when the step is sent
         try:
             return self._prepared.begin(handle, step)

@@ -545,14 +545,6 @@ class PassHandle:
         for chunk in chunks:
             self.arrived(chunk)
 
-    def step_executed(self, step: int, results: list[Slots], peers: Sequence[Peer]) -> None:
-        """Report a step of a pass without a feed to its caller; `results` are in replica order."""
-        if step in self._executed:
-            self._executed[step] = peers
-        self._count(self.settings.replicas)
-        self._step_results[step] = results
-        self.ready(step, step + 1)
-
     def arrived(self, chunk: Chunk) -> None:
         self._count(chunk.hi - chunk.lo)
         self.elements.drop(chunk.lo, chunk.hi)

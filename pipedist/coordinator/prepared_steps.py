@@ -44,6 +44,7 @@ class PastEvent(Struct, frozen=True):
 class _Report(Struct, frozen=True):
     peer: Peer
     results: msg.Results
+    chunk: Chunk
     at: float
 
 
@@ -62,8 +63,7 @@ class _Running:
     command: cmd.SendGang
     members: _Members
     began: float
-    chunks: list[Chunk | None]  # by member
-    reports: list[_Report] = field(default_factory=list)  # in order of arrival
+    reports: dict[int, _Report] = field(default_factory=dict)  # by member, in order of arrival
 
 
 class PreparedSteps:
@@ -95,20 +95,20 @@ class PreparedSteps:
         """Whether the scheduler has not seen everything."""
         return self._running is not None or self._over is not None
 
-    def is_over(self, other_than: int) -> bool:
-        """Whether a step of another pass is over that the scheduler has not seen."""
-        return self._over is not None and self._over[0].pass_id != other_than
-
     def begin(self, handle: PassHandle, step: int) -> bool:
         """Send a step that is offered; return False if it must take the general path.
 
-        The caller handles events that sending causes, such as the loss of a worker, after this.
+        The scheduler has seen all steps of other passes. The caller handles events that sending causes, such as the
+        loss of a worker, after this.
         """
         if self._running is not None:
             return False
         record = handle.record
         asked = 0 if record is None else record.recorder.now()
-        command = self._foreseen(handle)
+        if self._over is None:
+            command = self._scheduler.foresee(handle.id)
+        else:
+            command = self._over[0].following(handle.settings.replicas)
         if command is None:
             return False
         parts, (values, states) = command.parts, handle.inputs_of(step)
@@ -132,7 +132,7 @@ class PreparedSteps:
                     self._send_states(worker, states)
         except Exception:  # a value can't be sent: the general path raises the error
             return False
-        self._running = _Running(handle, step, command, members, time.monotonic(), [None] * len(parts))
+        self._running = _Running(handle, step, command, members, time.monotonic())
         where, serial, number = "", command.serial, handle.number_of(step)
         if members.segment is not None:
             where = members.segment.where
@@ -148,16 +148,9 @@ class PreparedSteps:
         self.report()
         return True
 
-    def _foreseen(self, handle: PassHandle) -> cmd.SendGang | None:
-        """Return the command that assigns the next step of a pass."""
-        if self._over is None:
-            return self._scheduler.foresee(handle.id)
-        latest, _ = self._over
-        return latest.following(handle.settings.replicas) if latest.pass_id == handle.id else None
-
-    def report(self) -> None:
-        """Have the scheduler see the step that is over, if there is one."""
-        if self._over is not None:
+    def report(self, *, unless_of: int = 0) -> None:
+        """Have the scheduler see the step that is over, if there is one, and it is not of a pass."""
+        if self._over is not None and self._over[0].pass_id != unless_of:
             (_, past), self._over = self._over, None
             self._post(past)
 
@@ -177,18 +170,18 @@ class PreparedSteps:
         running = self._running
         if running is None:
             return False
-        parts, chunks, handle = running.command.parts, running.chunks, running.handle
+        parts, reports, handle = running.command.parts, running.reports, running.handle
         member = results.lease - parts[0].lease
         if not 0 <= member < len(parts) or peer is not running.members.peers[member]:
             return False
         _, _, lo, hi = parts[member]
-        if results.lo != lo or results.hi != hi or chunks[member] is not None:
+        if results.lo != lo or results.hi != hi or member in reports:
             return False
-        chunks[member] = chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
+        chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
         if (record := handle.record) is not None:
             record.recorder.later(record.returned, peer.worker, results, chunk.size)
-        running.reports.append(_Report(peer, results, time.monotonic()))
-        if None not in chunks:
+        reports[member] = _Report(peer, results, chunk, time.monotonic())
+        if len(reports) == len(parts):
             self._end(running)
         return True
 
@@ -197,15 +190,14 @@ class PreparedSteps:
         handle, command, segment = running.handle, running.command, running.members.segment
         if segment is not None:
             segment.end(command.serial, aborted=False)
-        first, reports = command.parts[0].lease, []
-        for report in running.reports:
-            chunk = running.chunks[report.results.lease - first]
-            assert chunk is not None  # all members have reported
-            reports.append((report.peer.worker, report.results.busy_ns, chunk.size))
+        chunks, reports = [], []
+        for report in running.reports.values():
+            chunks.append(report.chunk)
+            reports.append((report.peer.worker, report.results.busy_ns, report.chunk.size))
         executed = ev.StepExecuted(handle.id, command.serial, tuple(reports))
         self._over = command, PastEvent(executed, None, time.monotonic())
-        results = [slots for chunk in running.chunks if chunk is not None for slots in chunk.calls]
-        handle.step_executed(running.step, results, running.members.peers)
+        handle.gang_arrived(chunks, running.members.peers)
+        handle.ready(running.step, running.step + 1)
 
     def forget(self) -> None:
         """Forget who the workers of the latest gang are: another event may change it."""
@@ -217,12 +209,11 @@ class PreparedSteps:
         running, self._running = self._running, None
         if running is None:
             return None, over
-        handle, step, first = running.handle, running.step, running.command.parts[0].lease
+        handle, step = running.handle, running.step
         offered = ev.StepsAvailable(handle.id, step, step + 1, handle.settings.replicas)
         events = [PastEvent(offered, None, running.began)]
-        for report in running.reports:
-            peer, results, chunk = report.peer, report.results, running.chunks[report.results.lease - first]
-            assert chunk is not None  # it was reported
+        for report in running.reports.values():
+            peer, results, chunk = report.peer, report.results, report.chunk
             lease, lo, hi, busy_ns = results.lease, results.lo, results.hi, results.busy_ns
             done = ev.CallsDone(peer.worker, peer.incarnation, lease, lo, hi, busy_ns, chunk.size)
             events.append(PastEvent(done, chunk, report.at))
