@@ -257,11 +257,8 @@ class Driver:
             with self._lock:
                 self._handle(ev.RestartNeeded(str(error)))
             return
-        if not self._is_working:  # as `_working`, which is set in Python
-            self._is_working = True
-            self._working.set()
         try:
-            failure = run.advance(slice_.slice_s, slice_.slice_bytes)
+            failure = self._advance(run, slice_.slice_s, slice_.slice_bytes)
         except DevicesUnseen as error:
             with self._lock:
                 self._handle(ev.RestartNeeded(str(error)))
@@ -275,6 +272,12 @@ class Driver:
         self.output.finish()
         with self._lock:
             self._report(slice_.lease, slice_.hi, run, failure)
+
+    def _advance(self, run: Run, slice_s: float, slice_bytes: int) -> CallFailure | None:
+        if not self._is_working:  # as `_working`, which is set in Python
+            self._is_working = True
+            self._working.set()
+        return run.advance(slice_s, slice_bytes)
 
     def _report(self, lease: int, hi: int, run: Run, failure: CallFailure | None) -> None:
         """Report what a slice has executed; the caller holds the lock."""
@@ -304,10 +307,7 @@ class Driver:
         try:
             run = self._run = self._leases.begin_step(assigned, frames, self._progress.of_lease(lease))
             if run is not None:
-                if not self._is_working:
-                    self._is_working = True
-                    self._working.set()
-                failure = run.advance(0.0, 0)
+                failure = self._advance(run, 0.0, 0)
         except BaseException as error:
             with self._lock:
                 self._hand_over()

@@ -5,15 +5,12 @@ Each call runs the program's stages in order and collects the values that the pr
 shard may be empty: only stages that call collectives are called with it, and the outcome lacks the values of the
 others.
 
-With `--verify`, each call is executed twice, and the values of its stages are compared leaf by leaf, by digests of
-the bytes that would be sent. Leaves that cannot be sent (in a value that never leaves the worker) are not compared:
-a difference in them shows in the values computed from them.
+With `--verify`, each call is executed twice: see `pipedist.worker.verification`.
 """
 
 from __future__ import annotations
 
 import contextvars
-import hashlib
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -22,14 +19,13 @@ from operator import lt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pipedist.core import dlpack, functions, ragged, trees
 from pipedist.core.platform_id import process_usage
 from pipedist.core.types import Tree
-from pipedist.errors import NonDeterministicError, PipedistError
+from pipedist.errors import PipedistError
 from pipedist.protocol.codec import UnsendableError, encode
 from pipedist.protocol.limits import RESULT_OBJECTS_MAX
 from pipedist.protocol.program import Emit, Program
@@ -48,6 +44,7 @@ from pipedist.worker.inputs import FinishedElements, LeaseShards, Shard, ShardBl
 from pipedist.worker.log_forwarding import importer
 from pipedist.worker.progress import StageClock
 from pipedist.worker.stages import Call, GangCallContext, Stage
+from pipedist.worker.verification import Digests, check_same, digests_of
 
 if TYPE_CHECKING:
     from pipedist.worker.waiting_calls import OnRetry, WaitingStage, WorkerShare
@@ -281,10 +278,7 @@ class PassExecutor:
         if sole is None or gang is None or gang.variables is not None:
             return self._emit(call, None, [box.pop()], False)
         call.permanent = True
-        try:
-            owned, size = take_ownership(box, sole.objects_max)
-        except UnsendableError as error:
-            raise self.labelled(error, sole) from error
+        owned, size = self.owned(box, sole)
         return {sole.slot: owned}, size
 
     def _run_steps(
@@ -355,7 +349,7 @@ class PassExecutor:
         """
         stage, sole = self._stages[0], self._sole
         assert sole is not None  # see `is_plain`
-        name, fn, objects_max = stage.name, stage.fn, sole.objects_max
+        name, fn = stage.name, stage.fn
         enter, add, clock = current.set, tally.outcomes.append, time.perf_counter_ns
         mark = getattr(begin, "next", begin)
         first = number = numbers.start
@@ -392,10 +386,7 @@ class PassExecutor:
                         box = [result]
                         del result
                         call.in_user_code, call.permanent = False, True
-                        try:
-                            owned, size = take_ownership(box, objects_max)
-                        except UnsendableError as error:
-                            raise self.labelled(error, sole) from error
+                        owned, size = self.owned(box, sole)
                         call.in_user_code, call.permanent = True, False
                         add(owned)
                     tally.bytes += size
@@ -633,9 +624,16 @@ class PassExecutor:
             emit = next((e for e in self.program.emits if call.stage in (e.slot, self._stage_name(e))), None)
             if emit is None or emit.of < 0:
                 raise
-            raise self.labelled(error, emit) from error
+            raise self._labelled(error, emit) from error
 
-    def labelled(self, error: UnsendableError, emit: Emit) -> UnsendableError:
+    def owned(self, box: list[Tree], emit: Emit) -> tuple[Tree, int]:
+        """Do what `take_ownership` does with the result of a function, whose name its error has."""
+        try:
+            return take_ownership(box, emit.objects_max)
+        except UnsendableError as error:
+            raise self._labelled(error, emit) from error
+
+    def _labelled(self, error: UnsendableError, emit: Emit) -> UnsendableError:
         label = self.program.stages[emit.of].function.label
         return UnsendableError(f"the result of {label} cannot be sent: {error}")
 
@@ -762,50 +760,3 @@ def _is_plain(error: BaseException) -> bool:
     """Return whether it is an error, not a request to end the process."""
     asyncio = sys.modules.get("asyncio")  # not loaded: nothing raises its CancelledError
     return isinstance(error, Exception) or (asyncio is not None and isinstance(error, asyncio.CancelledError))
-
-
-_DIGEST_BYTES = 16
-
-
-class Digests(Struct, frozen=True):
-    """The structure of a value, and the digest of each leaf by path ("" for a bare leaf)."""
-
-    leaves: Mapping[str, bytes]
-    structure: str
-
-
-def digests_of(value: Tree) -> Digests:
-    leaves, structure = trees.flatten(value)
-    paths = trees.treedef_paths(structure)
-    found = ((path, _digest(leaf)) for path, leaf in zip(paths, leaves, strict=True))
-    return Digests({path: digest for path, digest in found if digest is not None}, trees.describe(structure))
-
-
-def _digest(leaf: trees.Leaf) -> bytes | None:
-    try:
-        frames = encode(take_ownership([leaf])[0])
-    except UnsendableError:
-        return None
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for frame in frames:
-        digest.update(frame)
-    return digest.digest()
-
-
-def check_same(first: Digests, second: Digests) -> None:
-    """Compare two executions of a stage's function on one shard."""
-    before, now = first.leaves, second.leaves
-    path = next((p for p in (*before, *now) if before.get(p) != now.get(p)), None)
-    if path is not None:
-        where = f"at {path!r} in its value" if path else "in its value"
-        where += "" if path in before and path in now else ", which only one of them has"
-    elif first.structure != second.structure:
-        where = f"{first.structure} and then {second.structure}"
-    else:
-        return
-    raise NonDeterministicError(
-        f"two executions of this call gave different results, {where}: the function is not deterministic in "
-        "(shard, with, ctx), so another run may give other results. Usual causes: clocks; random numbers "
-        "that do not come from ctx.rng; state that one call leaves for the next, in globals or in an instance; "
-        "the order of a set; threads"
-    )

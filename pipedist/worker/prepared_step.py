@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 from pipedist.collectives.gang import outside_turn
 from pipedist.core.types import Tree
 from pipedist.errors import PipedistError
-from pipedist.protocol.encoder import UnsendableError
 from pipedist.protocol.program import load_tree
 from pipedist.worker import process_setup
-from pipedist.worker.array_isolation import take_ownership
 from pipedist.worker.context import ReplicaContext, current
 from pipedist.worker.execution import VALUES, Outcome, Result
 from pipedist.worker.gangs import GangRun, ReplicaCollectives
@@ -40,8 +38,6 @@ class PreparedStep:
 
     `general` makes the `GangRun` of a step.
     """
-
-    is_relayed = False
 
     def __init__(
         self, like: GangRun, general: Callable[[AssignGang, Sequence[memoryview], Begin], GangRun]
@@ -136,12 +132,10 @@ class PreparedStep:
         )
         has_returned = False
         try:
-            box = [contextvars.copy_context().run(self._call, ctx, *self._arguments)]
+            box = [contextvars.copy_context().run(self._call, ctx, self._arguments)]
             has_returned = True
-            value, size = take_ownership(box, emit.objects_max)
+            value, size = self.executor.owned(box, emit)
         except BaseException as error:  # an outcome; its caller decides
-            if has_returned and isinstance(error, UnsendableError):
-                error = self._labelled(error)
             self._conclude(error, has_returned=has_returned)
         else:
             self._outcomes = [{emit.slot: value}]
@@ -152,20 +146,12 @@ class PreparedStep:
         finally:
             self._frames, self._arguments = (), _NO_ARGUMENTS
 
-    def _labelled(self, error: UnsendableError) -> UnsendableError:
-        labelled = self.executor.labelled(error, self._emit)
-        labelled.__cause__ = error
-        return labelled
-
-    def _call(self, ctx: ReplicaContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tree:
+    def _call(self, ctx: ReplicaContext, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Tree:
         """Call the function, in a context of its own."""
         stage = self._stage
         current.set(ctx)
         try:
-            if stage.wants_ctx and "ctx" not in kwargs:
-                result = stage.fn(*args, ctx=ctx, **kwargs)
-            else:
-                result = stage.fn(*args, **kwargs)
+            result = stage.call(arguments, ctx)
             if (kind := type(result)) not in VALUES and hasattr(kind, "__await__"):
                 return self._run_collectives().wait(result)
             return result

@@ -76,7 +76,7 @@ class Stage:
         self._kwargs = _Kwargs({} if self._reads else program.kwargs)
         self._fn: Callable[..., Any] | None = None
         self._instances: dict[int, Callable[..., Any]] = {}  # by replica in a gang; else under 0
-        self.wants_ctx = False
+        self._wants_ctx = False
         self.takes_shard_only = False  # whether calls need no other argument
         self.is_loaded = False  # whether the function was found, and can be called
         self.is_class = False  # whether calls go to an instance, which serves one call at a time
@@ -111,8 +111,8 @@ class Stage:
                 raise TypeError(wrong)
             called = functions.call_of(fn)
         self.is_async = functions.is_async(called)
-        self.wants_ctx = functions.wants_ctx(called)
-        others = self.is_class or self.wants_ctx or self._program.kwargs
+        self._wants_ctx = functions.wants_ctx(called)
+        others = self.is_class or self._wants_ctx or self._program.kwargs
         self.takes_shard_only = self._program.form == "shard" and not (others or self._program.given_as)
         if self._program.form == "combine" and self.is_async:
             raise TypeError(f"{label} combines values, so it must be a plain function, not an async one")
@@ -147,7 +147,7 @@ class Stage:
         form = self._program.form
         if form == "apply" and not (self._values or self.is_class or self._program.kwargs):
             args, own = value
-            if self.wants_ctx and "ctx" not in own:
+            if self._wants_ctx and "ctx" not in own:
                 return fn(*args, ctx=ctx, **own)
             return fn(*args, **own)
         kwargs = {} if self.is_class else self._kwargs.fresh()
@@ -177,7 +177,7 @@ class Stage:
         fn: Callable[..., Any] | None = None,  # None: the stage's plain function
     ) -> Any:
         """Call a function with its arguments, and the context if it has a parameter for it."""
-        if self.wants_ctx and "ctx" not in kwargs:
+        if self._wants_ctx and "ctx" not in kwargs:
             kwargs["ctx"] = ctx
         called = fn or self._fn
         assert called is not None  # load() came first

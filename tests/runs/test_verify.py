@@ -12,7 +12,7 @@ import pytest
 
 import pipedist
 from pipedist.errors import CallError
-from pipedist.worker.execution import Digests, digests_of
+from pipedist.worker.verification import Digests, digests_of
 from tests.preloaded import run_module
 
 ROOT = Path(__file__).parents[2]
