@@ -9,6 +9,6 @@ commands are executed in `outbound.py`; `worker_pool.py` decides which workers a
 from pipedist.coordinator.coordinator import Coordinator
 from pipedist.coordinator.inbound import LogSink
 from pipedist.coordinator.pass_handle import Arrival, Batch, PassHandle
-from pipedist.coordinator.results import Chunk, Slots
+from pipedist.coordinator.results import Chunk, GroupedByStep, Slots
 
-__all__ = ["Arrival", "Batch", "Chunk", "Coordinator", "LogSink", "PassHandle", "Slots"]
+__all__ = ["Arrival", "Batch", "Chunk", "Coordinator", "GroupedByStep", "LogSink", "PassHandle", "Slots"]

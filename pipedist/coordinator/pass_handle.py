@@ -47,7 +47,7 @@ class Batch(Struct, frozen=True):
     """Consecutive steps that have become visible."""
 
     first: int  # number of the first one
-    steps: list[list[Slots]]  # by call, in replica order; empty shards make no call, and are the last
+    steps: Sequence[list[Slots]]  # by call, in replica order; empty shards make no call, and are the last
     bytes: int
 
 
@@ -110,7 +110,7 @@ class PassHandle:
         self._on_arrival = on_arrival
         self._on_quarantine = on_quarantine
         self.record = record
-        self._store = ResultStore()
+        self._store = ResultStore(in_order=feed is not None)
         self._step_results: dict[int, list[Slots]] = {}
         """The results of gangs that ended, by step, until their caller gets them; without a feed."""
         self.elements = ElementStore()

@@ -9,17 +9,22 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, overload
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame, decode
+from pipedist.protocol.columns import SlotValues
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.commands import CallsQuarantined
 
 Slots = dict[str, Tree]  # the result of one call: slot name -> tree
+Stacked = SlotValues[NDArray[Any]]  # the results of calls that are one array each
 CALL_BYTES = 512  # estimated memory of a call's decoded result beyond its bytes: dict, leaves, objects
 _CACHED = re.compile(r"([0-9a-f]{32}):([0-9]{1,18})-([0-9]{1,18})", re.ASCII)
 
@@ -31,7 +36,7 @@ class Chunk(Struct, frozen=True):
 
     lo: int
     hi: int
-    calls: list[Slots]  # one entry per call; arrays are views of the received frames
+    calls: list[Slots] | Stacked  # one entry per call; arrays are views of the received frames
     size: int  # bytes that they hold, for the limit on unread results
 
 
@@ -43,10 +48,10 @@ def open_chunk(
     Raise RemoteProtocolError if it is malformed, or not one entry per call with these slots; none may lack a `required`
     one.
     """
-    calls = decode(frames)
-    if type(calls) is not list or len(calls) != hi - lo:
+    calls = decode(frames, stacked=True)
+    if (type(calls) is not list and type(calls) is not SlotValues) or len(calls) != hi - lo:
         raise RemoteProtocolError(f"the results of calls [{lo}, {hi}) do not have one entry per call")
-    for call in calls:
+    for call in calls[:1] if type(calls) is SlotValues else calls:  # SlotValues have one slot
         if type(call) is not dict or not required <= call.keys() <= slots:
             raise RemoteProtocolError(
                 f"a result of calls [{lo}, {hi}) does not have the slots that its program emits: "
@@ -58,49 +63,110 @@ def open_chunk(
     return Chunk(lo, hi, calls, size)
 
 
-class ResultStore:
-    """The results of one pass that are not consumed yet."""
+class GroupedByStep(Sequence[list[Tree]]):
+    """The results or values of the calls of consecutive steps, as the list of each step.
 
-    def __init__(self) -> None:
+    Args:
+        values: of all calls, in order.
+        replicas: the number of calls of each step.
+    """
+
+    __slots__ = ("replicas", "values")
+
+    def __init__(self, values: Stacked | NDArray[Any], replicas: int) -> None:
+        self.values = values
+        self.replicas = replicas
+
+    def __len__(self) -> int:
+        return len(self.values) // self.replicas
+
+    @overload
+    def __getitem__(self, place: int) -> list[Tree]: ...
+    @overload
+    def __getitem__(self, place: slice) -> GroupedByStep: ...
+    def __getitem__(self, place: int | slice) -> list[Tree] | GroupedByStep:
+        if isinstance(place, slice):
+            first, last, _ = place.indices(len(self))
+            return GroupedByStep(self.values[first * self.replicas : last * self.replicas], self.replicas)
+        if not 0 <= place < len(self):
+            raise IndexError(place)
+        return list(self.values[place * self.replicas : (place + 1) * self.replicas])
+
+    def __iter__(self) -> Iterator[list[Tree]]:
+        each = [iter(self.values)] * self.replicas
+        return map(list, zip(*each, strict=True))
+
+
+class ResultStore:
+    """The results of one pass that are not consumed yet.
+
+    Args:
+        in_order: whether they are taken in order.
+    """
+
+    def __init__(self, *, in_order: bool) -> None:
+        self._in_order = in_order
         self._results: dict[int, Slots] = {}
+        self._columns: dict[int, Stacked] = {}  # those that came stacked, by first call; if taken in order
         self._sizes: dict[int, int] = {}  # bytes of each chunk, under the last call that releases them
 
     @property
     def bytes_mean(self) -> float:
-        return sum(self._sizes.values()) / max(1, len(self._results))
+        calls = len(self._results) + sum(map(len, self._columns.values()))
+        return sum(self._sizes.values()) / max(1, calls)
 
     def put(self, chunk: Chunk) -> None:
         """Store a chunk; none of its calls is stored yet."""
-        self._results.update(zip(range(chunk.lo, chunk.hi), chunk.calls, strict=True))
+        if self._in_order and type(chunk.calls) is SlotValues:
+            self._columns[chunk.lo] = chunk.calls
+        else:
+            self._results.update(zip(range(chunk.lo, chunk.hi), chunk.calls, strict=True))
         self._sizes[chunk.hi - 1] = chunk.size
 
-    def take(self, first: int, last: int, replicas: int) -> tuple[list[list[Slots]], int]:
+    def take(self, first: int, last: int, replicas: int) -> tuple[Sequence[list[Slots]], int]:
         """Remove the results of steps [first, last); return them, and their bytes.
 
         A step's results are in replica order, without calls that were not made (empty shards) or failed.
         """
-        pop, lo, hi = self._results.pop, first * replicas, last * replicas
+        lo, hi = first * replicas, last * replicas
+        done = range(lo, hi) if last - first == 1 else [call for call in self._sizes if lo <= call < hi]
+        size = sum([self._sizes.pop(call, 0) for call in done])
+        if self._columns and (stacked := self._take_stacked(lo, hi)) is not None:
+            return GroupedByStep(stacked, replicas), size
+        pop = self._results.pop
         if last - first == 1:
             slots_of = [pop(call, None) for call in range(lo, hi)]
-            size = 0
-            for call in range(lo, hi):
-                size += self._sizes.pop(call, 0)
             return [[slots for slots in slots_of if slots is not None]], size
         if replicas == 1:  # as many lists as calls: the inner loop would be most of the cost
-            steps = [[] if (slots := pop(call, None)) is None else [slots] for call in range(lo, hi)]
-        else:
-            steps = [
-                [slots for call in range(at, at + replicas) if (slots := pop(call, None)) is not None]
-                for at in range(lo, hi, replicas)
-            ]
-        done = [call for call in self._sizes if lo <= call < hi]
-        return steps, sum(map(self._sizes.pop, done))
+            return [[] if (slots := pop(call, None)) is None else [slots] for call in range(lo, hi)], size
+        return [
+            [slots for call in range(at, at + replicas) if (slots := pop(call, None)) is not None]
+            for at in range(lo, hi, replicas)
+        ], size
+
+    def _take_stacked(self, lo: int, hi: int) -> Stacked | None:
+        """Remove the results of calls [lo, hi) if all are stacked, and alike; if not, store them one by one."""
+        columns = {at: self._columns.pop(at) for at in sorted(at for at in self._columns if lo <= at < hi)}
+        if not columns:
+            return None
+        at, column = next(reversed(columns.items()))
+        if at + len(column) > hi:
+            columns[at], self._columns[hi] = column[: hi - at], column[hi - at :]
+        arrays = [column.values for column in columns.values()]
+        kinds = {(column.slot, column.values.dtype, column.values.shape[1:]) for column in columns.values()}
+        if len(kinds) == 1 and sum(map(len, arrays)) == hi - lo:
+            return SlotValues(column.slot, arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+        for at, column in columns.items():
+            self._results.update(zip(range(at, hi), column, strict=False))
+        return None
 
     def all(self) -> dict[int, Slots]:
-        return dict(self._results)
+        stacked = {lo + at: slots for lo, column in self._columns.items() for at, slots in enumerate(column)}
+        return self._results | stacked
 
     def clear(self) -> None:
         self._results.clear()
+        self._columns.clear()
         self._sizes.clear()
 
 

@@ -38,7 +38,7 @@ import numpy as np
 from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
-from pipedist.protocol.columns import fits, items_of, nodes_of
+from pipedist.protocol.columns import SlotValues, fits, items_of, nodes_of, stacked_values_of
 from pipedist.protocol.encoder import FLOAT, UnsendableError, encode, float_start
 from pipedist.protocol.layout import (
     ARRAY_ALIGNMENT_BYTES,
@@ -79,11 +79,13 @@ def decode(
     *,
     may_import: bool = False,
     limits: MessageLimits = LIMITS,
+    stacked: bool = False,
 ) -> Tree:
     """Return the tree that `encode` turned into frames; arrays are read-only, aligned, C-contiguous views.
 
     With `may_import`, the modules of dataclasses and namedtuples are imported: only for frames of a trusted peer.
-    Otherwise they must have been imported in this process. Raise RemoteProtocolError if `encode` would not have written
+    Otherwise they must have been imported in this process. With `stacked`, dicts of one slot with similar arrays
+    are returned as SlotValues of one array. Raise RemoteProtocolError if `encode` would not have written
     these frames, or a class is unknown in this process.
     """
     first = frames[0] if frames else b""
@@ -96,7 +98,7 @@ def decode(
     elif key and len(key) <= limits.header_bytes_max and (tree := _small_tree(key)) is not None:
         return tree
     try:
-        decoder = _Decoder(frames, may_import, limits)
+        decoder = _Decoder(frames, may_import, limits, stacked)
         tree = decoder.tree()
         if known is None or known is False:
             _learn(key, decoder.arrays, tree, frames=len(frames) - 1, is_first=known is None)
@@ -153,10 +155,14 @@ def _learn_float(header: bytes, tree: Tree) -> None:
 class _Decoder:
     """The decoder of one payload; its methods raise ValueError for input that `encode` does not write."""
 
-    __slots__ = ("_classes", "_frames", "_header", "_may_import", "_unused", "arrays")
+    __slots__ = ("_classes", "_frames", "_header", "_may_import", "_stacked", "_unused", "arrays")
 
     def __init__(
-        self, frames: Sequence[bytes | bytearray | memoryview], may_import: bool, limits: MessageLimits
+        self,
+        frames: Sequence[bytes | bytearray | memoryview],
+        may_import: bool,
+        limits: MessageLimits,
+        stacked: bool,
     ) -> None:
         if not frames:
             raise ValueError("no frames")
@@ -170,6 +176,7 @@ class _Decoder:
             raise ValueError(f"a header of {self._header.nbytes} bytes, limit {limits.header_bytes_max}")
         self._unused = set(range(len(self._frames)))
         self._may_import = may_import
+        self._stacked = stacked
         self._classes: dict[str, tuple[type, tuple[str, ...]]] = {}
 
     def tree(self) -> Tree:
@@ -197,14 +204,15 @@ class _Decoder:
         check_nodes(tree)
         return tree
 
-    def _items(self, columns: Tree) -> list[Any]:
+    def _items(self, columns: Tree) -> list[Any] | SlotValues[np.ndarray[Any, Any]]:
         if type(columns) is not list or len(columns) != 2 or type(columns[0]) is not int or columns[0] < 0:
             raise ValueError("malformed columns")
         count, column = columns
         nodes = nodes_of(column)
         if not fits(nodes, count, self._header.nbytes + sum(frame.nbytes for frame in self._frames)):
             raise ValueError(f"columns of {count} items of {nodes} nodes, too many for its size")
-        return items_of(column, count)
+        found = stacked_values_of(column, count) if self._stacked else None
+        return items_of(column, count) if found is None else found
 
     def _list(self, items: list[Any]) -> Any:
         if not items or type(items[0]) is not msgpack.ExtType:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Any, Final, overload
+from typing import Any, Final, Generic, TypeVar, overload
 
 import numpy as np
 
@@ -37,12 +37,15 @@ _DEPTH_MAX: Final = 16  # maximum depth of an item; deeper ones are seldom simil
 Column = list[Any]
 
 
-class SlotValues(Sequence[dict[str, Any]]):
-    """The dicts {slot: value} of consecutive calls, as the slot and their values."""
+Values = TypeVar("Values", bound=Sequence[Any] | np.ndarray[Any, Any])
+
+
+class SlotValues(Sequence[dict[str, Any]], Generic[Values]):
+    """The dicts {slot: value} of consecutive calls, as the slot and their values, which may be one stacked array."""
 
     __slots__ = ("slot", "values")
 
-    def __init__(self, slot: str, values: Sequence[Any]) -> None:
+    def __init__(self, slot: str, values: Values) -> None:
         self.slot = slot
         self.values = values
 
@@ -52,9 +55,9 @@ class SlotValues(Sequence[dict[str, Any]]):
     @overload
     def __getitem__(self, place: int) -> dict[str, Any]: ...
     @overload
-    def __getitem__(self, place: slice) -> SlotValues: ...
-    def __getitem__(self, place: int | slice) -> dict[str, Any] | SlotValues:
-        found = self.values[place]
+    def __getitem__(self, place: slice) -> SlotValues[Values]: ...
+    def __getitem__(self, place: int | slice) -> dict[str, Any] | SlotValues[Values]:
+        found: Any = self.values[place]
         return SlotValues(self.slot, found) if isinstance(place, slice) else {self.slot: found}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -66,7 +69,7 @@ class Unlike(Exception):
     """The items are not similar, or too small."""
 
 
-def columns_of(items: list[Any] | SlotValues) -> Column:
+def columns_of(items: list[Any] | SlotValues[list[Any]]) -> Column:
     """Return the column of items; Unlike: it would not have fewer objects, or too many for their bytes."""
     if type(items) is SlotValues:
         column = [DICT, [items.slot], [_column(items.values, _DEPTH_MAX - 1)]]
@@ -97,6 +100,22 @@ def fits(nodes: int, items: int, size_bytes: int) -> bool:
     return nodes * items * NODE_BYTES_MIN <= size_bytes and nodes * items <= ELEMENTS_MAX
 
 
+def stacked_values_of(column: Column, count: int) -> SlotValues[np.ndarray[Any, Any]] | None:
+    """Return the `count` items of a column if they are dicts of one slot with arrays, which stay stacked; else None.
+
+    An object for each array would be most of the cost of short calls. Raises ValueError as `items_of` does.
+    """
+    if column[0] != DICT or len(column) != 3:
+        return None
+    slots, columns = column[1:]
+    if type(slots) is not list or len(slots) != 1 or type(slots[0]) is not str or len(columns) != 1:
+        return None
+    kind = columns[0][0]
+    if type(kind) is not int or kind != ARRAY:
+        return None
+    return SlotValues(slots[0], _stacked(columns[0], count))
+
+
 def items_of(column: Column, count: int, depth: int = DEPTH_MAX) -> list[Any]:
     """Return the `count` items of a column; the caller has checked their number with `fits`.
 
@@ -111,10 +130,7 @@ def items_of(column: Column, count: int, depth: int = DEPTH_MAX) -> list[Any]:
             if type(values) is not list or len(values) != count:
                 raise ValueError(f"a column that is not a list of {count} values")
             return values
-        is_array = type(values) is np.ndarray and values.dtype.kind in _STACKED_KINDS
-        if not is_array or values.shape[:1] != (count,) or (values.ndim > 1) != (kind == ARRAY):
-            raise ValueError(f"a column that is not an array of {count} values")
-        return list(values)
+        return list(_stacked(column, count))
     if kind == DICT and len(column) == 3:
         keys, columns = column[1:]
         if type(keys) is not list or not {str, int}.issuperset(map(type, keys)):
@@ -130,6 +146,18 @@ def items_of(column: Column, count: int, depth: int = DEPTH_MAX) -> list[Any]:
         rows = _rows(column[1], count, depth)
         return rows if kind == TUPLE else list(map(list, rows))
     raise ValueError("a malformed column")
+
+
+def _stacked(column: Column, count: int) -> np.ndarray[Any, Any]:
+    kind, values = column
+    if (
+        type(values) is not np.ndarray
+        or values.dtype.kind not in _STACKED_KINDS
+        or values.shape[:1] != (count,)
+        or (values.ndim > 1) != (kind == ARRAY)
+    ):
+        raise ValueError(f"a column that is not an array of {count} values")
+    return values
 
 
 def _rows(columns: Sequence[Column], count: int, depth: int) -> list[tuple[Any, ...]]:

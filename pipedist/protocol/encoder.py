@@ -67,7 +67,7 @@ class UnsendableError(PipedistError, TypeError):
     """
 
 
-def encode(tree: Tree | SlotValues) -> list[Frame]:
+def encode(tree: Tree | SlotValues[list[Any]]) -> list[Frame]:
     """Turn a tree into frames for `decode`: a header and the bytes of its larger arrays.
 
     A tree is a nested dict (keys str or int), list, tuple, namedtuple or dataclass; leaves are arrays (bool, numbers,
@@ -197,7 +197,7 @@ def _calls_of(values: list[Tree], form: list[Any]) -> list[Tree]:
     return calls
 
 
-def _encode_columns(items: list[Any] | SlotValues) -> list[Frame] | None:
+def _encode_columns(items: list[Any] | SlotValues[list[Any]]) -> list[Frame] | None:
     """Return the frames of a list of similar items as columns; None: it is not sent as columns."""
     encoder = _Encoder()
     try:

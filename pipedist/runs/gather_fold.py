@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
+from pipedist.coordinator import GroupedByStep
 from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
@@ -82,6 +83,9 @@ class GatherFold(Fold):
 
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
         first, self._steps = self._steps, self._steps + len(steps)
+        if (block := _stacked_rows(steps, self._axis)) is not None:
+            await self._take_block(first, steps, block)
+            return
         made = [part for parts in steps for part in parts]
         unlike = list({_look(part): part for part in made}.values())  # most are alike, and this is cheap
         if blank := [part for part in unlike if is_blank(part, self._axis)]:
@@ -102,6 +106,20 @@ class GatherFold(Fold):
             self._parts += made
             if len(self._parts) - self._whole >= TINY_PARTS:
                 await in_thread_if(self._is_large, self._compact)
+
+    async def _take_block(self, first: int, steps: Sequence[Sequence[Tree]], block: Tree) -> None:
+        """Take parts that are together already."""
+        part = steps[0][0]
+        self._check(first, steps, [part], [part])
+        if self._streams and self._sink is not None:
+            try:
+                await append_to(self._sink, block)
+            except OutputError as error:
+                raise OutputError(f"{error} ({_place_of(first, steps, 0)})") from error
+        if self.kept or not self._streams:
+            self._parts.append(block)
+            if len(self._parts) - self._whole >= TINY_PARTS:
+                self._compact()
 
     def _check(
         self, first: int, steps: Sequence[Sequence[Tree]], made: Sequence[Tree], unlike: Sequence[Tree]
@@ -183,6 +201,14 @@ class GatherFold(Fold):
     async def _deliver(self, value: Tree) -> None:
         if not self._streams:
             await super()._deliver(value)
+
+
+def _stacked_rows(steps: Sequence[Sequence[Tree]], axis: int) -> Tree:
+    """Return the rows of all parts if they are stacked, else None."""
+    if type(steps) is not GroupedByStep or type(steps.values) is not np.ndarray or axis != 0:
+        return None
+    rows = steps.values
+    return rows.reshape(-1, *rows.shape[2:]) if rows.size else None
 
 
 def _look(part: Tree) -> object:

@@ -7,7 +7,7 @@ Snapshots are taken between two steps; so are the updates of a training.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -460,7 +460,7 @@ class PassExecution:
             dropped=dropped,
         )
 
-    def _segments(self, batch: Batch) -> Iterator[tuple[int, int, list[list[Slots]]]]:
+    def _segments(self, batch: Batch) -> Iterator[tuple[int, int, Sequence[list[Slots]]]]:
         """Yield (first step, epoch, steps) by epoch; less at once if streamed, so that few steps are ahead."""
         steps_max = len(batch.steps)
         if self._subscription is not None and self._subscription.kind == "steps":
@@ -475,7 +475,7 @@ class PassExecution:
             yield first, epoch, batch.steps[at : at + fitting]
             first += fitting
 
-    async def _take(self, first: int, epoch: int, steps: list[list[Slots]], step_bytes: int) -> None:
+    async def _take(self, first: int, epoch: int, steps: Sequence[list[Slots]], step_bytes: int) -> None:
         began = self._record.recorder.now()
         await self._folds.add(epoch, steps)
         self._folded(began)
@@ -514,7 +514,7 @@ class PassExecution:
     def _keep(
         self,
         epoch: int,
-        steps: list[list[Slots]],
+        steps: Sequence[list[Slots]],
         places: list[Places],
         counts: list[int],
     ) -> None:
@@ -535,7 +535,7 @@ class PassExecution:
     def _hand_over(
         self,
         epoch: int,
-        steps: list[list[Slots]],
+        steps: Sequence[list[Slots]],
         places: list[Places],
         counts: list[int],
         step_bytes: int,

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from pipedist.coordinator import Slots
+from pipedist.coordinator import GroupedByStep, Slots
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import CallError, UsageError
 from pipedist.plan import DEFAULT_COLLECTIVES, PassPlan, Plan
 from pipedist.plan.callables import exception_names
+from pipedist.protocol.columns import SlotValues
 from pipedist.protocol.limits import ELEMENTS_MAX, RESULT_OBJECTS_MAX
 from pipedist.protocol.program import (
     OWN_STATE,
@@ -72,12 +73,15 @@ def stored_slot(run: str) -> str:
     return _STORED + run
 
 
-def parts_of(slot: str, steps: Sequence[Sequence[Slots]]) -> list[list[Tree]]:
-    """Return the parts in a slot, for each step.
+def parts_of(slot: str, steps: Sequence[Sequence[Slots]]) -> Sequence[list[Tree]]:
+    """Return the parts in a slot, for each step; stacked, if the results are.
 
     In a gang, empty shards are called too, but stages without collectives have no value there. Empty shards
     belong to the last replicas, so part r is always replica r's.
     """
+    if type(steps) is GroupedByStep and type(steps.values) is SlotValues:
+        has_slot = steps.values.slot == slot
+        return GroupedByStep(steps.values.values, steps.replicas) if has_slot else [[] for _ in steps]
     if set(map(len, steps)) == {1}:  # one replica; as many inner loops would be most of the cost
         return [[slots[slot]] if slot in slots else [] for (slots,) in steps]
     return [[slots[slot] for slots in step if slot in slots] for step in steps]

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipedist.coordinator import GroupedByStep
 from pipedist.core import trees
 from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
@@ -292,6 +293,53 @@ async def test_the_error_of_a_misfit_does_not_depend_on_batching(
         if sink is not None:
             sink.abort()
     assert len(errors) == 1
+
+
+def _stack(lo: int, hi: int, width: int = 2, dtype: str = "int64") -> GroupedByStep:
+    values = np.arange(lo * width, hi * width, dtype=dtype).reshape(hi - lo, 1, width)
+    return GroupedByStep(values, 1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["", "g.npz", "g.jsonl"])
+@pytest.mark.parametrize("per", ["run", "epoch", "step"])
+async def test_stacked_parts_are_gathered_as_others(name: str, per: Per, tmp_path: Path) -> None:
+    found = []
+    for stacked in (False, True):
+        shape = "run" if per == "run" else "per"
+        sink = open_sink(tmp_path / f"{stacked}-{name}", shape=shape, gather=True) if name else None
+        fold = GatherFold("g", per, 0, sink)
+        for lo, hi in ((0, 300), (300, 301), (301, 1500), (1500, 3000)):
+            steps = _stack(lo, hi)
+            await fold.add(0, steps if stacked else list(steps))
+        await fold.finish(1)
+        values = [fold.result] if per == "run" else fold.result
+        assert np.array_equal(np.concatenate(values), np.arange(6000).reshape(3000, 2))
+        found.append([len(values), sink.finish().read_bytes() if sink is not None else b""])
+    assert found[0] == found[1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("misfit", [{"width": 3}, {"dtype": "float64"}], ids=str)
+async def test_the_error_of_a_stacked_misfit_is_that_of_others(misfit: dict[str, Any]) -> None:
+    errors = set()
+    for stacked in (False, True):
+        fold = GatherFold("g", "run", 0, None)
+        await fold.add(0, _stack(0, 20))
+        steps = _stack(20, 40, **misfit)
+        with pytest.raises((TypeError, ValueError), match="step 20, replica 0") as failed:
+            await fold.add(0, steps if stacked else list(steps))
+        errors.add(str(failed.value))
+    assert len(errors) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_stack_of_arrays_without_rows_is_nothing() -> None:
+    fold = GatherFold("g", "run", 0, None)
+    await fold.add(0, GroupedByStep(np.zeros((20, 0)), 1))
+    await fold.add(0, _stack(0, 20))
+    await fold.finish(1)
+    assert fold.result.shape == (20, 2)
 
 
 @pytest.mark.asyncio

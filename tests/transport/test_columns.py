@@ -17,7 +17,7 @@ from hypothesis.extra import numpy as hnp
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import columns, encoder, layout
 from pipedist.protocol.codec import UnsendableError, decode, encode
-from pipedist.protocol.columns import ARRAY, DICT, LIST, PLAIN, SCALAR, TUPLE
+from pipedist.protocol.columns import ARRAY, DICT, LIST, PLAIN, SCALAR, TUPLE, SlotValues
 from pipedist.reduction.tree import Reduction
 
 from .test_codec import ARRAYS, DTYPES, SCALARS, TREES, Point, nest, same
@@ -172,14 +172,36 @@ MALFORMED: dict[str, list[bytes]] = {
     "column with more": header(10, [LIST, [FLOATS], 3]),
     "lists from nothing": header(1_000_000, [LIST, []]),
     "arrays from nothing": header(1 << 40, [ARRAY, np.zeros((1 << 40, 0), np.int8)]),
+    "one slot, array of other length": header(10, [DICT, ["a"], [[ARRAY, np.zeros((9, 100))]]]),
+    "one slot, array of text": header(10, [DICT, ["a"], [[ARRAY, np.array([["ab"]] * 10)]]]),
+    "one slot, list for an array": header(10, [DICT, ["a"], [[ARRAY, [1.5] * 10]]]),
+    "one slot, no column": header(10, [DICT, ["a"], []]),
+    "one slot, column with more": header(10, [DICT, ["a"], [[ARRAY, np.zeros((10, 2)), 3]]]),
+    "slots that are a number": header(10, [DICT, 1, [FLOATS]]),
     "deep": header(1, reduce(lambda column, _: [LIST, [column]], range(300), FLOATS)),
 }
 
 
 @pytest.mark.parametrize("frames", MALFORMED.values(), ids=MALFORMED.keys())
-def test_malformed_columns_are_rejected(frames: list[bytes]) -> None:
+@pytest.mark.parametrize("stacked", [False, True])
+def test_malformed_columns_are_rejected(frames: list[bytes], stacked: bool) -> None:
     with pytest.raises(RemoteProtocolError):
-        decode(frames)
+        decode(frames, stacked=stacked)
+
+
+@pytest.mark.parametrize("item", LIKE.values(), ids=LIKE.keys())
+def test_arrays_of_one_slot_stay_stacked(item: Callable[[int], Any]) -> None:
+    items = [item(k) for k in range(300)]
+    found = decode(encode(items), stacked=True)
+    if len(items[0]) > 1 or type(items[0].get("y")) is not np.ndarray:
+        assert same(items, found)
+        return
+    assert type(found) is SlotValues
+    assert same(items, list(found))
+    assert same(items[100:200], list(found[100:200]))
+    assert same(items[7], found[7])
+    assert found.values.shape == (300, 1)
+    assert not found.values.flags.writeable
 
 
 def test_columns_inside_a_tree_are_nothing_but_a_reserved_byte() -> None:
@@ -200,7 +222,14 @@ def test_a_small_message_makes_no_large_tree() -> None:
 
 def test_fuzz() -> None:
     random = np.random.default_rng(0)
-    items = [{"y": np.array([k]), "t": (float(k), [np.float32(k)])} for k in range(12)]
+    for items in (
+        [{"y": np.array([k]), "t": (float(k), [np.float32(k)])} for k in range(12)],
+        [{"y": np.array([k])} for k in range(12)],
+    ):
+        _fuzz(items, random)
+
+
+def _fuzz(items: list[Any], random: np.random.Generator) -> None:
     first, *rest = map(bytes, encode(items))
     assert first[0] == layout.COLUMNS
     for at in range(len(first)):
@@ -217,10 +246,11 @@ def test_fuzz() -> None:
 
 
 def _attempt(frames: list[bytes]) -> None:
-    try:
-        decode(frames)
-    except RemoteProtocolError:
-        return
+    for stacked in (False, True):
+        try:
+            decode(frames, stacked=stacked)
+        except RemoteProtocolError:
+            continue
 
 
 KEYS = st.just((1,)) | st.text(max_size=2)
