@@ -11,6 +11,7 @@ instances are created without calling `__init__`: received bytes can't choose th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -73,7 +74,7 @@ def children_of(node: Any) -> Iterable[Any]:
 
 
 def _is_small(tree: Tree) -> bool:
-    """Return whether a tree has only few nodes of plain types.
+    """Return whether a tree has only few nodes, of plain types and of classes that were sent or received before.
 
     For the few nodes of one step's message, this is several times as fast as a scan by levels.
     """
@@ -91,9 +92,11 @@ def _is_small(tree: Tree) -> bool:
             below = node.values()
         elif cls is list or cls is tuple:
             below = node
+        elif (signature := _class_signatures.get(cls)) is not None:
+            below = node if issubclass(cls, tuple) else [getattr(node, name, None) for name in signature[1]]
         else:
             return False
-        left -= len(node)
+        left -= len(below)
         if left < 0:
             return False
         pending += below
@@ -262,6 +265,8 @@ class ClassNotFound(ValueError):
 
 
 _class_signatures: dict[type, tuple[str, tuple[str, ...]]] = {}
+_found_classes: dict[str, tuple[str, str, type, tuple[str, ...]]] = {}
+"""Received names of classes, with the module's name, the class's, the class, and its fields."""
 
 
 def is_namedtuple(cls: type) -> bool:
@@ -294,6 +299,12 @@ def find_class(text: str, *, may_import: bool) -> tuple[type, tuple[str, ...]]:
 
     `may_import`: import its module if needed; only for frames from a trusted peer.
     """
+    known = _found_classes.get(text)
+    if known is not None:
+        module_name, qualname, cls, fields = known
+        module = sys.modules.get(module_name)
+        if module is not None and vars(module).get(qualname) is cls:  # it was not defined again
+            return cls, fields
     match = _CLASS_SIGNATURE.fullmatch(text)
     if match is None:
         raise ClassNotFound(f"malformed class name {text[:200]!r}")
@@ -322,6 +333,11 @@ def find_class(text: str, *, may_import: bool) -> tuple[type, tuple[str, ...]]:
             f"class {module_name}.{qualname} has the fields ({', '.join(fields)}) here "
             f"and ({(field_text or '').replace(',', ', ')}) at the sender; use one version of the code"
         )
+    with contextlib.suppress(ClassNotFound):  # its own name is not suitable: it is found again each time
+        class_signature(found)
+        if len(_found_classes) >= _CLASS_CACHE_ENTRIES_MAX:
+            _found_classes.clear()
+        _found_classes[text] = module_name, qualname, found, fields
     return found, fields
 
 

@@ -384,6 +384,27 @@ def test_classes_of_a_peer_are_checked(text: str, match: str) -> None:
         decode(record(text, 1, 2))
 
 
+def test_a_class_that_is_defined_again_is_the_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = record(f"{__name__}:Frozen(value)", 7)
+    assert type(decode(frames)) is Frozen
+    again = dataclasses.make_dataclass("Frozen", ["value"])
+    again.__module__ = __name__
+    monkeypatch.setattr(sys.modules[__name__], "Frozen", again)
+    assert type(decode(frames)) is again
+    monkeypatch.setattr(sys.modules[__name__], "Frozen", dataclasses.make_dataclass("Frozen", ["other"]))
+    with pytest.raises(RemoteProtocolError, match="at the sender"):
+        decode(frames)
+
+
+@pytest.mark.parametrize("known", [Batch([1]), Pair(1, 2)])
+def test_nodes_below_a_known_class_are_checked(known: Any) -> None:
+    encode([known])
+    values = {"rows": {(1, 2): 3}} if type(known) is Batch else {"second": {(1, 2): 3}}
+    bad = dataclasses.replace(known, **values) if type(known) is Batch else known._replace(**values)
+    with pytest.raises(UnsendableError, match="keys"):
+        encode([bad])
+
+
 def test_naming_a_module_runs_none_of_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "codec_lazy.py").write_text(
         "import dataclasses\n@dataclasses.dataclass\nclass Box:\n    v: int\n"
