@@ -383,6 +383,13 @@ def _snapshot_of(folder: str) -> tuple[CodeSnapshot | None, str, Sequence[Frame]
     return snapshot, snapshot.text, encode(snapshot.to_tree())
 
 
+class _Version(Struct, eq=False):
+    """A version of a state, and its frames if it was encoded."""
+
+    tree: Tree
+    frames: list[Frame] | None
+
+
 class StateVersions:
     """The latest versions of every state.
 
@@ -392,24 +399,25 @@ class StateVersions:
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
         self._last_space = 0
-        self._spaces: dict[int, dict[int, list[Frame]]] = {}  # encoded versions of each space, oldest first
+        self._spaces: dict[int, dict[int, _Version]] = {}  # versions of each space, oldest first
 
     def open_space(self) -> int:
         self._last_space += 1
         self._spaces[self._last_space] = {}
         return self._last_space
 
-    def put(self, space: int, version: int, tree: Tree) -> None:
+    def put(self, space: int, version: int, tree: Tree, *, is_alike: bool = False) -> None:
         """Add a version, higher than any before; only the latest VERSIONS_KEPT are kept.
 
-        The tree's arrays must not change any more. Raise UnsendableError, or LocalProtocolError if the space is not
-        open or has such a version.
+        The tree's arrays must not change any more. `is_alike`: the version before had the same structure, dtypes and
+        shapes, so the tree can be sent; it is encoded only for a worker that lacks it, and in a training none does.
+        Raise UnsendableError, or LocalProtocolError if the space is not open or has such a version.
         """
         versions = self._spaces.get(space)
         if versions is None or any(version <= previous for previous in versions):
             kept = "is not open" if versions is None else f"has the versions {list(versions)}"
             raise LocalProtocolError(f"version {version} of state {space}, which {kept}")
-        versions[version] = encode(tree)
+        versions[version] = _Version(tree, None if is_alike else encode(tree))
         if len(versions) > VERSIONS_KEPT:
             del versions[next(iter(versions))]
 
@@ -424,8 +432,8 @@ class StateVersions:
     def send(self, worker: str, states: Mapping[str, Sequence[int]]) -> None:
         """Send a worker the versions that a lease reads and the worker lacks."""
         for name, (space, version) in states.items():
-            frames = self._spaces.get(space, {}).get(version)
-            if frames is None:
+            found = self._spaces.get(space, {}).get(version)
+            if found is None:
                 raise LocalProtocolError(
                     f"state {name!r} is read in version {version} of space {space}, which is not kept: "
                     f"only {list(self._spaces.get(space, {}))} are"
@@ -433,4 +441,6 @@ class StateVersions:
             peer = self._pool.of(worker)
             if peer is not None and version not in peer.held.get(space, ()):
                 peer.hold(space, version)
-                self._pool.send(worker, msg.StateVersion(space, version), frames)
+                if found.frames is None:
+                    found.frames = encode(found.tree)
+                self._pool.send(worker, msg.StateVersion(space, version), found.frames)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import optree
 
@@ -30,6 +30,7 @@ T = TypeVar("T")
 EXCERPT_CHARS_MAX = 500  # longest excerpt of a structure in an error
 
 _NAMESPACE = "pipedist"
+_NONE: Treedef = optree.tree_flatten(cast("Tree", None), namespace=_NAMESPACE)[1]
 _registering = threading.Lock()
 _registered: set[type] = set()
 
@@ -39,6 +40,8 @@ def flatten(tree: Tree) -> tuple[list[Leaf], Treedef]:
 
     A tree that is deeper than 1,000 nodes, or contains itself, is a RecursionError.
     """
+    if tree is None:  # what many steps of a training return
+        return [], _NONE
     while True:
         leaves, treedef = optree.tree_flatten(tree, namespace=_NAMESPACE)
         unknown = [cls for cls in set(map(type, leaves)) if is_record(cls)]

@@ -35,8 +35,10 @@ from pipedist.worker.variables.access import component as component_of
 
 _INLINE_BYTES_MAX: Final = 2**20  # larger values are combined in a thread: the event loop feeds workers
 
-_FLAT: Final = frozenset({PerReplica, np.ndarray, np.float64, np.float32, np.int64, int, float, bool, str})
-"""Frequent types of arguments that are leaves and no variables."""
+_FLAT: Final = frozenset(
+    {PerReplica, Variable, np.ndarray, np.float64, np.float32, np.int64, int, float, bool, str}
+)
+"""Frequent types of arguments that are leaves."""
 
 _NUMBERS: Final = frozenset({int, float, np.float64, np.float32, np.int64})
 
@@ -387,6 +389,8 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         if args and not kwargs and _FLAT.issuperset(map(type, args)):  # the common case, cheaper
             columns, replicas = [], self._replicas
             for value in args:
+                if type(value) is Variable and argument is not None:
+                    value = argument(value)
                 column = value.components if type(value) is PerReplica else (value,) * replicas
                 if len(column) != replicas:
                     break

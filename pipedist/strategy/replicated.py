@@ -104,7 +104,8 @@ class Strategy(AsyncOnly, BaseStrategy):
         self._passes: FunctionPasses | None = None
         self._jax: JaxDevices | None = None
         self._references = FunctionReferences()
-        self._variables_lock = anyio.Lock()  # held by the run that uses variables; others wait in order
+        # Held by the run that uses variables; others wait in order. The run yields to the loop when it awaits its step
+        self._variables_lock = anyio.Lock(fast_acquire=True)
         self._cancelled_steps: deque[anyio.Event] = deque()  # steps of cancelled runs with variables
 
     @classmethod

@@ -279,7 +279,8 @@ class Transaction:
         self.states: dict[str, tuple[int, int]] = {}  # (space, version) of each variable's state, by its name
         for space, variable in variables.items():
             if variable._sent != variable._version:
-                coordinator.states.put(space, variable._version, to_state(variable._traits, variable._copies))
+                value = to_state(variable._traits, variable._copies)
+                coordinator.states.put(space, variable._version, value, is_alike=variable._sent >= 0)
                 variable._sent = variable._version
             self.states[state_name(space)] = (space, variable._version)
 
