@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from pipedist.collectives.channel import Channel, GangAborted, StallPolicy
 from pipedist.collectives.member import Member, PendingMerge
@@ -99,6 +99,8 @@ def outside_turn(replica: int) -> RuntimeError:
 
 T = TypeVar("T")
 
+OnStalled: TypeAlias = Callable[[tuple[int, ...], str], None]
+
 _DEFAULTS: Final = CommunicationOptions()
 _TURN_WAIT_S_MAX: Final = 3600.0  # a single wait for the turn if no collective is pending
 
@@ -118,7 +120,7 @@ class LocalGang:
         local: range,  # the replicas of this process: a contiguous range, at least one
         channel: Channel | None = None,  # to other members; None: no others. The caller closes it
         options: CommunicationOptions = _DEFAULTS,
-        on_stalled: Callable[[tuple[int, ...], str], None] | None = None,
+        on_stalled: OnStalled | None = None,
         threads: ReplicaThreadPool | None = None,  # for the replicas except the first; None: its own
     ) -> None:
         if not local or (channel is None) != (len(local) == replicas):
@@ -198,6 +200,14 @@ class LocalGang:
     def begin_alone(self, *, has_ended: bool = False) -> None:
         """Begin the only replica of this process, which its caller runs instead of `run`."""
         self._states[0].state = ReplicaState.ENDED if has_ended else ReplicaState.RUNNING
+
+    def begin_another(self, on_stalled: OnStalled) -> None:
+        """Begin another attempt of the only replica, whose last one has returned, through the same channel."""
+        self._on_stalled = on_stalled
+        self._aborted = ""
+        self._collectives = 0
+        self._member.begin_another()
+        self.begin_alone()
 
     def end_alone(self, *, failed: bool) -> None:
         with self._mutex:

@@ -73,6 +73,11 @@ class Member:
         self._exchanges = 0
         self._torch: tuple[str, TorchGroup] | None = None
 
+    def begin_another(self) -> None:
+        """Take part in another attempt, through the same channel."""
+        self._exchanges = 0
+        self._torch = None
+
     def execute(
         self, number: int, calls: Sequence[CheckedCall | None], policy: StallPolicy
     ) -> list[Tree] | PendingMerge:

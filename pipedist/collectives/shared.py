@@ -71,7 +71,8 @@ class SharedChannel:
     def begin(self, serial: int) -> None:
         if serial > SERIAL_MAX:
             raise ValueError(f"attempt {serial}, the limit is {SERIAL_MAX}")
-        self._steps.begin(serial)
+        if serial != self._steps.serial:  # else another part of this process has begun it
+            self._steps.begin(serial)
 
     def ended(self, *, returned: bool) -> None:
         self._steps.end(returned=returned)

@@ -81,7 +81,7 @@ class Steps:
 
     def begin(self, serial: int) -> None:
         """Begin a later attempt of the same members."""
-        self._serial = serial
+        self.serial = serial
         self._begin = serial << 32
         self._last = self._begin | _STEP_MASK
         self._ended = _ENDED + serial % ATTEMPTS_REMEMBERED
@@ -227,15 +227,15 @@ class Steps:
     def _failed(self) -> str | None:
         """Return why this attempt cannot complete while a member is missing; None if it can."""
         words = self._words
-        if words[ABORT_AT // 8] >= self._serial:
-            return f"attempt {self._serial} of the gang was aborted by the scheduler"
+        if words[ABORT_AT // 8] >= self.serial:
+            return f"attempt {self.serial} of the gang was aborted by the scheduler"
         for other, arrival in zip(self._others, self._arrivals, strict=True):
             if words[arrival + self._ended] == self._begin | _FAILED:
                 return f"a replica of member {other} failed"
         return None
 
     def _over(self) -> str:
-        return f"attempt {self._serial} of the gang is over: a later one has started"
+        return f"attempt {self.serial} of the gang is over: a later one has started"
 
     def _missing(self, target: int) -> list[int]:
         return [other for place, other in enumerate(self._others) if self._status(place, target) is None]

@@ -47,6 +47,7 @@ from pipedist.worker.stages import Call, GangCallContext, Stage
 from pipedist.worker.verification import Digests, check_same, digests_of
 
 if TYPE_CHECKING:
+    from pipedist.worker.variables.replica import ReplicaVariables
     from pipedist.worker.waiting_calls import OnRetry, WaitingStage, WorkerShare
 
 
@@ -157,7 +158,6 @@ class PassExecutor:
             and not (self._shard_is_shared or self._records_stage or self._stored or program.verify)
         )
         """Whether a call is one function of values that came with its lease: a step of a training loop."""
-        self.calls_collectives = False  # whether a step that was prepared has called one
 
     def _to_partial(self, emit: Emit) -> Callable[[Tree], Tree]:
         """Return the function that makes the partial of a value for a reduction."""
@@ -275,11 +275,10 @@ class PassExecutor:
                 process_setup.end_copy(stage.name)
             current.reset(token)
         gang, sole = call.gang, self._sole
-        if sole is None or gang is None or gang.variables is not None:
+        if sole is None or gang is None:
             return self._emit(call, None, [box.pop()], False)
         call.permanent = True
-        owned, size = self.owned(box, sole)
-        return {sole.slot: owned}, size
+        return self.owned_outcome(box, sole, gang.variables)
 
     def _run_steps(
         self, stage: Stage, call: Call, values: list[Tree], wait: Callable[[Awaitable[Any]], Any]
@@ -311,7 +310,7 @@ class PassExecutor:
     @property
     def plain_step(self) -> tuple[Stage, Emit] | None:
         """The function of its steps and what it emits, if they need no general run; see `worker.prepared_step`."""
-        if not self._is_step or self._sole is None or self.calls_collectives:
+        if not self._is_step or self._sole is None:
             return None
         stage = self._stages[0]
         return (stage, self._sole) if stage.is_loaded and not (stage.is_class or stage.is_async) else None
@@ -626,6 +625,20 @@ class PassExecutor:
                 raise
             raise self._labelled(error, emit) from error
 
+    def owned_outcome(self, box: list[Tree], emit: Emit, variables: ReplicaVariables | None) -> Result:
+        """Return the outcome of a step: the result of its function, see `owned`, and what it assigned."""
+        value, size = self.owned(box, emit)
+        outcome = {emit.slot: value}
+        return outcome, size + (0 if variables is None else self._add_assigned(outcome, variables))
+
+    def _add_assigned(self, outcome: Outcome, variables: ReplicaVariables) -> int:
+        """Add what a call assigned to its outcome; return the size of that."""
+        assigned = variables.assigned()
+        if not assigned:
+            return 0
+        outcome |= dict.fromkeys(self._assigned, assigned)  # read-only, and not referenced elsewhere
+        return sum(value.nbytes for value in assigned.values())
+
     def owned(self, box: list[Tree], emit: Emit) -> tuple[Tree, int]:
         """Do what `take_ownership` does with the result of a function, whose name its error has."""
         try:
@@ -698,9 +711,8 @@ class PassExecutor:
                     owned[of], bytes_ = take_ownership(box)
                     size += bytes_
                 outcome[emit.slot] = [owned[of]]
-        if gang is not None and gang.variables is not None and (assigned := gang.variables.assigned()):
-            outcome |= dict.fromkeys(self._assigned, assigned)  # read-only, and not referenced elsewhere
-            size += sum(value.nbytes for value in assigned.values())
+        if gang is not None and gang.variables is not None:
+            size += self._add_assigned(outcome, gang.variables)
         return outcome, size
 
     def failure(self, call: Call, error: BaseException, *, aborted: bool = False) -> CallFailure:

@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pipedist.collectives.channel import Channel, GangAborted
-from pipedist.collectives.gang import LocalGang
+from pipedist.collectives.gang import LocalGang, OnStalled
 from pipedist.collectives.options import CommunicationOptions, Implementation
 from pipedist.collectives.requests import CollectiveRequest, UnawaitedCollectives
 from pipedist.collectives.segment import GangSegments
@@ -78,16 +78,21 @@ class GangRunFactory:
         own = LeaseShards(executor.finder, shards, lo, hi)
         return kind(self, executor, own, lo, hi, assigned, local, channel, bound, begin, on_success)
 
-    def new_gang(self, run: GangRun) -> LocalGang:
-        program = run.executor.program
+    def new_gang(
+        self, executor: PassExecutor, local: range, channel: Channel | None, lease: int
+    ) -> LocalGang:
+        program = executor.program
         return LocalGang(
             replicas=program.replicas,
-            local=run.local,
-            channel=run.channel,
+            local=local,
+            channel=channel,
             options=_options(*program.communication),
-            on_stalled=partial(self._client.report_stalled, run.assigned.lease),
+            on_stalled=self.on_stalled(lease),
             threads=self._threads,
         )
+
+    def on_stalled(self, lease: int) -> OnStalled:
+        return partial(self._client.report_stalled, lease)
 
     def device_of(self, executor: PassExecutor, replica: int) -> str:
         """Return this process's name of a replica's device; "": none."""
@@ -195,7 +200,9 @@ class GangRun:
         """The gang of these replicas; a single one that calls no collective needs none."""
         with self._lock:
             if self._gang is None:
-                self._gang = self.factory.new_gang(self)
+                self._gang = self.factory.new_gang(
+                    self.executor, self.local, self.channel, self.assigned.lease
+                )
                 if self.hi - self.lo == 1:
                     self._gang.begin_alone(has_ended=self._has_ended)
             return self._gang
@@ -288,6 +295,10 @@ class GangRun:
                 self._gang.end_alone(failed=has_failed)
         if self.channel is not None:
             self.channel.ended(returned=not has_failed)
+
+    def use(self, gang: LocalGang) -> None:
+        """Use the gang that the only replica, which is executed elsewhere, has already."""
+        self._gang = gang
 
     def conclude(self, call: Call, found: Result | BaseException) -> None:
         """Set the outcome of the only replica, which was executed elsewhere."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from pipedist.errors import LocalProtocolError, PipedistError, ProtocolError
@@ -11,7 +11,7 @@ from pipedist.protocol.messages import AssignGang, Quota, Relay, Retried
 from pipedist.protocol.program import Shards, Unloadable, from_frames, load_tree
 from pipedist.worker.commands import Begin, Execute
 from pipedist.worker.execution import PassExecutor
-from pipedist.worker.inputs import StateStore
+from pipedist.worker.inputs import States, StateStore
 from pipedist.worker.lease_run import LeaseRun, OverlappingRuns, PersistentLoop, RejectedLeaseRun
 from pipedist.worker.progress import StageClock
 
@@ -151,12 +151,13 @@ class Leases:
             return None
         from pipedist.worker.prepared_step import PreparedStep  # most workers run no gangs
 
-        self._prepared = PreparedStep(run, self._general_step) if PreparedStep.fits(run) else None
+        self._prepared = PreparedStep(run, self) if PreparedStep.fits(run) else None
         return run
 
-    def _general_step(
+    def general_step(
         self, assigned: AssignGang, frames: Sequence[memoryview], begin: Callable[[int], None]
     ) -> GangRun:
+        """Return the run of a step that began as a prepared one."""
         assert self._unused is not None  # `begin_step` came first
         run = self._run(assigned, frames, (assigned, self._unused), begin)
         if isinstance(run, LeaseRun | RejectedLeaseRun):
@@ -180,7 +181,8 @@ class Leases:
         begin(slice_.lo)  # decoding may import a user's module, which may end the process
         try:
             shards = Shards(*load_tree(frames, "the arguments of this call"))
-            bound = self._use_states(executor, shards) if shards.states or executor.reads_states else None
+            reads = shards.states or executor.reads_states
+            bound = self.use_states(executor, shards.states) if reads else None
             if member is None:
                 return LeaseRun(executor, self._loop, shards, slice_.lo, slice_.hi, begin)
             return self._begin_gang(*member, executor, shards, bound, begin)
@@ -189,19 +191,24 @@ class Leases:
         except PipedistError as error:
             return RejectedLeaseRun(error, executor.first_stage, slice_.lo, slice_.hi)
 
-    def _use_states(self, executor: PassExecutor, shards: Shards) -> BoundVariables | None:
+    def use_states(self, executor: PassExecutor, states: States | None) -> BoundVariables | None:
         """Pass a lease's states, or that it has none, to the stages; return the variables among them."""
-        if not shards.states:
+        if not states:
             executor.use({}, {})
             return None
         from pipedist.worker.variables.replica import bind  # most passes read no state
 
-        values = self.states.values(shards.states)
-        bound = bind(shards.states, values)
+        values = self.states.values(states)
+        bound = bind(states, values)
         if bound is not None:
             values |= bound.proxies
-        executor.use(shards.states, values)
+        executor.use(states, values)
         return bound
+
+    def store_produced(self, bound: BoundVariables) -> None:
+        """Store the next versions of the variables of a lease whose calls have all returned."""
+        for space, version, value in bound.produced():
+            self.states.put(space, version, value)
 
     def _begin_gang(
         self,
@@ -217,11 +224,7 @@ class Leases:
         if self._gangs is None:
             self._gangs = GangRunFactory(self._client, self._loop)
 
-        def store_produced() -> None:
-            for space, version, value in bound.produced() if bound is not None else ():
-                self.states.put(space, version, value)
-
-        on_success = None if bound is None else store_produced
+        on_success = None if bound is None else partial(self.store_produced, bound)
         return self._gangs.new_run(
             assigned,
             executor,

@@ -18,6 +18,7 @@ from pipedist import values
 from pipedist.collectives.channel import GangAborted
 from pipedist.collectives.gang import LocalGang, LocalReplica, ReplicaState
 from pipedist.collectives.options import CommunicationOptions
+from pipedist.collectives.requests import CallSite, CollectiveRequest
 from pipedist.collectives.thread_pool import ReplicaThreadPool
 from pipedist.errors import CollectiveTimeoutError, RemoteError
 from pipedist.protocol.codec import UnsendableError
@@ -476,6 +477,20 @@ def test_a_collective_is_one_exchange() -> None:
     for thread in threads:
         thread.join()
     assert numbers == {0: [1, 2, 3, 4, 5, 6], 1: [1, 2, 3, 4, 5, 6]}
+
+
+def test_a_gang_that_goes_on_knows_nothing_of_the_attempt_before() -> None:
+    gang = LocalGang(replicas=1, local=range(1))
+    gang.begin_alone()
+    gang.call(0, request := CollectiveRequest("barrier", CallSite(run_gang.__code__, 0)))
+    gang.abort("the step was cancelled")
+    with pytest.raises(GangAborted):
+        gang.call(0, request)
+    gang.end_alone(failed=False)
+    with pytest.raises(RuntimeError, match="outside its turn"):
+        gang.call(0, request)
+    gang.begin_another(lambda _members, _text: None)
+    assert gang.call(0, request) is None
 
 
 def test_a_gang_is_complete_or_has_a_channel() -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -247,7 +247,100 @@ async def test_a_function_may_call_its_first_collective_in_any_step(
     assert seen.take() == ["StepExecuted"] * 5
 
 
+async def test_steps_that_call_collectives_and_assign_variables_stay_prepared(
+    strategy: pipedist.Strategy,
+) -> None:
+    with strategy.scope():
+        w = pipedist.Variable(np.zeros(3), aggregation="sum")
+
+    def step(ctx: pipedist.ReplicaContext) -> Any:
+        before = w.value()
+        w.assign_add(np.full(3, ctx.all_reduce("sum", 1.5)))
+        return before, w, type(ctx._collectives).__module__
+
+    await prepare(strategy, step)
+    for number in range(2, 2 + STEPS):
+        for before, after, path in strategy.local_results(await strategy.run(step)):
+            assert path == "pipedist.worker.prepared_step"
+            assert before.tolist() == [6.0 * number] * 3
+            assert after.tolist() == [6.0 * (number + 1)] * 3
+    assert w.numpy().tolist() == [6.0 * (2 + STEPS)] * 3
+
+
+def sum_or_max(differ: bool, ctx: pipedist.ReplicaContext) -> str:
+    """Call different collectives in the replicas if they are to differ, and survive that."""
+    ctx.barrier()
+    op = "max" if differ and ctx.replica_id_in_sync_group else "sum"
+    try:
+        return str(ctx.all_reduce(op, 1))
+    except pipedist.CollectiveMismatchError as error:
+        return str(error).partition(":")[0]
+
+
+async def test_a_mismatch_that_a_function_catches_ends_with_its_step(strategy: pipedist.Strategy) -> None:
+    await prepare(strategy, sum_or_max, False)
+    for _ in range(2):
+        texts = await strategy.run(sum_or_max, args=(True,))
+        assert list(texts) == ["collective 2 of this step differs between replicas"] * 2
+        assert list(await strategy.run(sum_or_max, args=(False,))) == ["2", "2"]
+
+
+def survive_if(fails: bool, ctx: pipedist.ReplicaContext) -> int:
+    """Catch whatever ends the collective of one replica because the other one raises."""
+    ctx.barrier()
+    if fails and ctx.replica_id_in_sync_group == 1:
+        raise ValueError("on purpose")
+    try:
+        return int(ctx.all_reduce("sum", 1))
+    except BaseException:
+        return -1
+
+
+async def test_an_aborted_collective_that_a_function_catches_ends_with_its_step(
+    strategy: pipedist.Strategy,
+) -> None:
+    await prepare(strategy, survive_if, False)
+    with pytest.raises(pipedist.CallError, match="on purpose"):
+        await strategy.run(survive_if, args=(True,))
+    assert list(await strategy.run(survive_if, args=(False,))) == [2, 2]
+
+
+async def test_a_step_that_fails_after_an_assignment_assigns_nothing(strategy: pipedist.Strategy) -> None:
+    with strategy.scope():
+        w = pipedist.Variable(1.0, aggregation="sum")
+
+    def step(fails: bool) -> Any:
+        w.assign_add(2.0)
+        if fails:
+            raise ValueError("on purpose")
+        return w.value()
+
+    await prepare(strategy, step, False)
+    with pytest.raises(pipedist.CallError, match="on purpose") as caught:
+        await strategy.run(step, args=(True,))
+    assert caught.value.attempts == 1
+    assert float(w.numpy()) == 9.0
+    assert list(await strategy.run(step, args=(False,))) == [13.0, 13.0]
+    assert float(w.numpy()) == 13.0
+
+
+async def test_a_variable_of_another_step_is_refused_in_a_result(strategy: pipedist.Strategy) -> None:
+    with strategy.scope():
+        v, w = pipedist.Variable(1.0), pipedist.Variable(2.0)
+    await prepare(strategy, kept_if, v, False)
+    await prepare(strategy, kept_if, w, False)
+    with pytest.raises(pipedist.CallError, match="a variable of another step was used"):
+        await strategy.run(kept_if, args=(w, True))
+
+
+def kept_if(variable: Any, before: bool) -> Any:
+    """Return a variable, or the one that came as the argument two steps before."""
+    Latest.variables.append(variable)
+    return Latest.variables[-4 if before else -1]
+
+
 class Latest:
+    variables: ClassVar[list[Any]] = []
     ctx: pipedist.ReplicaContext | None = None
 
 
@@ -299,6 +392,30 @@ def doubled_later(x: int) -> Any:
 async def test_a_plain_function_may_return_an_awaitable(strategy: pipedist.Strategy) -> None:
     await prepare(strategy, doubled_later, 1)
     assert list(await strategy.run(doubled_later, args=(4,))) == [8, 8]
+
+
+def summed_later(differ: bool, ctx: pipedist.ReplicaContext) -> Any:
+    """Call the second collective when the result is awaited."""
+    first = ctx.all_reduce("sum", 1)
+
+    async def rest() -> str:
+        try:
+            op = "max" if differ and ctx.replica_id_in_sync_group else "sum"
+            return str(first + ctx.all_reduce(op, 10))
+        except pipedist.CollectiveMismatchError as error:
+            return str(error).partition(":")[0]
+
+    return rest()
+
+
+async def test_collectives_are_counted_across_a_function_and_its_awaitable(
+    strategy: pipedist.Strategy,
+) -> None:
+    await prepare(strategy, summed_later, False)
+    for _ in range(2):
+        assert list(await strategy.run(summed_later, args=(False,))) == ["22", "22"]
+        texts = await strategy.run(summed_later, args=(True,))
+        assert list(texts) == ["collective 2 of this step differs between replicas"] * 2
 
 
 def exit_if(leaves: bool) -> int:
