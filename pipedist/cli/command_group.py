@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from pipedist.core.names import did_you_mean
+
 SPEC_ENDINGS = (".yaml", ".yml")
 
 Function = Callable[..., Any]
@@ -69,12 +71,9 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def _hint(self, ctx: click.Context, name: str) -> str:
-        import difflib  # imported for wrong names only
-
         if name.endswith(SPEC_ENDINGS) and "run" in self.commands:
             return f". To execute a spec: {ctx.command_path} run {name}"
-        close = difflib.get_close_matches(name, self.commands, n=1)
-        return f"; did you mean {close[0]!r}?" if close else ""
+        return did_you_mean(name, self.commands)
 
 
 def _examples(lines: tuple[str, ...]) -> str:

@@ -13,7 +13,6 @@ the user's own process has them only as long as a plan is open (`code_on_path`).
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import inspect
 import os
@@ -24,7 +23,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -33,6 +32,7 @@ from typing import Any
 from msgspec import Struct
 
 from pipedist.core.import_guard import ADVICE, caller_is_waiting, importing
+from pipedist.core.names import did_you_mean
 from pipedist.core.types import FunctionRef
 from pipedist.errors import PipedistError, UsageError
 
@@ -117,7 +117,7 @@ def load(ref: FunctionRef, code: Sequence[str]) -> Callable[..., Any]:
             raise FunctionNotFound(
                 f"{ref.name}: {walked} ({_place(module)}) has no attribute {part!r}"
                 + _shadowed(module_name, module, code)
-                + _nearest(part, dir(found))
+                + did_you_mean(part, dir(found))
             ) from None
         walked += f".{part}"
     if not callable(found):
@@ -320,7 +320,7 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
             + (
                 "; write it without `.py`"
                 if module_name.endswith(".py")
-                else _nearest(missing, _modules_in(code))
+                else did_you_mean(missing, _modules_in(code))
             )
             + _process_suffix()
         ) from None
@@ -433,8 +433,3 @@ def _modules_in(code: Sequence[str]) -> list[str]:
             entries = sorted(os.listdir(folder))
             names += [e.removesuffix(".py") for e in entries if e.endswith(".py") or "." not in e]
     return names
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

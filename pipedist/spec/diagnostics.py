@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from msgspec import Struct, field
 
+from pipedist.core.names import nearest
 from pipedist.errors import Problem, SpecError
 from pipedist.spec.scalars import printable
 
@@ -21,7 +22,6 @@ EXCERPT_CHARACTERS_MAX = 100
 
 TEXT_CHARACTERS_MAX = 800  # the limit of a message, which may quote a long text of the spec
 
-GIVEN_CHARACTERS_MAX = 200
 PROBLEMS_MAX = 100
 
 
@@ -226,24 +226,3 @@ class Problems:
 
     def _sorted(self) -> list[Problem]:
         return sorted(self._found, key=self._found.__getitem__)
-
-
-def nearest(given: str, allowed: Iterable[str]) -> str:
-    """Return the allowed name that is nearest to `given`, or "" if none is near.
-
-    Case is ignored; in "module:name" the part after the colon may match alone.
-    """
-    names = {name.lower(): name for name in allowed}
-    if not names or len(given) > GIVEN_CHARACTERS_MAX:
-        return ""
-    from difflib import get_close_matches  # imported for wrong specs only
-
-    for candidate in (given, given.rpartition(":")[2]):
-        # difflib does not find swapped letters in short words such as "of"
-        swapped = [name for name in names if sorted(name) == sorted(candidate.lower())]
-        if swapped:
-            return names[swapped[0]]
-        close = get_close_matches(candidate.lower(), names, n=1, cutoff=0.6)
-        if candidate and close:
-            return names[close[0]]
-    return ""

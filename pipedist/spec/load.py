@@ -15,11 +15,12 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from pipedist.core.names import nearest
 from pipedist.core.types import Tree
 from pipedist.errors import Problem, SpecError, UsageError
 from pipedist.spec.checks import Checks, StageSummary, as_dict, summarize
 from pipedist.spec.datasets import DatasetSpec
-from pipedist.spec.diagnostics import Document, Path, Problems, nearest
+from pipedist.spec.diagnostics import Document, Path, Problems
 from pipedist.spec.fields import is_endpoint
 from pipedist.spec.hints import no_spec
 from pipedist.spec.interpolation import DEPTH_MAX, Interpolation

@@ -13,10 +13,11 @@ from typing import Any, Final, get_args, get_origin
 
 from pydantic import ValidationError
 
+from pipedist.core.names import nearest
 from pipedist.core.plugins import Plugin
 from pipedist.errors import UsageError
 from pipedist.spec.datasets import DATASET_KEYS, SOURCES, ArraysSource, DatasetSpec
-from pipedist.spec.diagnostics import Path, Problems, holds, nearest
+from pipedist.spec.diagnostics import Path, Problems, holds
 from pipedist.spec.fields import EXPECTED, MESSAGE, Section, expected_phrase, keys_of
 from pipedist.spec.hints import KEYS_ELSEWHERE, function_meant, misplaced, source_of_path, verb_elsewhere
 from pipedist.spec.model import SpecSection

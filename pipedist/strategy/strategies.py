@@ -18,7 +18,6 @@ runs as tasks, or use `run_steps`. Results are returned step by step, in order.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from pipedist.collectives.options import CommunicationOptions
 from pipedist.collectives.requests import CollectiveRequest, UnawaitedCollectives
 from pipedist.core import functions
 from pipedist.core.arguments import check_int
+from pipedist.core.names import did_you_mean
 from pipedist.core.remote_errors import exception_text
 from pipedist.core.types import Tree
 from pipedist.errors import CallError
@@ -224,10 +224,9 @@ def strategy_of(name: str, cluster: ClusterLike, **options: Any) -> Strategy:
     """
     kind = NAMES.get(name)
     if kind is None:
-        close = difflib.get_close_matches(str(name), NAMES, n=1)
         raise ValueError(
             f"there is no strategy {name!r}; expected one of {', '.join(NAMES)}"
-            + (f": did you mean {close[0]!r}?" if close else "")
+            + did_you_mean(str(name), NAMES)
         )
     return kind(cluster, **options)
 

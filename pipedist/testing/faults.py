@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from random import Random
 from typing import Self
 
+from pipedist.core.names import did_you_mean
 from pipedist.errors import UsageError
 
 # Kinds whose rate is a probability for each message.
@@ -98,9 +98,8 @@ class Faults:
         kinds = [field.name for field in fields(cls)]
         for kind in rates:
             if kind not in kinds:
-                near = get_close_matches(kind, kinds, 1)
-                hint = f"; did you mean {near[0]!r}? There are" if near else "; there are"
-                raise UsageError(f"faults: there is no kind {kind!r}{hint}: {', '.join(kinds)}")
+                hint = did_you_mean(kind, kinds) or "."
+                raise UsageError(f"faults: there is no kind {kind!r}{hint} There are: {', '.join(kinds)}")
         return cls(**rates)
 
     @classmethod

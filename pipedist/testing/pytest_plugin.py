@@ -16,7 +16,6 @@ tests, with pytest-asyncio in strict and auto mode and with anyio's plugin, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Self
 
@@ -104,10 +103,11 @@ def _marked(request: pytest.FixtureRequest, name: str, names: Sequence[str]) -> 
 
 def _unknown(options: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return the error text for the first unknown argument, or ""."""
+    from pipedist.core.names import did_you_mean  # pytest starts without it
+
     for name in options:
         if name not in names:
-            near = get_close_matches(name, names, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = did_you_mean(name, names) or "."
             return f"has no argument {name!r}{hint} There are: {', '.join(names)}"
     return ""
 

@@ -37,7 +37,7 @@ def test_wrong_costs(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"), [("x", "'x'; there are: drop, "), ("dro", "'drop'? There are: drop, ")]
+    ("kind", "message"), [("x", "'x'. There are: drop, "), ("dro", "'drop'? There are: drop, ")]
 )
 def test_an_unknown_fault_is_reported_with_the_known_ones(kind: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipedist.core import ragged
+from pipedist.core.names import nearest
 from pipedist.core.types import Tree
 from pipedist.datasets.element import ArraySpec
 from pipedist.datasets.sources.base import (
@@ -27,7 +28,6 @@ from pipedist.datasets.sources.base import (
     SourceError,
     check_dtype,
     imported,
-    nearest,
     plain_array,
     rows_of,
     sealed,

@@ -11,9 +11,8 @@ classes of users and other packages; sources of rows of text have locations, so 
 from __future__ import annotations
 
 import abc
-import difflib
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -192,11 +191,6 @@ def imported(module: str, kind: str, extra: str) -> Any:
     except ImportError as error:
         package = module.partition(".")[0].replace("PIL", "pillow")
         raise SourceError(f"`{kind}` needs {package}: pip install 'pipedist[{extra}]'") from error
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the name that is most similar to a mistyped one, or ""."""
-    return next(iter(difflib.get_close_matches(name, list(names), 1)), "")
 
 
 def rows_of(ids: Ids, length: int) -> Ids:

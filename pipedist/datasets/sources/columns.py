@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipedist.core import ragged
-from pipedist.datasets.sources.base import SourceError, nearest, sealed
+from pipedist.core.names import nearest
+from pipedist.datasets.sources.base import SourceError, sealed
 
 Column = npt.NDArray[Any]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from pipedist.core.names import nearest
 from pipedist.core.types import Tree
 from pipedist.datasets.element import ArraySpec
 from pipedist.datasets.sources.arrow_columns import OWN_TYPE, numpy_column, readable
@@ -20,7 +21,6 @@ from pipedist.datasets.sources.base import (
     ReaderSource,
     SourceError,
     imported,
-    nearest,
     rows_of,
     sealed,
 )

@@ -6,7 +6,6 @@ another host reads a source itself if it sees the same files: equal path, size a
 
 from __future__ import annotations
 
-import difflib
 import glob
 import os
 from collections import OrderedDict
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from pipedist.core.names import nearest
 from pipedist.datasets.sources.base import Config, Source, SourceError
 
 FILES_OPEN_MAX = 64  # limit of one reader; the least recently used file is closed
@@ -197,8 +197,8 @@ def _instead(pattern: str, folder: Path) -> str:
         others = [
             each for each in glob.iglob("*", root_dir=place) if os.path.isfile(os.path.join(place, each))
         ]
-        if close := difflib.get_close_matches(name, others, n=1, cutoff=0.7):
-            return f"a file that exists, such as {os.path.join(within, close[0])!r}"
+        if near := nearest(name, others):
+            return f"a file that exists, such as {os.path.join(within, near)!r}"
     return ""
 
 

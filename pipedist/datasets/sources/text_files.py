@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from pipedist.core.names import nearest
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import (
     Config,
@@ -18,7 +19,6 @@ from pipedist.datasets.sources.base import (
     Reader,
     ReaderSource,
     SourceError,
-    nearest,
     rows_of,
     sealed,
 )

@@ -1,0 +1,34 @@
+"""The name that a mistyped one means."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+GIVEN_CHARACTERS_MAX = 200  # a longer text is no mistyped name, and comparing it takes long
+
+
+def nearest(given: str, allowed: Iterable[str]) -> str:
+    """Return the allowed name that is nearest to `given`, or "" if none is near.
+
+    Case is ignored; in "module:name" the part after the colon may match alone.
+    """
+    names = {name.lower(): name for name in allowed}
+    if not names or len(given) > GIVEN_CHARACTERS_MAX:
+        return ""
+    from difflib import get_close_matches  # imported for wrong names only
+
+    for candidate in (given, given.rpartition(":")[2]):
+        # difflib does not find swapped letters in short words such as "of"
+        swapped = [name for name in names if sorted(name) == sorted(candidate.lower())]
+        if swapped:
+            return names[swapped[0]]
+        close = get_close_matches(candidate.lower(), names, n=1, cutoff=0.6)
+        if candidate and close:
+            return names[close[0]]
+    return ""
+
+
+def did_you_mean(given: str, allowed: Iterable[str]) -> str:
+    """Return "; did you mean 'name'?" with the nearest name, or "" if none is near."""
+    near = nearest(given, allowed)
+    return f"; did you mean {near!r}?" if near else ""
