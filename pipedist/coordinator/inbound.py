@@ -89,7 +89,7 @@ class Inbound:
                     peer.sees.add(pass_id)
             case msg.Retried(pass_id):
                 if pass_id in self._passes.handles:
-                    self._notices.add(self._passes.handles[pass_id].on_retried(message, peer.worker))
+                    self._notices.add(self._passes.handles[pass_id].failed.on_retried(message, peer.worker))
             case msg.LogLine():
                 self._log_sinks.emit(peer.worker, message)
             case msg.Heartbeat():
@@ -154,7 +154,7 @@ class Inbound:
         if handle is not None:
             if handle.record is not None:
                 handle.record.recorder.later(handle.record.raised, peer.worker, failed)
-            handle.on_raised(failed)
+            handle.failed.on_raised(failed)
             event = handle.policy.apply(event, failed)
             self._gangs.failed(failed)
         self._post(event)

@@ -157,7 +157,7 @@ class CommandExecutor:
             self._pool.send(worker, head, payloads[0])
 
         if (command.attempt or command.twin) and not command.elements:
-            for line in handle.on_repeated(lo, hi, worker, command.attempt, slow=command.twin > 0):
+            for line in handle.failed.on_repeated(lo, hi, worker, command.attempt, slow=command.twin > 0):
                 self._notices.add(line)
         self._assign(handle, [command], send, command.elements)
 
@@ -167,7 +167,7 @@ class CommandExecutor:
         pass_id, attempt, serial, parts = command.pass_id, command.attempt, command.serial, command.parts
         asked = 0 if handle.record is None else handle.record.recorder.now()
         for worker, _, lo, hi in parts if attempt else ():
-            for line in handle.on_repeated(lo, hi, worker, attempt, slow=False):
+            for line in handle.failed.on_repeated(lo, hi, worker, attempt, slow=False):
                 self._notices.add(line)
 
         number = handle.number_of(parts[0].lo // handle.settings.replicas)
@@ -263,7 +263,7 @@ class CommandExecutor:
             handle.fail(error)
             self._post(ev.PassClosed(handle.id))
         else:
-            handle.not_sent(part.lo, part.hi, part.lease, error)
+            handle.failed.not_sent(part.lo, part.hi, part.lease, error)
             self._post(ev.LeaseNotSent(part.lease))
 
 

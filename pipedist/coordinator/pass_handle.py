@@ -7,25 +7,24 @@ scheduler limits the steps that are offered (`want`), according to the results t
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Literal
 
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
-from pipedist.coordinator.failures import DeathOutcome, FailurePolicy, call_error
+from pipedist.coordinator.failed_calls import FailedCalls
+from pipedist.coordinator.failures import DeathOutcome, FailurePolicy
 from pipedist.coordinator.measurements import DriverWork, PassRecord
 from pipedist.coordinator.results import Chunk, ElementStore, QuarantinedCall, ResultStore, Slots, key_of
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import ElementRanges, Feed, ShardRead
-from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError, RunCancelled, RunDrained
-from pipedist.protocol import messages as msg
+from pipedist.errors import LocalProtocolError, PipedistError, RunDrained
 from pipedist.protocol.codec import Frame
 from pipedist.protocol.program import Program, Shards, to_frames
 from pipedist.scheduler import Event, PassSettings
@@ -35,7 +34,6 @@ from pipedist.worker.progress import Running
 
 BATCH_STEPS_MAX = 256  # maximum steps that a reader gets at once; more steps are requested batch by batch
 BATCH_BYTES_MAX = 4 * 2**20  # maximum bytes of results that a reader gets at once, unless one step has more
-RetryReason = Literal["error", "timeout", "death", "slow"]  # slow: far longer than other calls
 States = Mapping[str, Sequence[int]]  # by name, [space, version] of each state that a call reads
 Arrival = Callable[[Chunk], None]
 
@@ -65,8 +63,6 @@ class PassCounts(Struct):
     elements_offered: int = 0
     elements_visible: int = 0
     steps_visible: int = 0
-    retries: Counter[tuple[str, RetryReason]] = field(default_factory=Counter)
-    """Attempts that had a line for the user, by stage and reason."""
 
 
 class PassHandle:
@@ -102,8 +98,6 @@ class PassHandle:
         """The key under which workers cache results of the pass until they are durable; "": they do not."""
         self.code = program.code
         self.counts = PassCounts()
-        self.raised: dict[int, msg.Failed] = {}  # latest exception by call, until its step is visible
-        self._failed_attempts: dict[int, tuple[str, str]] = {}  # stage and exception, by call
         self._post = post
         self._feed = feed
         self.has_feed = feed is not None
@@ -138,6 +132,7 @@ class PassHandle:
         self._next_step = 0
         self.next_number = 0  # as functions see the next step; differs once a step has stood for several
         self._numbers: dict[int, int] = {}  # of unfinished steps that functions see as another one
+        self.failed = FailedCalls(name, settings.replicas, policy, self._numbers, record)
 
     # -- for readers -------------------------------------------------------------------
 
@@ -477,61 +472,9 @@ class PassHandle:
         )
 
     def on_death(self, running: Running, *, timed_out: bool) -> DeathOutcome:
-        failed = self.policy.timed_out(running) if timed_out else None
-        if self._feed is None and running.call // self.settings.replicas not in self._waiting:
-            # Its caller is gone, and the call may have hung: a retry would cost time without use.
-            failed = self._failed(running.lease, running.call, RunCancelled("its caller was cancelled"))
-        if failed is not None:
-            self.raised[running.call] = failed
-        outcome = self.policy.on_death(running, failed)
-        self._failed_attempts.pop(running.call, None)  # the death has a line of its own, and counts with it
-        self._count_retries(outcome.stage, "timeout" if failed is not None else "death")
-        return replace(outcome, place=self._place(outcome.stage, running.call))
-
-    def on_raised(self, failed: msg.Failed) -> None:
-        """Record the exception of a call, before the scheduler handles it."""
-        self.raised[failed.call] = failed
-        text = f"{failed.name}: {failed.text}" if failed.text else failed.name
-        self._failed_attempts[failed.call] = (failed.stage, text)
-
-    def on_repeated(self, lo: int, hi: int, worker: str, attempt: int, *, slow: bool) -> Iterator[str]:
-        """Count calls [lo, hi) that are assigned again, and yield a line for each; deaths are counted in `on_death`.
-
-        If `slow`, another worker executes them, too.
-        """
-        if slow:
-            self._count_retries("", "slow", hi - lo)
-            yield f"{self._place('', lo)} takes long, so it is executed on worker {worker}, too"
-        for call in [] if slow else range(lo, hi):
-            if call in self._failed_attempts:
-                stage, text = self._failed_attempts.pop(call)
-                self._count_retries(stage, "error")
-                yield f"{self._place(stage, call)}: {text}; attempt {attempt + 1} begins on worker {worker}"
-
-    def on_retried(self, message: msg.Retried, worker: str) -> str:
-        """Count a call that its worker repeats, and return a line for the user."""
-        if message.stage not in self.policy.stages:
-            raise RemoteProtocolError(f"a retry of stage {message.stage!r}, which is not in the pass")
-        self._count_retries(message.stage, "timeout" if message.timed_out else "error")
-        place = self._place(message.stage, message.call)
-        return f"{place}: {message.text}; attempt {message.attempt} begins on worker {worker}"
-
-    def _count_retries(self, stage: str, reason: RetryReason, count: int = 1) -> None:
-        self.counts.retries[stage or self.name, reason] += count
-        if self.record is not None:
-            self.record.retries += count
-
-    def _place(self, stage: str, call: int) -> str:
-        step, replica = divmod(call, self.settings.replicas)
-        return f"stage {stage or self.name}, step {self._numbers.get(step, step)}, replica {replica}"
-
-    def not_sent(self, lo: int, hi: int, lease: int, error: Exception) -> None:
-        for call in range(lo, hi):
-            self.raised[call] = self._failed(lease, call, error)
-
-    def _failed(self, lease: int, call: int, error: Exception) -> msg.Failed:
-        cls = type(error)
-        return msg.Failed(lease, call, self.name, cls.__module__, cls.__qualname__, str(error), "", False)
+        """Return the consequence of a worker's death for the call that it executed."""
+        is_left = self._feed is None and running.call // self.settings.replicas not in self._waiting
+        return self.failed.on_death(running, timed_out=timed_out, is_left=is_left)
 
     def gang_arrived(self, chunks: Sequence[Chunk], peers: Sequence[Peer]) -> None:
         step = chunks[0].lo // self.settings.replicas
@@ -574,7 +517,7 @@ class PassHandle:
                 self._finish(step, None)
             return
         self.counts.elements_visible += elements
-        self._drop_errors(first, last)
+        self.failed.forget(first, last)
         if not self._visible:
             self._visible.append((first, last))
             self._changed.set()  # it stays set while there is a range
@@ -585,10 +528,7 @@ class PassHandle:
 
     def step_failed(self, step: int, failure: Failure) -> None:
         """End a step that failed for good; with a feed, end the pass."""
-        number = self._numbers.get(step, step)
-        error = call_error(
-            failure, self.raised, name=self.name, replicas=self.settings.replicas, number=number
-        )
+        error = self.failed.error_of(step, failure)
         if self._feed is not None:
             self.fail(error)
         else:
@@ -600,7 +540,7 @@ class PassHandle:
         if parts is None:
             (parts,), _ = self._store.take(step, step + 1, self.settings.replicas)
         self._inputs.pop(step, None)
-        self._drop_errors(step, step + 1)
+        self.failed.forget(step, step + 1)
         if self._numbers:
             self._numbers.pop(step, None)
         if step in self._left:
@@ -608,15 +548,6 @@ class PassHandle:
         on_done = self._waiting.pop(step, None)
         if on_done is not None:
             on_done(parts, error)
-
-    def _drop_errors(self, first: int, last: int) -> None:
-        if not self.raised and not self._failed_attempts:
-            return
-        replicas = self.settings.replicas
-        for call in [c for c in self.raised if first <= c // replicas < last]:
-            del self.raised[call]
-        for call in [c for c in self._failed_attempts if first <= c // replicas < last]:
-            del self._failed_attempts[call]
 
     def fail(self, error: BaseException) -> None:
         """End the pass with its first error; visible steps stay."""
@@ -640,8 +571,7 @@ class PassHandle:
         self._visible.clear()
         self._reads.clear()
         self._inputs.clear()
-        self.raised.clear()
-        self._failed_attempts.clear()
+        self.failed.clear()
 
     def release(self) -> None:
         """Release the results that were not read."""

@@ -321,9 +321,8 @@ class Execution:
     def retries(self) -> dict[str, dict[str, int]]:
         """Return how many attempts of calls did not count, by stage and reason."""
         found: dict[str, dict[str, int]] = {}
-        finishing = [handle for execution in self._executions.values() for handle in execution.finishing]
-        for handle in (*self._counts.values(), *finishing):
-            for (stage, reason), count in handle.counts.retries.items():
+        for handle in [each for x in self._executions.values() for each in (x.handle, *x.finishing)]:
+            for (stage, reason), count in handle.failed.retries.items():
                 of_stage = found.setdefault(stage, {})
                 of_stage[reason] = of_stage.get(reason, 0) + count
         return found

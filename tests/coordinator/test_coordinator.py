@@ -66,7 +66,7 @@ async def test_call_step_returns_each_step_separately() -> None:
                 assert isinstance(answer.__cause__, ValueError)
             else:
                 assert answer == [{"v": step[0]}, {"v": step[1]}]
-        assert handle.raised == {}
+        assert handle.failed.raised == {}
         assert handle._inputs == {}
         assert handle._store._results == {}
 
