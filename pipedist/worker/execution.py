@@ -47,7 +47,7 @@ from pipedist.worker.stages import Call, GangCallContext, Stage
 from pipedist.worker.verification import Digests, check_same, digests_of
 
 if TYPE_CHECKING:
-    from pipedist.worker.variables.replica import ReplicaVariables
+    from pipedist.worker.variables.replica import ReplicaVariable, ReplicaVariables
     from pipedist.worker.waiting_calls import OnRetry, WaitingStage, WorkerShare
 
 
@@ -176,11 +176,13 @@ class PassExecutor:
     def call(self, number: int, gang: GangCallContext | None = None) -> Call:
         return Call(number, *divmod(number, self.program.replicas), self.first_stage, gang)
 
-    def use(self, states: States, values: Mapping[str, Tree]) -> None:
-        """Set the states that the next leases read, and their values by name."""
+    def use(
+        self, states: States, values: Mapping[str, Tree], variables: Mapping[str, ReplicaVariable] = {}
+    ) -> None:
+        """Set the states that the next leases read, and their values by name, those of variables again."""
         self.reads_states = bool(states)
         for stage in self._stages:
-            stage.use(states, values)
+            stage.use(states, values, variables)
 
     def overlaps(self, call: Call) -> bool:
         """Load the functions; return whether calls may overlap.

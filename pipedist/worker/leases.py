@@ -200,9 +200,8 @@ class Leases:
 
         values = self.states.values(states)
         bound = bind(states, values)
-        if bound is not None:
-            values |= bound.proxies
-        executor.use(states, values)
+        variables = {} if bound is None else bound.proxies
+        executor.use(states, values | variables, variables)
         return bound
 
     def store_produced(self, bound: BoundVariables) -> None:

@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec import Struct, field
 
 from pipedist.core import functions
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
-from pipedist.protocol.program import OWN_STATE, StageProgram
+from pipedist.protocol.program import OWN_STATE, StageProgram, StateValue
 from pipedist.reduction.tree import FoldTree
 from pipedist.worker.array_isolation import as_readonly
 from pipedist.worker.context import Collectives, ReplicaContext
@@ -19,7 +20,7 @@ from pipedist.worker.devices import CPU, GPU
 from pipedist.worker.inputs import States, fill_states, state_names
 
 if TYPE_CHECKING:
-    from pipedist.worker.variables.replica import ReplicaVariables
+    from pipedist.worker.variables.replica import ReplicaVariable, ReplicaVariables
 
 
 class GangCallContext(Struct, frozen=True):
@@ -73,6 +74,7 @@ class Stage:
         self._reads = sorted(state_names(program.kwargs)) if program.kwargs else []  # names of states
         self._read: list[tuple[int, int]] = []  # space and version of each state that `_kwargs` contains
         self._values: Mapping[str, Tree] = {}  # the values of the states that the calls read, by name
+        self._variables: Mapping[str, ReplicaVariable] = {}  # those of these values that are variables
         self._kwargs = _Kwargs({} if self._reads else program.kwargs)
         self._fn: Callable[..., Any] | None = None
         self._instances: dict[int, Callable[..., Any]] = {}  # by replica in a gang; else under 0
@@ -119,9 +121,11 @@ class Stage:
         self._fn = fn
         self.is_loaded = True
 
-    def use(self, states: States, values: Mapping[str, Tree]) -> None:
+    def use(
+        self, states: States, values: Mapping[str, Tree], variables: Mapping[str, ReplicaVariable] = {}
+    ) -> None:
         """Set the states that the next lease reads; for other versions, a new instance is made."""
-        self._values = values
+        self._values, self._variables = values, variables
         if not self._reads:
             return
         if missing := [name for name in self._reads if name not in states]:
@@ -184,7 +188,25 @@ class Stage:
         return called(*args, **kwargs)
 
     def _filled(self, value: Tree) -> Any:
-        return as_readonly(fill_states(value, self._values)) if self._values else value
+        if not self._values:
+            return value
+        args, own = value
+        if self._variables and not own:  # the common case, cheaper
+            filled: list[Any] = []
+            for each in args:
+                if type(each) is StateValue and (variable := self._variables.get(each.name)) is not None:
+                    filled.append(variable)
+                elif type(each) in _LEAVES:
+                    filled.append(each)
+                else:
+                    break
+            else:
+                return tuple(filled), own
+        return as_readonly(fill_states(value, self._values))
+
+
+# Arrays that were received are read-only
+_LEAVES = frozenset({np.ndarray, int, float, bool, str, type(None)})
 
 
 class _Kwargs:

@@ -17,6 +17,7 @@ import pytest_asyncio
 
 import pipedist
 from pipedist.coordinator.prepared_steps import PreparedSteps
+from pipedist.worker.variables.replica import ReplicaVariable
 from tests.strategy import functions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -265,6 +266,37 @@ async def test_steps_that_call_collectives_and_assign_variables_stay_prepared(
             assert before.tolist() == [6.0 * number] * 3
             assert after.tolist() == [6.0 * (number + 1)] * 3
     assert w.numpy().tolist() == [6.0 * (2 + STEPS)] * 3
+
+
+def describe(*values: Any) -> list[str]:
+    """Describe arguments: their types and values, and whether arrays can be changed."""
+    texts = []
+    for value in values:
+        array = value.value() if isinstance(value, ReplicaVariable) else value
+        is_array = isinstance(array, np.ndarray)
+        shown = f"{array.tolist()} {array.flags.writeable}" if is_array else repr(array)
+        texts.append(f"{type(value).__name__} {shown}")
+    return texts
+
+
+def describe_list(values: list[Any], more: Any) -> list[str]:
+    return describe(*values, more)
+
+
+async def test_arguments_beside_a_variable_are_as_without_one(strategy: pipedist.Strategy) -> None:
+    with strategy.scope():
+        w = pipedist.Variable(np.arange(2))
+    others = (np.arange(3.0), np.arange(400)[::100], 1, 0.5, "a", None, True, (1, 2), {"k": np.zeros(1)})
+    variable, array = "ReplicaVariable [0, 1] False", "ndarray [0.0, 1.0, 2.0] False"
+    for count in range(1, len(others) + 1):
+        given = others[:count]
+        await prepare(strategy, describe, w, *given)
+        with_one = strategy.local_results(await strategy.run(describe, args=(w, *given)))
+        without = strategy.local_results(await strategy.run(describe, args=given))
+        assert with_one == tuple([variable, *own] for own in without)
+        assert with_one[0][1] == array
+    below = strategy.local_results(await strategy.run(describe_list, args=([w, others[0]], w)))
+    assert below == ([variable, array, variable],) * 2
 
 
 def sum_or_max(differ: bool, ctx: pipedist.ReplicaContext) -> str:
