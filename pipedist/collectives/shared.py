@@ -14,13 +14,16 @@ member folds all of them itself. This is more work in total, but needs only one 
 Fold of large vectors: a pipeline over pieces that fit into the caches. Every member owns a SLICE of each
 piece. In one step it
 
+- copies the other slices of piece p - 2 into its result (all-gather);
 - writes its replicas' part of piece p, except its own slice, which no other member reads;
 - folds its slice of piece p - 1, of all replicas in order (reduce-scatter), directly into its result, and
-  copies it to shared memory;
-- copies the other slices of piece p - 2 into its result (all-gather).
+  copies it to shared memory.
 
 So there is one barrier per piece, and every byte is transferred once in each direction. A member whose
 fold overflows raises its flag, which all members check at the end.
+
+Of two members, each copies its slice to where it has read it: into the pack of the other one, which is the
+only reader, and takes it before it writes that pack again. Fewer cache lines then go to and fro between cores.
 """
 
 from __future__ import annotations
@@ -197,6 +200,8 @@ class SharedChannel:
         pieces = list(self._pieces(pack))
         first = steps.step + 1
         for at in range(len(pieces) + 2):
+            if at > 1:
+                pieces[at - 2].take(steps.step + 1 & 1, steps.step & 1)
             if at < len(pieces):
                 pieces[at].write(steps.step + 1 & 1)
             if 0 < at <= len(pieces):
@@ -204,8 +209,6 @@ class SharedChannel:
                     pieces[at - 1].fold(steps.step & 1, steps.step + 1 & 1)
                 except OverflowError:
                     steps.raise_flag()
-            if at > 1:
-                pieces[at - 2].take(steps.step & 1)
             if at <= len(pieces):
                 steps.arrive()
                 if at:
@@ -276,16 +279,22 @@ class _Piece:
         kernel.fold(parts, out)
         if self.update is not None:
             self.update.apply(slice(self.start + lo, self.start + hi), out)
-        np.copyto(self._view(self.segment.result(to_parity), kernel.result)[lo:hi], out)
+        np.copyto(self._folded(parity, to_parity, 1 - self.member)[lo:hi], out)
 
-    def take(self, parity: int) -> None:
-        """Copy the slices that other members folded."""
+    def take(self, parity: int, from_parity: int) -> None:
+        """Copy the slices that other members folded, before its packs are written again."""
         lo, hi = self._lo, self._hi
-        source = self._view(self.segment.result(parity), self.output.dtype)
+        source = self._folded(parity, from_parity, self.member)
         if lo:
             np.copyto(self.output[:lo], source[:lo])
         if hi < source.size:
             np.copyto(self.output[hi:], source[hi:])
+
+    def _folded(self, parity: int, result_parity: int, reader: int) -> Vector:
+        """Return the memory with the slices that others than a reader have folded."""
+        if len(self.spans) == 2:
+            return self._view(self.segment.input(parity, self.spans[reader].start), self.output.dtype)
+        return self._view(self.segment.result(result_parity), self.output.dtype)
 
     def _view(self, memory: NDArray[np.uint8], dtype: np.dtype[Any]) -> Vector:
         return memory[: self.output.size * dtype.itemsize].view(dtype)

@@ -16,6 +16,8 @@ Rules
   result), then ARRIVES: ARRIVAL becomes s. It reads the data of other members for s after all have arrived
   at s, and before it arrives at s + 1. So no member overwrites data that another may still read: to write
   parity s % 2 again a member must be in step s + 2, which requires that all have arrived at s + 1.
+- Of two members, one may also write, in step s, to packs of the other one of parity (s - 1) % 2, which that one
+  wrote in step s - 1, and reads in step s + 1, before it writes them again.
 - A member ENTERS an attempt with its first exchange: BEFORE = ARRIVAL, ARRIVAL = serial << 32; it then
   waits until all members have entered, before its first write. A member still in an earlier attempt,
   however long it was stopped there, can thus neither read data written for this one nor overwrite it. If
