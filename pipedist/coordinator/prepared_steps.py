@@ -2,11 +2,12 @@
 
 While nothing else is going on, the scheduler's next decision is known: the next step of a pass goes to the workers of
 its latest gang (`Scheduler.foresee`). Such a step is sent when it is offered. Its results are collected here, and
-given to their caller when all have arrived. The scheduler gets one event for all of that, when the next step was sent:
-while it handles the event, workers do that step instead of waiting for it.
+given to their caller when all have arrived. The scheduler gets one event for all of that, after the next step was sent:
+while it handles the event, workers do that step instead of waiting for it. As the workers need the processors by then,
+it gets the events of some short steps together, which takes less time.
 
 Before the scheduler handles any other event, or is asked about a lease, it gets the events of what has happened so
-far, with their times (`hand_over`): the step that is over; the offer of the step that runs, and its results that have
+far, with their times (`hand_over`): the steps that are over; the offer of the step that runs, and its results that have
 arrived. From then on the step is one like any other. So when a worker dies or a call fails, the scheduler decides in
 the same state as if it had seen every event at once; steps that are offered while one runs take the general path too.
 """
@@ -31,6 +32,9 @@ from pipedist.protocol.encoder import encode_arguments
 from pipedist.scheduler import Event, Scheduler
 from pipedist.scheduler import commands as cmd
 from pipedist.scheduler import events as ev
+
+UNSEEN_STEPS_MAX = 16  # steps that are over whose events wait for the next one
+UNSEEN_S_MAX = 0.05  # how long the first of them waits, if there is a next step
 
 
 class PastEvent(Struct, frozen=True):
@@ -87,13 +91,13 @@ class PreparedSteps:
         self._post = post
         self._running: _Running | None = None
         self._members: _Members | None = None
-        self._over: tuple[cmd.SendGang, PastEvent] | None = None
-        """The step before, and its event, which the scheduler has not seen."""
+        self._over: list[tuple[cmd.SendGang, PastEvent]] = []
+        """The steps before, of one pass, and their events, which the scheduler has not seen."""
 
     @property
     def has_news(self) -> bool:
         """Whether the scheduler has not seen everything."""
-        return self._running is not None or self._over is not None
+        return self._running is not None or bool(self._over)
 
     def begin(self, handle: PassHandle, step: int) -> bool:
         """Send a step that is offered; return False if it must take the general path.
@@ -105,10 +109,10 @@ class PreparedSteps:
             return False
         record = handle.record
         asked = 0 if record is None else record.recorder.now()
-        if self._over is None:
+        if not self._over:
             command = self._scheduler.foresee(handle.id)
         else:
-            command = self._over[0].following(handle.settings.replicas)
+            command = self._over[-1][0].following(handle.settings.replicas)
         if command is None:
             return False
         parts, (values, states) = command.parts, handle.inputs_of(step)
@@ -145,14 +149,17 @@ class PreparedSteps:
             head = msg.AssignGang(lease, handle.id, lo, hi, 0, serial, member, len(parts), where, number)
             messages.append((members.peers[member], head, payloads[member]))
         self._pool.send_all(messages)
-        self.report()
+        over = self._over
+        if len(over) >= UNSEEN_STEPS_MAX or (over and self._running.began - over[0][1].at > UNSEEN_S_MAX):
+            self.report()
         return True
 
     def report(self, *, unless_of: int = 0) -> None:
-        """Have the scheduler see the step that is over, if there is one, and it is not of a pass."""
-        if self._over is not None and self._over[0].pass_id != unless_of:
-            (_, past), self._over = self._over, None
-            self._post(past)
+        """Have the scheduler see the steps that are over, if there are some, and they are not of a pass."""
+        if self._over and self._over[0][0].pass_id != unless_of:
+            over, self._over = self._over, []
+            for _, past in over:
+                self._post(past)
 
     def _find_members(self, command: cmd.SendGang, replicas: int) -> _Members | None:
         peers = [peer for part in command.parts if (peer := self._pool.of(part.worker)) is not None]
@@ -195,7 +202,7 @@ class PreparedSteps:
             chunks.append(report.chunk)
             reports.append((report.peer.worker, report.results.busy_ns, report.chunk.size))
         executed = ev.StepExecuted(handle.id, command.serial, tuple(reports))
-        self._over = command, PastEvent(executed, None, time.monotonic())
+        self._over.append((command, PastEvent(executed, None, time.monotonic())))
         handle.gang_arrived(chunks, running.members.peers)
         handle.ready(running.step, running.step + 1)
 
@@ -205,7 +212,7 @@ class PreparedSteps:
 
     def hand_over(self) -> tuple[cmd.SendGang | None, list[PastEvent]]:
         """Return the command that was executed already, if any, and the events that the scheduler has not seen."""
-        over, self._over = ([], None) if self._over is None else ([self._over[1]], None)
+        over, self._over = [past for _, past in self._over], []
         running, self._running = self._running, None
         if running is None:
             return None, over

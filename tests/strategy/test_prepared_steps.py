@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 import pipedist
+from pipedist.coordinator import prepared_steps
 from pipedist.coordinator.prepared_steps import PreparedSteps
 from pipedist.worker.variables.replica import ReplicaVariable
 from tests.strategy import functions
@@ -112,6 +113,22 @@ async def test_a_step_is_one_event_for_the_scheduler(strategy: pipedist.Strategy
     assert seen.take() == ["StepExecuted"] * STEPS
 
 
+@pytest.mark.parametrize(("steps_max", "s_max", "unseen_max"), [(3, 1e9, 3), (1000, -1.0, 1)])
+async def test_the_scheduler_sees_steps_after_some_others_or_some_time(
+    strategy: pipedist.Strategy,
+    monkeypatch: pytest.MonkeyPatch,
+    steps_max: int,
+    s_max: float,
+    unseen_max: int,
+) -> None:
+    monkeypatch.setattr(prepared_steps, "UNSEEN_STEPS_MAX", steps_max)
+    monkeypatch.setattr(prepared_steps, "UNSEEN_S_MAX", s_max)
+    await prepare(strategy, functions.double, 1)
+    for step in range(10):
+        await strategy.run(functions.double, args=(step,))
+        assert len(strategy.cluster.coordinator._prepared._over) <= unseen_max
+
+
 async def test_functions_may_alternate(strategy: pipedist.Strategy, seen: Seen) -> None:
     await prepare(strategy, functions.double, 1)
     await prepare(strategy, functions.ids)
@@ -140,6 +157,19 @@ async def test_a_worker_that_is_killed_in_a_step_costs_no_result(
     seen.take()
     await strategy.run(die_once, args=(parts(4), ""))
     assert seen.take() == ["StepExecuted"], "the replacement is a member now"
+
+
+async def test_the_scheduler_sees_all_steps_before_the_death_of_a_worker(
+    strategy: pipedist.Strategy, seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepared_steps, "UNSEEN_S_MAX", 1e9)
+    await prepare(strategy, die_once, parts(0), "")
+    seen.take()
+    for step in range(STEPS):
+        await strategy.run(die_once, args=(parts(step), ""))
+    found = await strategy.run(die_once, args=(parts(3), str(tmp_path / "killed")))
+    assert list(found) == [float(part.sum()) for part in parts(3)]
+    assert seen.take()[: STEPS + 1] == ["StepExecuted"] * STEPS + ["StepsAvailable"]
 
 
 def die_once(x: Any, file: str, ctx: pipedist.ReplicaContext) -> float:
