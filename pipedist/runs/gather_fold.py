@@ -83,10 +83,9 @@ class GatherFold(Fold):
 
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
         first, self._steps = self._steps, self._steps + len(steps)
-        if (block := _stacked_rows(steps, self._axis)) is not None:
-            await self._take_block(first, steps, block)
-            return
-        made = [part for parts in steps for part in parts]
+        stacked = _stacked_rows(steps, self._axis)
+        # stacked parts are alike, so the first one shows whether they fit
+        made = [part for parts in steps for part in parts] if stacked is None else [steps[0][0]]
         unlike = list({_look(part): part for part in made}.values())  # most are alike, and this is cheap
         if blank := [part for part in unlike if is_blank(part, self._axis)]:
             self._blank = blank[0] if self._blank is None else self._blank
@@ -96,6 +95,8 @@ class GatherFold(Fold):
         self._is_large = self._is_large or objects > THREAD_OBJECTS
         if self._per != "step" or not first:
             await in_thread_if(self._is_large, self._check, first, steps, made, unlike)
+        if stacked is not None:
+            made = [stacked]
         if self._streams and self._sink is not None:
             for place, block in await in_thread_if(self._is_large, lambda: [*self._blocks(made)]):
                 try:
@@ -106,20 +107,6 @@ class GatherFold(Fold):
             self._parts += made
             if len(self._parts) - self._whole >= TINY_PARTS:
                 await in_thread_if(self._is_large, self._compact)
-
-    async def _take_block(self, first: int, steps: Sequence[Sequence[Tree]], block: Tree) -> None:
-        """Take parts that are together already."""
-        part = steps[0][0]
-        self._check(first, steps, [part], [part])
-        if self._streams and self._sink is not None:
-            try:
-                await append_to(self._sink, block)
-            except OutputError as error:
-                raise OutputError(f"{error} ({_place_of(first, steps, 0)})") from error
-        if self.kept or not self._streams:
-            self._parts.append(block)
-            if len(self._parts) - self._whole >= TINY_PARTS:
-                self._compact()
 
     def _check(
         self, first: int, steps: Sequence[Sequence[Tree]], made: Sequence[Tree], unlike: Sequence[Tree]
