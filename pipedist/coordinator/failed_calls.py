@@ -42,9 +42,8 @@ class FailedCalls:
         self._numbers = numbers
         self._record = record
         self.raised: dict[int, msg.Failed] = {}  # latest exception by call
-        self._attempts: dict[
-            int, tuple[str, str]
-        ] = {}  # stage and exception of attempts without a line, by call
+        # Stage and exception of attempts without a line, by call
+        self._attempts: dict[int, tuple[str, str]] = {}
         self.retries: Counter[tuple[str, RetryReason]] = Counter()
         """Attempts that had a line for the user, by stage and reason."""
 
