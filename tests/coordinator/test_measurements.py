@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -10,6 +9,7 @@ import pytest
 from pipedist.coordinator import measurements
 from pipedist.coordinator.measurements import DriverWork, PassRecord, Recorder, SpanEnd, thin
 from pipedist.protocol.messages import Failed, Results
+from tests.python_calls import PythonCalls
 
 
 class Clock:
@@ -274,25 +274,15 @@ NOTING_CALLS_MAX = 4.5
 def test_measuring_a_lease_makes_a_limited_number_of_python_calls() -> None:
     _, recorder, record = begun()
     results = [Results(lease, lease, lease + 1, 5, memory_bytes=1) for lease in range(1024)]
-    calls = 0
-
-    def count(_frame: object, event: str, _arg: object) -> None:
-        nonlocal calls
-        calls += event == "call"
 
     def measure(leases: range) -> float:
-        nonlocal calls
-        calls = 0
-        sys.setprofile(count)
-        try:
+        with PythonCalls() as counted:
             for lease in leases:
                 recorder.later(record.offered, lease + 1, 0, 0)
                 recorder.later(record.sent, "w0", lease, lease, lease + 1, 0, 8, 0, False, False)
                 recorder.later(record.returned, "w0", results[lease], 8)
                 recorder.later(record.completed, lease + 1, 1)
-        finally:
-            sys.setprofile(None)
-        return calls / len(leases)
+        return counted.made / len(leases)
 
     noted = measurements._LATER_MAX // 4 - 1  # the next ones are recorded with them
     clock_calls = 4  # of the tests' clock; the real one is no Python function

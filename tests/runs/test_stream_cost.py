@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -12,6 +10,7 @@ from pipedist.coordinator.results import ResultStore, open_chunk
 from pipedist.protocol.codec import encode
 from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.programs import parts_of
+from tests.python_calls import PythonCalls
 
 STEPS = 5_000
 
@@ -23,23 +22,15 @@ async def test_a_streamed_step_costs_few_python_calls() -> None:
         "dataset": {"range": STEPS, "batch": 1},
         "stages": {"y": {"run": "tests.runs.functions:double"}},
     }
-    made, total = 0, 0
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal made
-        made += event == "call"
-
+    total = 0
     async with pipedist.LocalCluster(workers=1) as cluster, pipedist.open(spec, cluster=cluster) as run:
         stream = run.steps("y")
         total += int((await anext(stream))["y"][0][0])  # with the start of the run
-        sys.setprofile(count)
-        try:
+        with PythonCalls() as counted:
             async for step in stream:
                 total += int(step["y"][0][0])
-        finally:
-            sys.setprofile(None)
     assert total == STEPS * (STEPS - 1)
-    assert made < 14 * STEPS
+    assert counted.made < 14 * STEPS
 
 
 @pytest.mark.asyncio
@@ -47,21 +38,12 @@ async def test_a_gathered_array_costs_no_python_call_of_its_own() -> None:
     messages = [encode([{"=y": np.array([n])} for n in range(lo, lo + 250)]) for lo in range(0, STEPS, 250)]
     slots = frozenset(["=y"])
     store, fold = ResultStore(in_order=True), GatherFold("all", "run", 0, None)
-    made = 0
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal made
-        made += event == "call"
-
-    sys.setprofile(count)
-    try:
+    with PythonCalls() as counted:
         for lo, frames in zip(range(0, STEPS, 250), messages, strict=True):
             store.put(open_chunk(lo, lo + 250, frames, slots, slots))
         for first in range(0, STEPS, 200):
             steps, _ = store.take(first, first + 200, 1)
             await fold.add(0, parts_of("=y", steps))
         await fold.finish(1)
-    finally:
-        sys.setprofile(None)
     assert np.array_equal(fold.result, np.arange(STEPS))
-    assert made < STEPS / 2
+    assert counted.made < STEPS / 2

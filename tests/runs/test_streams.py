@@ -19,6 +19,7 @@ import pytest
 import pipedist
 from pipedist.scheduler import SchedulerLimits
 from tests import preloaded
+from tests.python_calls import PythonCalls
 from tests.strategy.functions import wait_for
 
 F = "tests.runs.functions"
@@ -457,20 +458,12 @@ def test_ctrl_c_in_a_notebook_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_a_streamed_result_costs_few_python_calls() -> None:
-    steps, made = 3000, 0
-
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal made
-        made += event == "call"
-
+    steps = 3000
     async with (
         pipedist.LocalCluster(workers=1) as cluster,
         pipedist.open(document(steps, batch=1, replicas=1), cluster=cluster) as run,
     ):
-        sys.setprofile(count)
-        try:
+        with PythonCalls() as counted:
             received = [step.index async for step in run.steps("y")]
-        finally:
-            sys.setprofile(None)
     assert received == list(range(steps))
-    assert made < 20 * steps
+    assert counted.made < 20 * steps

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest_asyncio
 
 import pipedist
 from pipedist.transport.shared_memory.link import own_link
+from tests.python_calls import PythonCalls
 from tests.strategy import functions
 from tests.transport.memory import is_shared
 
@@ -229,19 +229,10 @@ async def test_a_step_makes_a_limited_number_of_python_calls(strategy: pipedist.
     counts = []
     for step in range(30):
         given = halves(step)
-        calls = 0
-
-        def count(_frame: object, event: str, _arg: object) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        sys.setprofile(count)
-        try:
+        with PythonCalls() as counted:
             parts = await strategy.run(functions.calls_since_last, args=(given,))
             await strategy.reduce("mean", parts, axis=None)
-        finally:
-            sys.setprofile(None)
-        counts.append((calls, *parts))
+        counts.append((counted.made, *parts))
     driver, *workers = (min(column) for column in zip(*counts[10:], strict=True))
     assert driver <= DRIVER_CALLS_MAX
     assert max(workers) <= WORKER_CALLS_MAX

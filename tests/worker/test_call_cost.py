@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import sys
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from pipedist.worker.context import get_replica_context
 from pipedist.worker.execution import PassExecutor
 from pipedist.worker.lease_run import LeaseRun, PersistentLoop
 from pipedist.worker.progress import CallProgress, StageClock
+from tests.python_calls import PythonCalls
 
 
 def executor_of(function: str, clock: StageClock | None = None) -> PassExecutor:
@@ -30,7 +30,7 @@ def executor_of(function: str, clock: StageClock | None = None) -> PassExecutor:
 
 
 def test_a_call_of_a_lease_costs_few_python_calls() -> None:
-    progress, made = CallProgress(), 0
+    progress = CallProgress()
     executor = executor_of("tests.runs.functions:double", progress.clock)
 
     def execute(lo: int, hi: int) -> list[dict[str, np.ndarray]]:
@@ -38,18 +38,11 @@ def test_a_call_of_a_lease_costs_few_python_calls() -> None:
         assert lease.advance(60.0, 2**30) is None
         return lease.take().outcomes
 
-    def count(_frame: object, event: str, _argument: object) -> None:
-        nonlocal made
-        made += event == "call"
-
     execute(0, 10)  # loads the function
-    sys.setprofile(count)
-    try:
+    with PythonCalls() as counted:
         outcomes = execute(10, 1000)
-    finally:
-        sys.setprofile(None)
     assert [int(value[0]) for (value,) in map(dict.values, outcomes)] == list(range(20, 2000, 2))
-    assert made < 3 * len(outcomes)
+    assert counted.made < 3 * len(outcomes)
     executor.close()
     progress.close()
 
