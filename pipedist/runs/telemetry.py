@@ -4,6 +4,7 @@ Rules
 -----
 * Nothing of OpenTelemetry is imported, unless its variables ask for an exporter, or the program has set a provider.
 * A span is a run or a pass, not a call: a run may have millions. Failed attempts and deaths are events of these spans.
+  An event names the first call and how many it stands for: with a worker, all calls of its lease are lost.
 * Everything is taken from the recorder of the run, on the event loop; only the exporters have threads.
 * An exporter that fails or is slow never changes a run, and delays its end by at most `FLUSH_S_MAX`.
 """
@@ -243,6 +244,7 @@ class Telemetry:
                 f"call {SpanEnd(each['outcome']).name.lower().replace('_', ' ')}",
                 {
                     "pipedist.call": f"{record.stages[0] if record.stages else record.name}/{step}/{replica}",
+                    "pipedist.calls": int(each["calls"]),
                     "pipedist.worker": recorder.workers[each["worker"]],
                     "pipedist.attempt": int(each["attempt"]) + 1,
                 },
