@@ -1,0 +1,159 @@
+"""Prepared steps in a worker: their failures, and the versions of variables that they store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from pipedist.errors import RemoteProtocolError
+from pipedist.protocol.code_archive import CodeStore
+from pipedist.protocol.codec import encode
+from pipedist.protocol.messages import AssignGang
+from pipedist.protocol.program import Emit, StateValue, to_frames
+from pipedist.worker.failures import CallFailure
+from pipedist.worker.gangs import GangRun
+from pipedist.worker.leases import Leases
+from pipedist.worker.prepared_step import PreparedStep
+from pipedist.worker.progress import StageClock
+from pipedist.worker.variables.replica import EMIT_OF, SLOT, ReplicaVariable, state_name, to_state
+from pipedist.worker.variables.rules import VariableAggregation, declare, frozen
+from tests.worker.fake_scheduler import program
+
+
+class Loop:
+    """A training loop of one replica in this process: each step assigns a variable of its own."""
+
+    def __init__(self, function: Callable[..., Any], space: int) -> None:
+        self._leases = Leases(None, 1, StageClock(), CodeStore("", ""), lambda _retried: None)  # type: ignore[arg-type]
+        emits = (Emit("y", of=0), Emit(SLOT, of=EMIT_OF))
+        made = program(f"{__name__}:{function.__name__}", form="apply", gang=True, emits=emits)
+        self._leases.open_pass(1, list(map(memoryview, to_frames(made))))
+        self._space = space
+        self._steps = 0
+        self._version = 0
+        value = frozen(np.array(0.0))
+        traits = declare(
+            value,
+            name="w",
+            trainable=None,
+            synchronization="auto",
+            aggregation=VariableAggregation.NONE,
+            replicas=1,
+            one_place=False,
+        )
+        self._leases.states.put(space, 0, to_state(traits, [value]))
+
+    def step(self, *args: Any) -> tuple[type, CallFailure | None, Any]:
+        """Execute a step; return the kind of run, and its failure or outcome."""
+        states = {state_name(self._space): [self._space, self._version]}
+        arguments = (StateValue(state_name(self._space)), *args)
+        frames = list(map(memoryview, encode([None, None, [(arguments, {})], states])))
+        number = self._steps
+        self._steps += 1
+        assigned = AssignGang(number + 1, 1, number, number + 1, 0, number + 1, 0, 1, "")
+        run = self._leases.begin_step(assigned, frames, lambda _call: None)
+        assert isinstance(run, GangRun | PreparedStep)
+        failure = run.advance(0.0, 0)
+        if failure is not None:
+            return type(run), failure, None
+        self._version += 1
+        return type(run), None, run.take().outcomes[0]
+
+    def prepare(self, *args: Any) -> None:
+        """Execute steps until they are prepared: the first one loads the function, and the second one is like it."""
+        kinds = [self.step(*args)[0] for _ in range(3)]
+        assert kinds == [GangRun, GangRun, PreparedStep]
+
+    def value(self, version: int) -> float:
+        """Return the value of a version of the variable that is stored."""
+        (state,) = self._leases.states.values({"w": (self._space, version)}).values()
+        return float(state["value"])
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def close(self) -> None:
+        self._leases.close()
+
+
+class _Unordered:
+    """A key of a dict that can't be compared with others, so a tree with several has no order of leaves."""
+
+    def __lt__(self, other: object) -> bool:
+        raise ValueError("no order")
+
+
+class Kept:
+    variables: ClassVar[list[ReplicaVariable]] = []
+
+
+def assign_and(w: Any, what: str) -> Any:
+    w.assign_add(1.0)
+    if what == "keep":
+        Kept.variables.append(w)
+    if what == "raise":
+        raise KeyError("on purpose")
+    results: dict[str, Callable[[], Any]] = {
+        "kept variable": lambda: Kept.variables[0],
+        "no tree": lambda: {_Unordered(): 1, _Unordered(): 2},
+        "date": lambda: datetime(2026, 1, 2, tzinfo=UTC),
+    }
+    return results.get(what, lambda: w)()
+
+
+@pytest.fixture
+def kept() -> Iterator[None]:
+    """Keep a variable of a step that is over."""
+    other = Loop(assign_and, space=1)
+    other.step("keep")
+    other.close()
+    yield
+    Kept.variables.clear()
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize(
+    ("what", "name", "retryable", "shows_code"),
+    [
+        ("raise", "KeyError", True, True),
+        ("kept variable", "RuntimeError", True, True),
+        ("no tree", "ValueError", True, False),
+        ("date", "UnsendableError", False, False),
+    ],
+)
+def test_a_failure_is_that_of_a_general_step(what: str, name: str, retryable: bool, shows_code: bool) -> None:
+    """Whether it recurs, and whether the function raised it, does not depend on how a step is executed."""
+    general, prepared = Loop(assign_and, space=2), Loop(assign_and, space=2)
+    prepared.prepare("")
+    kinds, failures = zip(*[loop.step(what)[:2] for loop in (general, prepared)], strict=True)
+    assert kinds == (GangRun, PreparedStep)
+    for failure in failures:
+        assert (failure.name, failure.retryable, bool(failure.traceback)) == (name, retryable, shows_code)
+    first, second = (replace(failure, call=0, traceback="") for failure in failures)
+    assert first == second
+    general.close()
+    prepared.close()
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("what", ["raise", "kept variable", "no tree", "date"])
+def test_a_step_that_fails_stores_no_version_of_a_variable(what: str) -> None:
+    """A worker has the next version of a variable only if the step that assigned it has succeeded here."""
+    loop = Loop(assign_and, space=2)
+    loop.prepare("")
+    assert (loop.version, loop.value(loop.version)) == (3, 3.0)
+    kind, failure, _ = loop.step(what)
+    assert kind is PreparedStep
+    assert failure is not None
+    with pytest.raises(RemoteProtocolError, match="version 4 of 'w'"):
+        loop.value(4)
+    kind, failure, outcome = loop.step("")
+    assert (kind, failure) == (PreparedStep, None)
+    assert float(outcome["y"]) == float(outcome[SLOT][2]) == loop.value(4) == 4.0
+    loop.close()
