@@ -100,7 +100,15 @@ def test_large_vectors_in_any_packs(data: st.DataObject) -> None:
     op = data.draw(st.sampled_from(OPS))
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     dtype = data.draw(st.sampled_from(["float32", "float64", "float16", "int8", "int32", "int64"]))
-    elements = data.draw(st.integers(30_000, 90_000))
+    pack = data.draw(st.sampled_from([4096, 12288, 65536]))
+    wanted = data.draw(st.sampled_from([0, 1, 100, 5000, 1 << 30]))
+    options = CommunicationOptions(bytes_per_pack=max(wanted, 0 if wanted == 0 else 512))
+    # All members wait for each other at each piece, and on a busy machine each wait can take milliseconds: half a
+    # pack makes a vector large, and some pieces more show what more of them would.
+    itemsize = np.dtype(dtype).itemsize
+    large = pack // 2 // itemsize + 1
+    piece = min(options.bytes_per_pack or pack, pack) // itemsize
+    elements = data.draw(st.integers(large, large + 16 * piece))
     components = [
         {
             "x": make_array(rng, dtype, (elements,), wide=False),
@@ -108,9 +116,6 @@ def test_large_vectors_in_any_packs(data: st.DataObject) -> None:
         }
         for _ in range(sum(sizes))
     ]
-    pack = data.draw(st.sampled_from([4096, 12288, 65536]))
-    wanted = data.draw(st.sampled_from([0, 1, 100, 5000, 1 << 30]))
-    options = CommunicationOptions(bytes_per_pack=max(wanted, 0 if wanted == 0 else 512))
     check(sizes, op, components, pack_bytes=pack, options=options)
 
 
