@@ -43,7 +43,8 @@ def print_plan(
     from pipedist.cluster.base import usable_cores
     from pipedist.cluster.factory import cluster_for
     from pipedist.outputs import encoding
-    from pipedist.plan import as_json, as_mermaid, as_text, compile_plan
+    from pipedist.plan import compile_plan
+    from pipedist.plan.view import as_json, as_mermaid, as_text
     from pipedist.spec import load, with_cluster
 
     spec = load(path, sets=sets)

@@ -18,9 +18,8 @@ from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.datasets.sources.paths import expand
 from pipedist.errors import PlanError, Problem, UsageError
 from pipedist.plan.callables import CallSignature, UnknownException, exception_names, find, plan_states
-from pipedist.plan.model import PassPlan, Plan
+from pipedist.plan.model import PassPlan, Plan, plural
 from pipedist.plan.phases import ConflictingTrainingInputs, dataset_of, phases
-from pipedist.plan.view import plural
 from pipedist.spec import TORCH_IMPLEMENTATIONS, GatherSpec, ReduceSpec, RunSpec, Spec
 from pipedist.spec.training import training_of
 

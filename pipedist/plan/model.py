@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from msgspec import Struct, field
 
@@ -12,8 +12,10 @@ from pipedist.core.gpus import Supply
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.division import Division
 from pipedist.datasets.sources import Source
-from pipedist.plan.picture import Graph, picture
 from pipedist.spec import QUARANTINE_DEFAULT, CollectivesSpec, GatherSpec, RunSpec, Spec, StageRef, references
+
+if TYPE_CHECKING:
+    from pipedist.plan.picture import Graph
 
 Granularity = Literal["step", "epoch", "run"]  # how often a state changes, or what may start at a time
 
@@ -31,6 +33,13 @@ WHEN: Final[Mapping[str, str]] = {
 
 CALLS_AT_ONCE: Final = 32
 """Calls of an async function that wait at the same time in one worker, if the spec has no `concurrency`."""
+
+
+def plural(count: int, noun: str) -> str:
+    """Return "1 step", "2 steps", "1,000 replicas"."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"
 
 
 class PassPlan(Struct, frozen=True):
@@ -305,6 +314,8 @@ class Plan(Struct, frozen=True):
 
     def _repr_html_(self) -> str:
         """Return the picture of the plan, for notebooks."""
+        from pipedist.plan.picture import picture  # a run draws none
+
         return f'<div style="overflow-x:auto">{picture(self.graph())}</div>'
 
     def close(self) -> None:

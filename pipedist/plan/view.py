@@ -9,18 +9,11 @@ from pipedist.core.gpus import spelled
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.element import described
 from pipedist.datasets.sources.paths import hindrance
-from pipedist.plan.model import WHEN, PassPlan, Plan
+from pipedist.plan.model import WHEN, PassPlan, Plan, plural
 from pipedist.spec import GatherSpec, ReduceSpec, RunSpec
 from pipedist.spec.training import training_of, why_together
 
 _REPLICAS_SHOWN = 8
-
-
-def plural(count: int, noun: str) -> str:
-    """Return "1 step", "2 steps", "1,000 replicas"."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"
 
 
 def as_text(plan: Plan) -> str:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipedist.coordinator.measurements import thin
 from pipedist.errors import UsageError
 from pipedist.outputs.run_record import LIVE, PRIVATE, RunRecord, existing_record
-from pipedist.plan import picture
+from pipedist.plan.picture import picture
 from pipedist.report.file_differences import files_in
 from pipedist.report.previews import curves, preview
 from pipedist.runs.about import FAILURE_FILE

@@ -16,7 +16,8 @@ from pipedist.cluster.base import usable_cores
 from pipedist.core.platform_id import Platform
 from pipedist.outputs.encoding import to_json
 from pipedist.outputs.run_record import write_json
-from pipedist.plan import Plan, as_json
+from pipedist.plan import Plan
+from pipedist.plan.view import as_json
 from pipedist.runs.identity import SpecSource
 from pipedist.spec import GatherSpec, ReduceSpec
 

@@ -16,7 +16,8 @@ import pytest
 import pipedist
 from pipedist.coordinator.inbound import Inbound
 from pipedist.datasets.sources.paths import is_visible
-from pipedist.plan import as_json, compile_plan
+from pipedist.plan import compile_plan
+from pipedist.plan.view import as_json
 from pipedist.protocol import messages as msg
 from pipedist.spec import load
 from pipedist.transport.keys import write_key_file

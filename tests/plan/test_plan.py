@@ -15,8 +15,9 @@ from pipedist.core.functions import how_to_install
 from pipedist.core.gpus import Supply
 from pipedist.datasets.sources import Source
 from pipedist.errors import PlanError, SpecError
-from pipedist.plan import Plan, as_json, as_mermaid, as_text, compile_plan
+from pipedist.plan import Plan, compile_plan
 from pipedist.plan import compiler as plan_compiler
+from pipedist.plan.view import as_json, as_mermaid, as_text
 from pipedist.spec import load
 
 F = "tests.runs.functions"

@@ -15,7 +15,8 @@ import pytest
 import pipedist
 from pipedist.core import gpus as accelerators
 from pipedist.errors import PlanError, SpecError, UsageError
-from pipedist.plan import as_json, as_text, compile_plan
+from pipedist.plan import compile_plan
+from pipedist.plan.view import as_json, as_text
 from pipedist.spec import load
 from tests.worker import gpu_functions
 

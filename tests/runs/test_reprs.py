@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipedist import Ledger, PerReplica, Result
-from pipedist.plan import picture
+from pipedist.plan.picture import picture
 from pipedist.runs.timings import Timings
 from tests.report.jobs import MARKUP
 

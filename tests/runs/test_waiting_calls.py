@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.plan import as_text, compile_plan
+from pipedist.plan import compile_plan
 from pipedist.plan.callables import exception_names
+from pipedist.plan.view import as_text
 from pipedist.runs.identity import meaning
 from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import open_replay
