@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from pipedist.coordinator import LogSink
     from pipedist.core.types import Tree
     from pipedist.runs.result import Result
-    from pipedist.runs.run import Resume, Run, SpecLike
+    from pipedist.runs.run import Run, SpecLike
+    from pipedist.runs.run_files import Resume
 
 
 class OpenOptions(TypedDict, total=False):

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from pipedist.coordinator import LogSink
     from pipedist.core.types import Tree
     from pipedist.runs.result import Result
-    from pipedist.runs.run import Resume, Run
+    from pipedist.runs.run import Run
+    from pipedist.runs.run_files import Resume
 
 T = TypeVar("T")
 R = TypeVar("R")

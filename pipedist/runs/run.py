@@ -27,7 +27,7 @@ from pipedist.coordinator import LogSink
 from pipedist.core.gpus import Supply
 from pipedist.core.misuse_hints import AsyncOnly
 from pipedist.core.types import Tree
-from pipedist.errors import CallError, JournalError, OutputError, RunCancelled, UsageError
+from pipedist.errors import OutputError, RunCancelled, UsageError
 from pipedist.plan import Plan, compile_plan
 from pipedist.plan.compiler import needs_gpus, supply_for
 from pipedist.protocol import messages as msg
@@ -35,31 +35,18 @@ from pipedist.runs import telemetry
 from pipedist.runs.execution import Execution
 from pipedist.runs.identity import SpecSource
 from pipedist.runs.pass_folds import per_of, table_of_stage
-from pipedist.runs.programs import replay_of
 from pipedist.runs.progress import REFRESH_S, ProgressTotals, Reporter, is_interactive, open_reporter
-from pipedist.runs.quarantine import FILE as QUARANTINE
-from pipedist.runs.quarantine import write_file
-from pipedist.runs.result import Ledger, Progress, Result, files_of, restored
-from pipedist.runs.run_log import FILE as LOG_FILE
-from pipedist.runs.run_log import RunLog
+from pipedist.runs.result import Ledger, Progress, Result, restored
+from pipedist.runs.run_files import Resume, RunFiles
 from pipedist.runs.subscription import Part, Step, Stream, Subscription
-from pipedist.runs.timings import (
-    Measured,
-)
+from pipedist.runs.timings import Measured
 from pipedist.spec import Spec, load, with_cluster
 
 if TYPE_CHECKING:
-    from pipedist.outputs import FinishedRun, RunFolder
-    from pipedist.outputs.remote_folder import RemoteFolder
     from pipedist.runs.diagnostics import Document
-    from pipedist.runs.pass_journal import RunJournal
 
 SpecLike = str | os.PathLike[str] | Mapping[str, Any] | Spec
 """A path, the same document as a dict, or a spec that was loaded already."""
-
-
-Resume = bool | Literal["reuse"]
-"""True: continue the run in the folder; "reuse": continue with the passes that have not changed."""
 
 
 class Run(AsyncOnly):
@@ -100,24 +87,25 @@ class Run(AsyncOnly):
                 "`params` and `sets` can't be applied to a spec that is already loaded: pass them to `load`"
             )
         self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
-        self._given: tuple[SpecLike, Mapping[str, Tree] | None, Sequence[str]] = (spec, params, sets)
+        self._files = RunFiles(
+            output,
+            SpecSource.of(spec, params, sets),
+            resume=resume,
+            restart=restart,
+            force=force,
+            force_code=force_code,
+        )
         if isinstance(cluster, str):
             self._spec, cluster = with_cluster(self._spec, cluster), None
         if cluster is not None and workers is not None:
             raise UsageError("pass `cluster` or `workers`, not both: an open cluster has its own workers")
         self._given_cluster = cluster
         self._workers = workers
-        self._output = None if output is None else Path(output)
-        self._url = output if isinstance(output, str) and "://" in output else ""
-        self._remote: RemoteFolder | None = None  # the folder of `output` if that is a URL
-        self._resume = resume
-        self._restart = restart
         self._verify = verify
         self._on_log = on_log
         self._shows_progress = is_interactive() if progress is None else progress
         self._reporter: Reporter | None = None
         self._force = force
-        self._force_code = force_code
         self._spare = spare or Spare()
         self._stack = AsyncExitStack()
         self._tasks: anyio.abc.TaskGroup | None = None
@@ -128,14 +116,6 @@ class Run(AsyncOnly):
         self._error: BaseException | None = None
         self._result: Result | None = None
         self._execution: Execution | None = None
-        self._folder: RunFolder | None = None
-        self._journal: RunJournal | None = None
-        self._journal_notice = ""
-        self._log = RunLog(None)
-        self._can_replay = False
-        """The spec can be loaded again, so `pipedist replay` can execute calls of this run."""
-        self._finished_run: FinishedRun | None = None
-        """The finished run found in the folder; its results are returned, and nothing is executed."""
         self._cluster: Cluster | None = None
         self._plan: Plan | None = None
         self._supply: Supply | None = None  # the GPUs of this host, if the spec needs any
@@ -183,25 +163,20 @@ class Run(AsyncOnly):
             cluster = self._given_cluster
             if cluster is None:
                 cluster = cluster_for(self.plan, force=self._force)
-            self._open_folder()
-            if self._remote is not None and self._finished_run is not None:  # its upload may not be complete
-                finished = self._finished_run
-                await anyio.to_thread.run_sync(self._remote.upload, finished.run_id, list(finished.files))
-            if self._finished_run is None:
+            self._plan, self.id = await self._files.open(self.plan, self.id, self._stack)
+            if self._files.finished is None:
                 await self._open_cluster(cluster)
             self._spare.end()  # if the cluster did not take it, it is not needed
-            if self._folder is not None:
+            if self._files.folder is not None:
                 from pipedist.runs.diagnostics import serve_status  # only runs with a folder need it
 
                 await self._stack.enter_async_context(
-                    serve_status(self._folder.live, lambda: json.dumps(self.why()).encode())
+                    serve_status(self._files.folder.live, lambda: json.dumps(self.why()).encode())
                 )
             self._tasks = await self._stack.enter_async_context(anyio.create_task_group())
             _ = self._main_scope  # made in a task: `cancel` may be called outside of one
         except BaseException as error:  # also Ctrl-C while workers start
-            if self._folder is not None and not self.resumable:  # nothing is committed
-                with contextlib.suppress(OutputError):
-                    self._folder.fail(resumable=False)
+            self._files.abandon()
             await self._stack.__aexit__(type(error), error, error.__traceback__)
             raise
         return self
@@ -221,54 +196,6 @@ class Run(AsyncOnly):
         wanted = self._spec.cluster.workers if self._workers is None else self._workers
         return usable_cores() if wanted == "auto" else checked_count(wanted)
 
-    def _open_folder(self) -> None:
-        path = Path("out") / self._spec.name if self._output is None else self._output
-        if self._url:
-            from pipedist.outputs.remote_folder import RemoteFolder  # rarely needed
-
-            self._remote = RemoteFolder(self._url)
-            path = self._remote.staging
-        if self._output is None and not (self._spec.outputs or self._resume or self._restart):
-            return  # the run writes nothing
-        from pipedist.outputs import FinishedRun, open_folder  # most embedded runs write no files
-        from pipedist.runs.identity import digest
-        from pipedist.runs.resume import explain, open_journal, since
-
-        outputs = files_of(self._spec)
-        opened = open_folder(
-            path,
-            run_id=self.id,
-            spec_hash=digest(self._spec),
-            outputs=outputs,
-            stages=self._spec.outputs,
-            options={key: sink.options_text for key, sink in self._spec.sinks.items() if sink.options_text},
-            resume=self._resume,
-            restart=self._restart,
-            accept=self._force_code,
-            explain=lambda folder: explain(self.plan, folder),
-            since=lambda folder: since(self.plan, folder),
-        )
-        if isinstance(opened, FinishedRun):
-            self._finished_run = opened
-            return
-        self._folder = self._stack.enter_context(opened)
-        source = SpecSource.of(*self._given)
-        self._can_replay = bool(source.source)
-        self._journal, self._plan, self._journal_notice = open_journal(
-            self.plan,
-            opened,
-            self.id,
-            outputs,
-            reuse=self._resume == "reuse",
-            force=self._force,
-            force_code=self._force_code,
-            source=source,
-        )
-        self._stack.callback(self._journal.close)
-        self._log = RunLog(opened.timings.parent / LOG_FILE, appends=self._journal.is_resumed)
-        self._stack.push_async_callback(self._log.aclose)
-        self.id = opened.run_id  # a resumed run keeps its id
-
     async def _open_cluster(self, cluster: Cluster) -> None:
         if self._shows_progress:
             self._reporter = open_reporter(self.name)
@@ -279,9 +206,9 @@ class Run(AsyncOnly):
         coordinator = cluster.coordinator  # raises if the given cluster is not open
         if self._on_log is not None:
             self._stack.callback(coordinator.add_log_sink(self._on_log_line))
-        if self._folder is not None:
-            self._stack.callback(coordinator.add_log_sink(self._log.line, is_extra=True))
-            self._stack.callback(coordinator.add_notice_sink(self._log.notice))
+        if self._files.folder is not None:
+            self._stack.callback(coordinator.add_log_sink(self._files.log.line, is_extra=True))
+            self._stack.callback(coordinator.add_notice_sink(self._files.log.notice))
 
     def _on_log_line(self, worker: str, line: msg.LogLine) -> None:
         """Pass a line to the user's function, whose error ends the run."""
@@ -314,22 +241,17 @@ class Run(AsyncOnly):
     @property
     def folder(self) -> Path | None:
         """The output folder, None if the run writes nothing."""
-        return None if self._folder is None else self._folder.path
+        return None if self._files.folder is None else self._files.folder.path
 
     @property
     def notice(self) -> str:
         """A message about the output folder for the user, or ""."""
-        notice = self._journal_notice or ("" if self._folder is None else self._folder.notice)
-        if self._remote is None:
-            return notice
-        folder = self._remote
-        where = f"the results go to {folder.url} when they are complete; the journal is in {folder.staging}"
-        return "\n".join(filter(None, [notice, where]))
+        return self._files.notice
 
     @property
     def resumable(self) -> bool:
         """Whether its folder has committed steps, which `resume` skips."""
-        return self._journal is not None and self._journal.holds_steps
+        return self._files.resumable
 
     def measured(self) -> Measured | None:
         """Return the measurements of this process so far, None before the run begins; call it on the event loop."""
@@ -408,9 +330,9 @@ class Run(AsyncOnly):
             self._raise_error()
         if self._has_begun:
             raise UsageError("the run has already begun: open one stream, and before calling `results`")
-        if self._finished_run is not None:
+        if self._files.finished is not None:
             raise UsageError(
-                f"the run in {self._finished_run.path} is finished, so there is nothing to stream: call "
+                f"the run in {self._files.finished.path} is finished, so there is nothing to stream: call "
                 "`results` for its results, or open it without `resume` to execute it again"
             )
         self._subscription = Subscription(kind, stages, self.plan)
@@ -475,8 +397,8 @@ class Run(AsyncOnly):
         if self._tasks is None:
             raise UsageError("a run is used inside `async with pipedist.open(...)`")
         self._has_begun = True
-        if self._finished_run is not None:
-            self._result = restored(self._spec, self._finished_run)
+        if self._files.finished is not None:
+            self._result = restored(self._spec, self._files.finished)
             self._end(None)
             return
         self._tasks.start_soon(self._main, name=f"run {self.name}")
@@ -493,10 +415,10 @@ class Run(AsyncOnly):
 
     async def _main(self) -> None:
         assert self._cluster is not None  # since the run was entered
-        folder = self._folder
+        files = self._files
         coordinator = self._cluster.coordinator
         self._execution = Execution(
-            self.plan, coordinator, folder, self._subscription, self._journal, self._log
+            self.plan, coordinator, files.folder, self._subscription, files.journal, files.log
         )
         recorder = self._execution.measurements.recorder
 
@@ -505,27 +427,20 @@ class Run(AsyncOnly):
                 recorder.mark(text)
 
         stop_marks = coordinator.add_notice_sink(mark)
-        self._log.event(f"run {self.id} of {self.name} begins in process {os.getpid()}; {self._ready()}")
+        files.log.event(f"run {self.id} of {self.name} begins in process {os.getpid()}; {self._ready()}")
         if self.notice:
-            self._log.write(logging.INFO, self.notice)
+            files.log.write(logging.INFO, self.notice)
         try:
             with self._main_scope:
-                if self._journal is not None and self._journal.is_resumed:
+                if files.is_resumed:
                     await self._cluster.gather()
                 async with self._observed(self._execution):
                     await self._execution.run()
-                    self._result = await self._make_result(self._execution, folder)
+                    self._result = await self._make_result(self._execution)
         except Exception as error:
-            if isinstance(error, CallError) and folder is not None and self._can_replay:
-                error.replay = replay_of(self.plan, error, folder.path)
+            files.add_replay(self.plan, error)
             self._end(error)
-            # after a journal error the run stays unfinished, so that it can be resumed
-            if folder is not None and not isinstance(error, RunCancelled | JournalError):
-                from pipedist.runs.about import write_failure  # imported already
-
-                with contextlib.suppress(OutputError):  # the run then stays unfinished
-                    folder.fail(resumable=self.resumable)
-                    write_failure(folder.timings.parent, error)
+            files.fail(error)
         else:
             self._end(None)
         finally:
@@ -540,11 +455,11 @@ class Run(AsyncOnly):
 
                 opened = exporting(execution, self.plan, self.id, self._tasks, lambda: self._error)
                 await stack.enter_async_context(opened)
-            if self._folder is not None:
+            files = self._files
+            if files.folder is not None:
                 from pipedist.runs.observers import saving  # only runs with a folder need it
 
-                source = SpecSource.of(*self._given)
-                opened = saving(execution.measurements, self._folder, self.plan, source, self._tasks)
+                opened = saving(execution.measurements, files.folder, self.plan, files.source, self._tasks)
                 await stack.enter_async_context(opened)
             yield
 
@@ -554,19 +469,19 @@ class Run(AsyncOnly):
 
     def _log_outcome(self, error: BaseException | None) -> None:
         if isinstance(error, RunCancelled):
-            self._log.event(str(error), logging.WARNING)
+            self._files.log.event(str(error), logging.WARNING)
         elif error is not None:
-            self._log.event(f"the run failed: {type(error).__name__}: {error}", logging.ERROR)
+            self._files.log.event(f"the run failed: {type(error).__name__}: {error}", logging.ERROR)
         else:
             found = self.ledger()
-            self._log.event(
+            self._files.log.event(
                 f"the run has finished after {time.monotonic() - self._began:.1f} s: {found.committed:,} of "
                 f"{found.elements:,} elements committed, {found.quarantined:,} quarantined, {found.lost:,} lost"
             )
 
     def log_event(self, text: str) -> None:
         """Write a warning into the log of the run, such as what it waits for."""
-        self._log.write(logging.WARNING, text)
+        self._files.log.write(logging.WARNING, text)
 
     def _end(self, error: BaseException | None) -> None:
         if self._execution is not None and not self._finished.is_set():
@@ -580,52 +495,35 @@ class Run(AsyncOnly):
         if self._subscription is not None:
             self._subscription.end()
 
-    async def _make_result(self, execution: Execution, folder: RunFolder | None) -> Result:
+    async def _make_result(self, execution: Execution) -> Result:
+        files = self._files
         failed = execution.unwritten
-        files = {}
-        if folder is not None:
-            outputs = self._spec.outputs.items()
-            files = {n: folder.final(o) for n, o in outputs if n.partition("/")[0] not in failed}
+        outputs = files.outputs(self.plan, failed)
         quarantine = execution.quarantine()
-        if folder is not None and quarantine:
-            await anyio.to_thread.run_sync(write_file, folder.staged(QUARANTINE), quarantine)
+        quarantine_file = await files.write_quarantine(quarantine)
         results = execution.results()
-        stored = {} if folder is None else await anyio.to_thread.run_sync(self._store, folder, results, files)
+        pers = {name: per_of(self.plan, name) for name in results}
+        stored = await files.store(results, pers, outputs)
         parts = {**execution.timings, "total": time.monotonic() - self._began}
         result = Result(
             name=self.name,
             run_id=self.id,
             by_stage=results,
-            files=files,
+            files=outputs,
             ledger=execution.ledger(),
             timings=execution.measurements.timings(parts),
             retries=execution.retries(),
             resumed={name: asdict(found) for name, found in execution.resumed().items()},
             notice=self.notice,
             quarantined=[each.entry() for _, each in quarantine],
-            quarantine_file=folder.final(QUARANTINE) if folder is not None and quarantine else None,
+            quarantine_file=quarantine_file,
             stored=stored,
-            pers={name: per_of(self.plan, name) for name in results},
+            pers=pers,
             tables={
                 name: table for name in results if (table := table_of_stage(self.plan, name)) is not None
             },
         )
-        if folder is not None:
-            written = await anyio.to_thread.run_sync(
-                lambda: folder.finish(result.document, failed=bool(failed))
-            )
-            if self._remote is not None and not failed:
-                await anyio.to_thread.run_sync(self._remote.upload, folder.run_id, list(written))
+        await files.finish(result, failed=bool(failed))
         if failed:
             raise OutputError("\n".join(map(str, failed.values())), result=result)
         return result
-
-    def _store(
-        self, folder: RunFolder, results: Mapping[str, Tree], files: Mapping[str, Path]
-    ) -> Mapping[str, Any]:
-        """Write the large values without an output into the folder, and return references to them."""
-        from pipedist.outputs import store_large
-
-        written = {key.partition("/")[0] for key in files}
-        inline = {name: value for name, value in results.items() if name not in written}
-        return store_large(inline, folder.values, {name: per_of(self.plan, name) for name in inline})
