@@ -52,8 +52,9 @@ class GangRunFactory:
         self.loops = [loop]  # the main thread's, then those of other replicas; extended as needed
         self._threads = ReplicaThreadPool()
         self._segments = GangSegments()
-        self._shared: tuple[tuple[str, int, int], SharedChannel] | None = None
-        """The channel of the latest gang that shared memory, after its segment's name, member and members."""
+        self.shared: SharedChannel | None = None
+        """The channel of the latest gang that shared memory; the segments of others may be unmapped."""
+        self._shared_by: tuple[str, int, int] | None = None  # its segment's name, member and members
         self._devices = Devices()
 
     def new_run(
@@ -105,12 +106,12 @@ class GangRunFactory:
         if assigned.members == 1:
             return None
         if assigned.segment and implementation is not Implementation.TRANSPORT:
-            shared = self._shared
+            shared = self.shared
             key = assigned.segment, assigned.member, assigned.members
-            if shared is not None and shared[0] == key:  # the members of the gang before: the common case
-                shared[1].begin(assigned.serial)
-                return shared[1]
-            return self._shared_channel(assigned, replicas)
+            if shared is None or self._shared_by != key:
+                return self._shared_channel(assigned, replicas)
+            shared.begin(assigned.serial)  # the members of the gang before: the common case
+            return shared
         if implementation is Implementation.SHARED:
             raise UsageError(NOT_SHARED)
         return RelayChannel(self._client, assigned.lease, buffer, assigned.member, assigned.members)
@@ -119,15 +120,13 @@ class GangRunFactory:
         """Return a new channel through the gang's segment."""
         from pipedist.collectives.shared import SharedChannel  # as large as the rest of the package
 
-        segment = self._segments.get(assigned.segment)
-
-        channel = SharedChannel(
-            segment,
+        self.shared = channel = SharedChannel(
+            self._segments.get(assigned.segment),
             serial=assigned.serial,
             member=assigned.member,
             spans=[range(a, b) for a, b in spans(replicas, assigned.members)],
         )
-        self._shared = (assigned.segment, assigned.member, assigned.members), channel
+        self._shared_by = assigned.segment, assigned.member, assigned.members
         return channel
 
     def close(self) -> None:

@@ -88,9 +88,10 @@ class PreparedStep:
 
     def begin(self, assigned: AssignGang, frames: Sequence[memoryview], begin: Begin) -> bool:
         """Begin another step; return False if it must have a general run."""
-        lo, executor = assigned.lo, self.executor
+        lo, executor, channel = assigned.lo, self.executor, self._channel
         if (
             _same_in_steps(assigned) != self._same
+            or (channel is not None and channel is not self._factory.shared)
             or assigned.hi - lo != 1
             or lo % self._replicas != self._replica
         ):
@@ -104,8 +105,8 @@ class PreparedStep:
             self._bound = self._leases.use_states(executor, states) if reads else None
         except (PipedistError, TypeError, ValueError):  # the general run raises its own error
             return False
-        if self._channel is not None:
-            self._channel.begin(assigned.serial)
+        if channel is not None:
+            channel.begin(assigned.serial)
         self.assigned, self._frames, self._begin, self._arguments = assigned, frames, begin, arguments
         self._run = self._collectives = None
         self._is_gang_begun = False

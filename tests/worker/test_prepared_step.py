@@ -1,4 +1,4 @@
-"""Prepared steps in a worker: their failures, and the versions of variables that they store."""
+"""Prepared steps in a worker: their failures, the versions of variables that they store, and their memory."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from pipedist.collectives.segment import SegmentOwner
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.code_archive import CodeStore
 from pipedist.protocol.codec import encode
 from pipedist.protocol.messages import AssignGang
 from pipedist.protocol.program import Emit, StateValue, to_frames
+from pipedist.worker.commands import Execute
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.gangs import GangRun
 from pipedist.worker.leases import Leases
@@ -25,11 +27,19 @@ from pipedist.worker.variables.rules import VariableAggregation, declare, frozen
 from tests.worker.fake_scheduler import program
 
 
+def leases() -> Leases:
+    return Leases(None, 1, StageClock(), CodeStore("", ""), lambda _retried: None)  # type: ignore[arg-type]
+
+
+def begin(_call: int) -> None:
+    """Do nothing when a call begins."""
+
+
 class Loop:
     """A training loop of one replica in this process: each step assigns a variable of its own."""
 
     def __init__(self, function: Callable[..., Any], space: int) -> None:
-        self._leases = Leases(None, 1, StageClock(), CodeStore("", ""), lambda _retried: None)  # type: ignore[arg-type]
+        self._leases = leases()
         emits = (Emit("y", of=0), Emit(SLOT, of=EMIT_OF))
         made = program(f"{__name__}:{function.__name__}", form="apply", gang=True, emits=emits)
         self._leases.open_pass(1, list(map(memoryview, to_frames(made))))
@@ -56,7 +66,7 @@ class Loop:
         number = self._steps
         self._steps += 1
         assigned = AssignGang(number + 1, 1, number, number + 1, 0, number + 1, 0, 1, "")
-        run = self._leases.begin_step(assigned, frames, lambda _call: None)
+        run = self._leases.begin_step(assigned, frames, begin)
         assert isinstance(run, GangRun | PreparedStep)
         failure = run.advance(0.0, 0)
         if failure is not None:
@@ -157,3 +167,45 @@ def test_a_step_that_fails_stores_no_version_of_a_variable(what: str) -> None:
     assert (kind, failure) == (PreparedStep, None)
     assert float(outcome["y"]) == float(outcome[SLOT][2]) == loop.value(4) == 4.0
     loop.close()
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+def test_a_step_whose_memory_was_unmapped_for_other_gangs_maps_it_again() -> None:
+    """A worker unmaps the memory of the gang that was used least lately; other gangs may run between two steps."""
+    held = leases()
+    emits = (Emit("y", of=0), Emit(SLOT, of=EMIT_OF))
+    made = program(f"{__name__}:double", replicas=2, form="apply", gang=True, emits=emits)
+    held.open_pass(1, list(map(memoryview, to_frames(made))))
+    own, *others = [SegmentOwner(2) for _ in range(6)]
+    kinds, steps = [], iter(range(20))
+
+    def execute(owner: SegmentOwner, *, is_stored: bool) -> None:
+        """Execute replica 0 of a step, of which the worker has seen other messages if `is_stored`."""
+        step = next(steps)
+        assigned = AssignGang(step + 1, 1, 2 * step, 2 * step + 1, 0, step + 1, 0, 2, owner.where)
+        frames = list(map(memoryview, encode([None, None, [((step,), {})], None])))
+        if is_stored:
+            held.store(assigned.lease, frames, assigned)
+            run = held.begin(Execute(assigned.lease, 1, assigned.lo, assigned.hi, 0.0, 0), begin)
+        else:
+            found = held.begin_step(assigned, frames, begin)
+            assert found is not None
+            run = found
+        assert run.advance(0.0, 0) is None
+        assert [outcome["y"] for outcome in run.take().outcomes] == [2 * step]
+        held.drop(assigned.lease)
+        kinds.append(type(run))
+
+    for _ in range(3):
+        execute(own, is_stored=False)
+    for owner in others:
+        execute(owner, is_stored=True)
+    for _ in range(2):
+        execute(own, is_stored=False)
+    assert kinds == [GangRun, GangRun, PreparedStep, *[GangRun] * 5, GangRun, PreparedStep]
+    held.close()
+    for owner in (own, *others):
+        owner.close()
