@@ -25,6 +25,7 @@ A comment right before the block changes that:
 | comment | effect |
 |---|---|
 | `<!-- exit: 2 -->` | the last command of the block exits with this code |
+| `<!-- repeated: UNTIL WHEN -->` | the last command is executed until it prints what the block shows |
 | `<!-- invalid -->` | the spec has problems on purpose |
 | `<!-- slow block: REASON -->` | the block is left to `make test-slow` |
 | `<!-- not run: REASON -->` | the block is not used; `NOT_RUN_MAX` limits the number of these in all pages |
