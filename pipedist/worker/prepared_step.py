@@ -66,8 +66,8 @@ class PreparedStep:
         self._channel = cast("SharedChannel | None", like.channel)  # relayed ones have a general run
         self._same = _same_in_steps(like.assigned)
         self._lock = threading.Lock()  # guards gang and general run of a step: user code may have threads
-        self._gang: LocalGang | None = None  # of the latest steps that called collectives
-        self._is_gang_begun = False  # whether this step has called one
+        self._kept_gang: LocalGang | None = None  # ran earlier steps, and begins again in the next one
+        self._gang: LocalGang | None = None  # runs this step, once it has called a collective
         self.assigned = like.assigned
         self._frames: Sequence[memoryview] = ()  # until it was executed
         self._begin: Begin = like.begin
@@ -108,8 +108,7 @@ class PreparedStep:
         if channel is not None:
             channel.begin(assigned.serial)
         self.assigned, self._frames, self._begin, self._arguments = assigned, frames, begin, arguments
-        self._run = self._collectives = None
-        self._is_gang_begun = False
+        self._run = self._collectives = self._gang = None
         self._outcomes = []
         return True
 
@@ -139,7 +138,7 @@ class PreparedStep:
     def abandon(self) -> None:
         if self._run is not None:
             self._run.abandon()
-        elif self._gang is not None and self._is_gang_begun:
+        elif self._gang is not None:
             self._gang.abort("the scheduler has cancelled the step")
 
     # -- execution -------------------------------------------------------------------------
@@ -191,7 +190,7 @@ class PreparedStep:
 
     def _end(self) -> None:
         """End a step whose function returned, and that needs no general run."""
-        if self._gang is not None and self._is_gang_begun:
+        if self._gang is not None:
             self._gang.end_alone(failed=False)
         if self._channel is not None:
             self._channel.ended(returned=True)
@@ -210,9 +209,9 @@ class PreparedStep:
         with self._lock:
             if self._collectives is None:
                 self._run = run = self._leases.general_step(self.assigned, self._frames, self._begin)
-                if self._is_gang_begun and self._gang is not None:
+                if self._gang is not None:
                     run.use(self._gang)
-                self._gang = None
+                self._gang = self._kept_gang = None
                 self._collectives = ReplicaCollectives(
                     run, self._replica, self.assigned.lo, run.factory.loops[0]
                 )
@@ -230,14 +229,15 @@ class PreparedStep:
 
     def _gang_of_step(self) -> LocalGang:
         """Return the gang of this step; the caller holds the lock."""
-        gang, lease = self._gang, self.assigned.lease
-        if gang is None:
-            self._gang = gang = self._factory.new_gang(self.executor, self._local, self._channel, lease)
-            gang.begin_alone()
-        elif not self._is_gang_begun:
-            gang.begin_another(self._factory.on_stalled(lease))
-        self._is_gang_begun = True
-        return gang
+        if self._gang is None:
+            gang, lease = self._kept_gang, self.assigned.lease
+            if gang is None:
+                gang = self._factory.new_gang(self.executor, self._local, self._channel, lease)
+                gang.begin_alone()
+            else:
+                gang.begin_another(self._factory.on_stalled(lease))
+            self._kept_gang = self._gang = gang
+        return self._gang
 
 
 class _Collectives:
