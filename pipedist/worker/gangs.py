@@ -214,6 +214,7 @@ class GangRun:
             self._busy_ns = time.perf_counter_ns() - start
         if self.hi - self._next == 1 and not isinstance(only := self._over[self._next], CallFailure):
             self._outcomes = [only[0]]  # the common case, cheaper
+            self._over.clear()
             return None
         outcomes: list[Outcome] = []
         failure: CallFailure | None = None

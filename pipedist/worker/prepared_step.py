@@ -127,7 +127,7 @@ class PreparedStep:
 
     def take(self) -> FinishedCalls:
         if self._run is not None:
-            return self._run.take()
+            return self._run.take()._replace(busy_ns=self._busy_ns)
         outcomes, self._outcomes = self._outcomes, []
         return FinishedCalls(self.assigned.lo, outcomes, self._busy_ns)
 
@@ -160,11 +160,11 @@ class PreparedStep:
         except BaseException as error:  # an outcome; its caller decides
             self._conclude(error)
         else:
-            self._outcomes = [outcome]
-            if self._run is not None:
-                self._conclude((outcome, size))
-            else:
+            if self._run is None:
+                self._outcomes = [outcome]
                 self._end()
+            else:
+                self._conclude((outcome, size))
             if bound is not None:
                 self._leases.store_produced(bound)
         finally:

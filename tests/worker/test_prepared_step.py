@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any, ClassVar
+from unittest.mock import Mock
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -19,16 +22,19 @@ from pipedist.protocol.program import Emit, StateValue, to_frames
 from pipedist.worker.commands import Execute
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.gangs import GangRun
+from pipedist.worker.lease_run import FinishedCalls
 from pipedist.worker.leases import Leases
 from pipedist.worker.prepared_step import PreparedStep
 from pipedist.worker.progress import StageClock
+from pipedist.worker.relay_channel import RelayClient
 from pipedist.worker.variables.replica import EMIT_OF, SLOT, ReplicaVariable, state_name, to_state
 from pipedist.worker.variables.rules import VariableAggregation, declare, frozen
 from tests.worker.fake_scheduler import program
 
 
 def leases() -> Leases:
-    return Leases(None, 1, StageClock(), CodeStore("", ""), lambda _retried: None)  # type: ignore[arg-type]
+    client = Mock(spec=RelayClient)  # of gangs in one process, which send nothing
+    return Leases(client, 1, StageClock(), CodeStore("", ""), lambda _retried: None)
 
 
 def begin(_call: int) -> None:
@@ -58,8 +64,8 @@ class Loop:
         )
         self._leases.states.put(space, 0, to_state(traits, [value]))
 
-    def step(self, *args: Any) -> tuple[type, CallFailure | None, Any]:
-        """Execute a step; return the kind of run, and its failure or outcome."""
+    def step(self, *args: Any) -> tuple[type, CallFailure | None, FinishedCalls]:
+        """Execute a step; return the kind of run, its failure, and its outcome."""
         states = {state_name(self._space): [self._space, self._version]}
         arguments = (StateValue(state_name(self._space)), *args)
         frames = list(map(memoryview, encode([None, None, [(arguments, {})], states])))
@@ -69,10 +75,8 @@ class Loop:
         run = self._leases.begin_step(assigned, frames, begin)
         assert isinstance(run, GangRun | PreparedStep)
         failure = run.advance(0.0, 0)
-        if failure is not None:
-            return type(run), failure, None
-        self._version += 1
-        return type(run), None, run.take().outcomes[0]
+        self._version += failure is None
+        return type(run), failure, run.take()
 
     def prepare(self, *args: Any) -> None:
         """Execute steps until they are prepared: the first one loads the function, and the second one is like it."""
@@ -90,6 +94,7 @@ class Loop:
 
     def close(self) -> None:
         self._leases.close()
+        self._leases._loop.close()  # which a worker leaves to the end of its process
 
 
 class _Unordered:
@@ -99,8 +104,24 @@ class _Unordered:
         raise ValueError("no order")
 
 
+SLEEP_S = 0.02
+
+
+async def later() -> Any:
+    await asyncio.sleep(SLEEP_S)
+    return large()
+
+
+def large() -> Any:
+    """Return an array that is sent without a copy."""
+    array = np.zeros(10_000)
+    Kept.result = ref(array)
+    return array
+
+
 class Kept:
     variables: ClassVar[list[ReplicaVariable]] = []
+    result: ref[Any]
 
 
 def assign_and(w: Any, what: str) -> Any:
@@ -113,6 +134,8 @@ def assign_and(w: Any, what: str) -> Any:
         "kept variable": lambda: Kept.variables[0],
         "no tree": lambda: {_Unordered(): 1, _Unordered(): 2},
         "date": lambda: datetime(2026, 1, 2, tzinfo=UTC),
+        "later": later,
+        "large": large,
     }
     return results.get(what, lambda: w)()
 
@@ -163,9 +186,35 @@ def test_a_step_that_fails_stores_no_version_of_a_variable(what: str) -> None:
     assert failure is not None
     with pytest.raises(RemoteProtocolError, match="version 4 of 'w'"):
         loop.value(4)
-    kind, failure, outcome = loop.step("")
+    kind, failure, (_, (outcome,), _) = loop.step("")
     assert (kind, failure) == (PreparedStep, None)
     assert float(outcome["y"]) == float(outcome[SLOT][2]) == loop.value(4) == 4.0
+    loop.close()
+
+
+def test_the_time_of_a_step_includes_that_of_an_awaitable() -> None:
+    """The scheduler sends steps in advance if they are short, and reports show the time."""
+    loop = Loop(assign_and, space=2)
+    loop.prepare("")
+    for _ in range(2):
+        kind, failure, finished = loop.step("later")
+        assert (kind, failure) == (PreparedStep, None)
+        assert finished.busy_ns >= SLEEP_S * 1e9
+    loop.close()
+
+
+@pytest.mark.parametrize("what", ["large", "later"])
+def test_a_step_keeps_no_result_that_was_taken(what: str) -> None:
+    """A worker may wait long for the next step, and a result may be most of its memory."""
+    loop = Loop(assign_and, space=2)
+    loop.prepare("")
+    for _ in range(2):
+        kind, _, finished = loop.step(what)
+        assert kind is PreparedStep
+        ((outcome,), owned) = finished.outcomes, Kept.result
+        assert owned() is outcome["y"]
+        del finished, outcome
+        assert owned() is None
     loop.close()
 
 
