@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from pipedist.cli.project_files import EXAMPLE, SCHEMA_FILE, Data, project_files
 from pipedist.cli.terminal import write_out
 from pipedist.datasets.sources import SourceError, open_source
 from pipedist.datasets.sources.arrow_columns import OWN_TYPE
-from pipedist.datasets.sources.columns import CellError, column_of_values
+from pipedist.datasets.sources.columns import CellError, column_of_values, nearly_fitting_type
 from pipedist.datasets.sources.paths import is_remote
 from pipedist.errors import UsageError
 from pipedist.outputs.summary import counted
@@ -71,10 +71,19 @@ def create_project(names: Sequence[str], pattern: str | None) -> int:
         f"{folder / f'test_{slug}.py'}  their test\n"
         f"{folder / 'README.md'}  how to run and change them\n"
         f"{folder / SCHEMA_FILE}  completion of specs, for editors\n"
+        f"{''.join(_advice(slug, data))}"
         f"Next: {inside}pipedist run {spec.name}\n"
         f"It writes {folder / 'out' / slug / 'totals.json'}. The test: {inside}python -m pytest\n"
     )
     return terminal.OK
+
+
+def _advice(slug: str, data: Data) -> Iterator[str]:
+    for column, (kind, why) in data.misfits.items():
+        add = f", and add it to NUMBERS in {slug}_functions.py" if data.numbers and kind[-1].isdigit() else ""
+        yield (
+            f"{_printable(column)} is read as text: {why}. To read it as {kind}, see its comment in {slug}.yaml{add}\n"
+        )
 
 
 def _examined(pattern: str, folder: Path) -> Data:
@@ -125,7 +134,32 @@ def _table(kind: str, pattern: str, path: str) -> Data:
             len(found) - len(columns),
             delimiter,
             numbers=tuple(name for name, of in columns.items() if of == "bool" or of[-1].isdigit()),
+            misfits=_misfits(pattern, dialect, columns) if kind == "csv" else {},
         )
+
+
+def _misfits(
+    pattern: str, dialect: Mapping[str, str], columns: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """Return `Data.misfits`: the columns of text that would be numbers or times without a few of their cells."""
+    texts = {name: kind for name, kind in columns.items() if kind == "str"}
+    if not texts:
+        return {}
+    found = {}
+    for name, cells in _head("csv", pattern, columns=texts, **dialect)[1].items():
+        kind = nearly_fitting_type(cells.tolist())
+        if kind:
+            try:
+                _head("csv", pattern, columns={name: kind}, **dialect)
+            except SourceError as error:
+                place, _, fact = str(error).partition(f": column {name!r}: ")
+                found[name] = (kind, _printable(f"{fact} at {place}"))
+    return found
+
+
+def _printable(text: str) -> str:
+    """Return a text, such as a file name, as a part of one line."""
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _is_tsv(pattern: str) -> bool:

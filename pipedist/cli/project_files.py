@@ -34,6 +34,8 @@ class Data:
     numbers: tuple[str, ...] = ()  # those columns or arrays that hold numbers
     shape: tuple[int, ...] = ()  # of an element of an .npy file
     is_numeric: bool = False  # whether an .npy file holds numbers
+    # by column of text: the type that all but a few cells have, and the first of those
+    misfits: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     content: str = ""  # the text to write to `path`; "": the file exists
 
     @property
@@ -76,7 +78,11 @@ def project_files(slug: str, data: Data) -> dict[str, str]:
 def _spec(slug: str, data: Data) -> str:
     more = f"  # {data.omitted} more are in the files" if data.omitted else ""
     dialect = f"    delimiter: {as_yaml(data.delimiter)}\n" if data.delimiter else ""
-    rows = [f"      {as_yaml(name)}: {kind}\n" for name, kind in data.columns.items()]
+    notes = {
+        name: f"  # {why}; {kind}, with on_error: quarantine in parts, sets such rows aside"
+        for name, (kind, why) in data.misfits.items()
+    }
+    rows = [f"      {as_yaml(name)}: {kind}{notes.get(name, '')}\n" for name, kind in data.columns.items()]
     columns = "".join([f"    columns:{more}\n", *rows]) if rows else ""
     return f"""\
 # yaml-language-server: $schema={SCHEMA_FILE}

@@ -125,6 +125,29 @@ def test_a_project_reads_data_of_a_kind(
     source.close()
 
 
+def test_a_column_with_a_cell_that_is_no_number_is_reported(pipedist: Command, tmp_path: Path) -> None:
+    rows = [f"p{row},{row}.5,{row},0{row},2026-01-{row + 10}" for row in range(20)]
+    rows[7], rows[9] = "p,tall,7,x,2026-01-11", "p,1.5,,03,soon"
+    (tmp_path / "people.csv").write_text("\n".join(["name,height,age,zip,day", *rows, ""]))
+    made = pipedist("init", "p", "--from", "people.csv")
+    assert made.returncode == 0, made.stderr
+    advice = "To read it as float64, see its comment in p.yaml, and add it to NUMBERS in p_functions.py"
+    assert (
+        f"height is read as text: 'tall' is not of type float64 at people.csv:9:2. {advice}\n" in made.stdout
+    )
+    advice = "To read it as date, see its comment in p.yaml\n"
+    assert f"day is read as text: 'soon' is not of type date at people.csv:11:5. {advice}" in made.stdout
+    spec = tmp_path / "p" / "p.yaml"
+    text = spec.read_text()
+    notes = [line.split() for line in text.splitlines() if "sets such rows aside" in line]
+    assert [(words[0], words[1]) for words in notes] == [("height:", "str"), ("day:", "str")]
+    fixed = text.replace("height: str", "height: float64").replace("day: str", "day: date")
+    spec.write_text(fixed.replace("  parts:", "  parts:\n    on_error: quarantine"))
+    done = pipedist("run", "p/p.yaml", "-w", "1", "-o", "out")
+    assert done.returncode == 3, done.stderr
+    assert json.loads((tmp_path / "out" / "totals.json").read_text())["rows"] == 18
+
+
 @pytest.mark.parametrize(
     ("rows", "batch", "replicas"), [(1, 1, 1), (3, 1, 1), (15, 2, 1), (16, 4, 4), (1000, 128, 4)]
 )

@@ -127,6 +127,7 @@ def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
 
 _TIMES = {"date": np.dtype("datetime64[D]"), "timestamp": np.dtype("datetime64[us]")}
 _INFERRED = ("int64", "float64", "bool", "date", "timestamp")  # the first that fits all cells; else "str"
+_NEARLY = 0.9  # the part of a column's cells that must fit a type for the others to be called exceptions
 _LEADING_ZERO = re.compile(rb"\s*[+-]?0\d")
 
 
@@ -147,6 +148,26 @@ def inferred_type(cells: Cells) -> str:
             continue
         return kind
     return "str"
+
+
+def nearly_fitting_type(texts: Sequence[str]) -> str:
+    """Return the type of numbers or times that fits most cells of a column of text, but not all; else ""."""
+    known = [text.encode() for text in texts if text.strip()]
+    for kind in ("float64", "timestamp"):
+        fitting = [text for text in known if _fits(text, kind)]
+        if len(known) > len(fitting) >= _NEARLY * len(known):
+            missing = [b""] * (len(texts) > len(known))
+            found = inferred_type(Cells.of(fitting + missing))
+            return "" if found == "str" else found  # numbers with leading zeros are text
+    return ""
+
+
+def _fits(text: bytes, kind: str) -> bool:
+    try:
+        column_of_cells(Cells.of([text]), kind)
+    except CellError:
+        return False
+    return True
 
 
 def column_of_cells(cells: Cells, kind: str) -> Column:
