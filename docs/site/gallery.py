@@ -7,6 +7,10 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LINK = re.compile(r"(?<!\!)\]\(([\w.]+)\)")
+READMES = {
+    f"examples/{path.parent.name}/README.md": f"gallery/{path.parent.name}.md"
+    for path in EXAMPLES.glob("*/README.md")
+}
 
 
 def pages() -> dict[str, str]:

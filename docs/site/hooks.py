@@ -2,7 +2,8 @@
 
 - The spec, the command line and the Python API are generated from the code, so they are not committed. The pages of the
   gallery are the READMEs of the examples.
-- A link to a file outside `docs/` leads to a page with its text; a link to a missing file is an error.
+- A link to a file outside `docs/` leads to a page with its text, one to the README of an example to its page in the
+  gallery; a link to a missing file is an error.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     linked = {}
     for file in files.documentation_pages():
         for match in LINK.finditer(file.content_string):
-            if path := _outside(file.src_uri, match[2]):
+            if (path := _outside(file.src_uri, match[2])) and path not in gallery.READMES:
                 linked[path] = file.src_uri
     for path, page in sorted(linked.items()):
         try:
@@ -74,7 +75,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = _outside(page.file.src_uri, match[2])
         if path is None:
             return match[0]
-        target = posixpath.relpath(f"{SOURCES}/{path}.md", posixpath.dirname(page.file.src_uri) or ".")
+        page_of = gallery.READMES.get(path, f"{SOURCES}/{path}.md")
+        target = posixpath.relpath(page_of, posixpath.dirname(page.file.src_uri) or ".")
         return f"[{match[1]}]({target}{match[3] or ''})"
 
     return LINK.sub(link, markdown)

@@ -75,6 +75,17 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
 
 
+def test_links_lead_to_files_of_a_clone_or_to_the_generated_reference() -> None:
+    generated = re.compile(r"docs/reference/(spec|command-line|api/[\w-]+)\.md")
+    missing = []
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^()\s#:]+)(?:#[^)\s]*)?\)", page.read_text(encoding="utf-8")):
+            path = (page.parent / target).resolve()
+            if not path.exists() and not generated.fullmatch(str(path.relative_to(ROOT))):
+                missing.append(f"{page.relative_to(ROOT)}: {target}")
+    assert missing == []
+
+
 def test_pages_that_the_code_names_exist() -> None:
     texts = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "pipedist").rglob("*.py"))
     named = set(re.findall(r"docs/[\w/-]+\.md", texts))
