@@ -132,11 +132,24 @@ class FoldError(PipedistError):
     Args:
         stage: the reduce or gather stage.
         reason: the components that do not fit.
+        origin: a sentence that names the function of the components and the stage's place in the spec, or "".
+        call: the stage, step and replica of the call that returned the first misfit, or None.
+
+    Attributes:
+        replay: the command that executes this call again, alone; or "".
     """
 
-    def __init__(self, stage: str, reason: str) -> None:
+    replay = ""
+
+    def __init__(
+        self, stage: str, reason: str, *, origin: str = "", call: tuple[str, int, int] | None = None
+    ) -> None:
         self.stage = stage
-        super().__init__(f"stage {stage}: {reason}")
+        self.call = call
+        super().__init__(f"stage {stage}: {reason}" + (f"\n{origin}" if origin else ""))
+
+    def __str__(self) -> str:
+        return _with_replay(super().__str__(), self.replay)
 
 
 class WorkerDied(PipedistError):
@@ -171,6 +184,7 @@ class CallError(PipedistError):
         element: the number of the element for which the function was called, if it gets single elements.
 
     Attributes:
+        origin: a sentence that names the function that returned the value, if the call failed to reduce one; or "".
         replay: the command that executes the call again, alone; or "".
 
     Example:
@@ -180,6 +194,7 @@ class CallError(PipedistError):
             print(error.stage, error.step, error.replica, error.__cause__)
     """
 
+    origin = ""
     replay = ""
 
     def __init__(
@@ -226,7 +241,11 @@ class CallError(PipedistError):
 
     def __str__(self) -> str:
         text = super().__str__()
-        return f"{text}\nTo execute only this call again: {self.replay}" if self.replay else text
+        return _with_replay(f"{text}\n{self.origin}" if self.origin else text, self.replay)
+
+
+def _with_replay(text: str, command: str) -> str:
+    return f"{text}\nTo execute only this call again: {command}" if command else text
 
 
 class NonDeterministicError(PipedistError):

@@ -371,7 +371,7 @@ def _concatenate_leaf(parts: Sequence[np.ndarray[Any, Any]], axis: int, names: S
                 f"{names[0]} has dtype {first.dtype}, {name} {part.dtype}; return one dtype in every call, as "
                 "with x.astype(np.float64)"
             )
-        (along,) = resolve_axes((axis,), part.ndim)
+        (along,) = resolve_axes((axis,), part.shape)
         differs = (
             part.shape[:along] != first.shape[:along] or part.shape[along + 1 :] != first.shape[along + 1 :]
         )

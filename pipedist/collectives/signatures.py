@@ -147,7 +147,7 @@ def _check_gather(request: CollectiveRequest, options: CommunicationOptions, rep
                 )
             if array.dtype.kind not in _GATHERED_KINDS and array.dtype.name != "bfloat16":
                 raise TypeError(f"arrays of dtype {array.dtype} can't be gathered")
-            (along,) = resolve_axes((axis,), array.ndim)
+            (along,) = resolve_axes((axis,), array.shape)
         except (TypeError, ValueError) as error:
             raise _at("all_gather", treedef, index, error) from None
         if not array.dtype.isnative:
@@ -193,7 +193,7 @@ def _check_tensors(request: CollectiveRequest, options: CommunicationOptions, re
         detail = ""
         for index, leaf in enumerate(leaves):
             try:
-                (along,) = resolve_axes((axis,), leaf.ndim)
+                (along,) = resolve_axes((axis,), tuple(leaf.shape))
             except ValueError as error:
                 raise _at(request.kind, treedef, index, error) from None
             shape = tuple(leaf.shape)

@@ -104,16 +104,16 @@ def axis_of(axis: object) -> int:
     return operator.index(cast(SupportsIndex, axis))
 
 
-def resolve_axes(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+def resolve_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return axes as non-negative numbers; raise ValueError if one is out of range, or repeated (0 and -1)."""
-    resolved = []
+    resolved, ndim = [], len(shape)
     for axis in axes:
         if not -ndim <= axis < ndim:
-            shape = "a scalar has no axes" if ndim == 0 else f"it has {ndim} dimensions"
-            raise ValueError(f"axis {axis} is out of range: {shape}")
+            why = "a scalar has no axes" if ndim == 0 else f"the shape is {shape}"
+            raise ValueError(f"axis {axis} is out of range: {why}")
         resolved.append(axis % ndim)
     if len(set(resolved)) < len(resolved):
-        raise ValueError(f"axis {list(axes)} names an axis twice: it has {ndim} dimensions")
+        raise ValueError(f"axis {list(axes)} names an axis twice: the shape is {shape}")
     return tuple(resolved)
 
 
@@ -132,7 +132,7 @@ def leaf_partial(op: ReduceOp, axis: tuple[int, ...] | None, leaf: Any) -> list[
     kind, x = _array_of(leaf)
     if kind.dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise TypeError(f"complex numbers have no {op.value}")
-    axes = () if axis is None else resolve_axes(axis, np.ndim(x))
+    axes = () if axis is None else resolve_axes(axis, np.shape(x))
     count = 1 if axis is None else prod(x.shape[axis] for axis in axes)
     data = _exact_data(op, x, axes, count) if kind.exact else _float_data(op, x, axes, count, kind)
     return [kind.code, count, data]
@@ -154,7 +154,7 @@ def join_leaf(op: ReduceOp, a: list[Any], b: list[Any]) -> list[Any]:
     y = b[2]
     if x is None or y is None:
         return b if x is None else a
-    x_shape, y_shape = _shape(x), _shape(y)
+    x_shape, y_shape = shape_of(x), shape_of(y)
     if x_shape != y_shape:
         raise ValueError(
             f"components of shapes {x_shape} and {y_shape} can't be reduced together; where only the "
@@ -170,7 +170,7 @@ def is_blank(part: list[Any]) -> bool:
 
 def look_of(part: list[Any]) -> list[Any]:
     """Return the dtype and the shape of a partial, for `without_rows`."""
-    return [part[0], list(_shape(part[2]))]
+    return [part[0], list(shape_of(part[2]))]
 
 
 def dtype_of(look: list[Any]) -> np.dtype[Any]:
@@ -314,7 +314,7 @@ def _fold_rows(ufunc: np.ufunc, x: NDArray[Any], axes: tuple[int, ...]) -> Any:
     return ufunc.reduce(x, axis=0)
 
 
-def _shape(data: Any) -> Any:
+def shape_of(data: Any) -> Any:
     """Return the shape of the array that a leaf's data represents."""
     if type(data) is not list:
         return getattr(data, "shape", ())

@@ -37,6 +37,7 @@ from pipedist.runs.programs import (
     FINISHED,
     combine_program,
     finish_program,
+    origin_of,
     parts_of,
     reduction_of,
     slot_of,
@@ -256,7 +257,9 @@ class PassFolds:
                 raise FoldError(name, self._no_value(name)) from error
             if isinstance(error, OutputError):
                 raise
-            raise FoldError(name, str(error)) from error
+            of, misfit = self._plan.spec.stages[name].of, self._folds[name].misfit
+            call = None if misfit is None or of not in self._pass.runs else (of, *misfit)
+            raise FoldError(name, str(error), origin=origin_of(self._plan, name), call=call) from error
 
     def _no_value(self, name: str) -> str:
         of = self._plan.spec.stages[name].of

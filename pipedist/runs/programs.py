@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from pipedist.coordinator import GroupedByStep, Slots
 from pipedist.core.types import FunctionRef, Tree
-from pipedist.errors import CallError, UsageError
+from pipedist.errors import CallError, FoldError, UsageError
 from pipedist.plan import DEFAULT_COLLECTIVES, PassPlan, Plan
 from pipedist.plan.callables import exception_names
 from pipedist.protocol.columns import SlotValues
@@ -289,8 +289,27 @@ def pass_of(plan: Plan, stage: str) -> PassPlan | None:
     return None
 
 
-def replay_of(plan: Plan, error: CallError, run: Path) -> str:
+def is_reduced(plan: Plan, name: str) -> bool:
+    """Return whether a stage's values are reduced by a built-in op, whose partials are part of calls."""
+    stage = plan.spec.stages.get(name)
+    return isinstance(stage, ReduceSpec) and stage.op is not None
+
+
+def origin_of(plan: Plan, name: str) -> str:
+    """Return a sentence on the function of the values that a stage reduces or gathers, and the stage's place."""
+    stage, document = plan.spec.stages[name], plan.spec.document
+    verb = "gather" if isinstance(stage, GatherSpec) else "reduce"
+    at = f", at {document.problem(('stages', name, verb), '').where}," if document.lines else ""
+    function = plan.functions.get(stage.of)
+    by = f"The function {function.label} of stage {stage.of}" if function is not None else "The dataset"
+    made = "returned" if function is not None else "has"
+    return f"{by} {made} the values that stage {name}{at} {verb}s."
+
+
+def replay_of(plan: Plan, error: CallError | FoldError, run: Path) -> str:
     """Return the command that executes a failed call again, or ""."""
+    if isinstance(error, FoldError):
+        return "" if error.call is None else CallKey(*error.call).command(run)
     # if a worker died, its stage is unknown, and the error names the pass
     named = next((p.runs[0] for p in plan.passes if p.runs and p.name == error.stage), error.stage)
     finished = named.removesuffix(FINISH)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from pipedist.core import trees
 from pipedist.core.types import Tree
 from pipedist.reduction.batched import push_steps
-from pipedist.reduction.partials import ReduceOp, dtype_of, is_blank, look_of, without_rows
+from pipedist.reduction.partials import ReduceOp, dtype_of, is_blank, look_of, shape_of, without_rows
 from pipedist.reduction.tree import FoldTree, Partial, Reduction
 from pipedist.runs.folds import (
     THREAD_BYTES,
@@ -71,9 +71,10 @@ class ReduceFold(Fold):
     def _begin(self) -> None:
         self._steps: FoldTree[Partial] = FoldTree(self._reduction.combine)
         self._index = 0
-        self._codes: set[str] = set()  # the dtypes of the scope
+        self._kinds: set[tuple[str, Any]] = set()  # the dtypes and shapes of the scope
         self._first: tuple[str, Tree] | None = None  # place, dtypes and shapes of a part of the scope
-        self._misfits = ""  # its place and that of a part of another dtype
+        self._misfits = ""  # its place and that of a part of another dtype or shape
+        self.misfit = None
 
     async def _take(self, steps: Sequence[Sequence[Partial]]) -> None:
         if not self._fits:
@@ -99,20 +100,30 @@ class ReduceFold(Fold):
         return value
 
     def _compare(self, steps: Sequence[Sequence[Partial]]) -> None:
-        """Note the first part of the scope, and the first one of other dtypes, for errors."""
-        codes = {leaf[0] for parts in steps for _, leaves in parts for leaf in leaves if leaf[1]}
-        if self._misfits or codes <= self._codes:
+        """Note the first part of the scope, and the first one of other dtypes or shapes, for errors.
+
+        A misfit raises an error only when its part is combined with others, which may be many steps later.
+        """
+        kinds = {
+            (leaf[0], () if type(leaf[2]) is float else shape_of(leaf[2]))
+            for parts in steps
+            for _, leaves in parts
+            for leaf in leaves
+            if leaf[1]
+        }
+        if self._misfits or kinds <= self._kinds:
             return
-        self._codes |= codes
-        for place, look in self._places(steps):
+        self._kinds |= kinds
+        for (step, replica), look in self._places(steps):
+            place = f"step {step}, replica {replica}"
             self._first = self._first or (place, look)
             if look != self._first[1]:
-                self._misfits = f"{place} does not fit {self._first[0]}: "
+                self._misfits, self.misfit = f"{place} does not fit {self._first[0]}: ", (step, replica)
                 return
 
     @contextmanager
     def _located(self) -> Iterator[None]:
-        """Begin errors of parts of different dtypes with their places."""
+        """Begin errors of parts of different dtypes or shapes with their places."""
         try:
             yield
         except (TypeError, ValueError) as error:
@@ -120,12 +131,12 @@ class ReduceFold(Fold):
                 raise
             raise type(error)(f"{self._misfits}{error}") from error
 
-    def _places(self, steps: Sequence[Sequence[Partial]]) -> Iterator[tuple[str, Tree]]:
-        """Yield place, structure, dtypes and shapes of the parts that have rows."""
+    def _places(self, steps: Sequence[Sequence[Partial]]) -> Iterator[tuple[tuple[int, int], Tree]]:
+        """Yield step and replica, structure, dtypes and shapes of the parts that have rows."""
         for step, parts in enumerate(steps, self._taken):
             for replica, (skeleton, leaves) in enumerate(parts):
                 if all(leaf[1] for leaf in leaves):
-                    yield f"step {step}, replica {replica}", [skeleton, *map(look_of, leaves)]
+                    yield (step, replica), [skeleton, *map(look_of, leaves)]
 
     def _learn(self, partial: Partial | None) -> None:
         """Note the dtypes and shapes of leaves that have rows for the first time."""

@@ -438,7 +438,7 @@ class Run(AsyncOnly):
                     await self._execution.run()
                     self._result = await self._make_result(self._execution)
         except Exception as error:
-            files.add_replay(self.plan, error)
+            files.add_origin(self.plan, error)
             self._end(error)
             files.fail(error)
         else:

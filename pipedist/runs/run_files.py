@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio.to_thread
 
 from pipedist.core.types import Tree
-from pipedist.errors import CallError, JournalError, OutputError, RunCancelled
+from pipedist.errors import CallError, FoldError, JournalError, OutputError, RunCancelled
 from pipedist.plan import Plan
 from pipedist.runs.identity import SpecSource
-from pipedist.runs.programs import replay_of
+from pipedist.runs.programs import is_reduced, origin_of, replay_of
 from pipedist.runs.quarantine import FILE as QUARANTINE
 from pipedist.runs.quarantine import QuarantinedElement, write_file
 from pipedist.runs.result import Result, files_of
@@ -148,9 +148,14 @@ class RunFiles:
 
     # -- the end of a run ----------------------------------------------------------------------------
 
-    def add_replay(self, plan: Plan, error: Exception) -> None:
-        """Tell a CallError how to execute its call again, if a later process can load the spec."""
-        if isinstance(error, CallError) and self.folder is not None and self.source.source:
+    def add_origin(self, plan: Plan, error: Exception) -> None:
+        """Add the function of a value that can't be reduced, and the command to replay a call that can be replayed.
+
+        That needs a spec that a later process can load.
+        """
+        if isinstance(error, CallError) and is_reduced(plan, error.stage):
+            error.origin = origin_of(plan, error.stage)
+        if isinstance(error, CallError | FoldError) and self.folder is not None and self.source.source:
             error.replay = replay_of(plan, error, self.folder.path)
 
     def fail(self, error: Exception) -> None:

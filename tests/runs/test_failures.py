@@ -166,6 +166,41 @@ def test_components_that_do_not_fit_are_a_fold_error() -> None:
         pipedist.run(spec, workers=1)
 
 
+@pytest.mark.parametrize(
+    ("function", "stage", "text", "call"),
+    [
+        ("wider_rows", "gather: 0", r"step 1, replica 0: .* shape \(4, 2\), this one \(4, 3\)", "y/1/0"),
+        (
+            "wider_rows",
+            "reduce: sum, axis: null",
+            r"step 1, replica 0 does not fit step 0, replica 0: ",
+            "y/1/0",
+        ),
+        ("number", "gather: 0", "step 0, replica 0: .* has a scalar", "y/0/0"),
+        ("double", "reduce: sum, axis: 1", r"axis 1 is out of range: the shape is \(4,\)", "t/0/0"),
+    ],
+)
+def test_values_that_do_not_fit_name_their_function_and_call(
+    function: str, stage: str, text: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec = tmp_path / "s.yaml"
+    spec.write_text(
+        f"pipedist: 1\nreplicas: 2\ndataset: {{range: 16, batch: 8}}\n"
+        f"stages:\n  y: {{run: '{F}:{function}'}}\n  t: {{{stage}, of: y}}\n"
+    )
+    with pytest.raises(pipedist.FoldError if call[0] == "y" else pipedist.CallError, match=text) as caught:
+        pipedist.run("s.yaml", workers=1, output="out")
+    verb = stage.partition(": ")[0]
+    *_, origin, command = str(caught.value).splitlines()
+    place = f"s.yaml:6:{9 + len(verb)}"
+    assert (
+        origin
+        == f"The function {F}:{function} of stage y returned the values that stage t, at {place}, {verb}s."
+    )
+    assert command == f"To execute only this call again: pipedist replay out --call {call}"
+
+
 def test_a_reduction_of_texts_names_the_stage() -> None:
     spec = document("empty_dict")
     spec["stages"]["out"] = {"reduce": "sum", "of": "y", "axis": 0}

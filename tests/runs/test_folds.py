@@ -691,6 +691,19 @@ async def test_records_that_a_file_can_not_hold_are_reported_at_once(ending: str
 
 
 @pytest.mark.asyncio
+async def test_a_shape_that_differs_is_reported_with_its_step_when_it_is_combined_later() -> None:
+    reduction = Reduction.of("sum", None)
+    fold = ReduceFold("s", "run", reduction, None)
+    for size in [2, 2, 2, 2, 3, 3, 3]:  # the steps 4 to 6 are combined with the others at the end
+        await fold.add(0, [[reduction.partial(np.zeros(size))]])
+    with pytest.raises(
+        ValueError, match=r"^step 4, replica 0 does not fit step 0, replica 0: .*\(2,\) and \(3,\)"
+    ):
+        await fold.finish(1)
+    assert fold.misfit == (4, 0)
+
+
+@pytest.mark.asyncio
 async def test_dtypes_that_differ_are_reported_with_both_places() -> None:
     reduction = Reduction.of("sum", 0)
     parts = [np.array([1]), BLANK, np.array([1.5])]
