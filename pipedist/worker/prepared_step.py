@@ -190,8 +190,10 @@ class PreparedStep:
 
     def _end(self) -> None:
         """End a step whose function returned, and that needs no general run."""
-        if self._gang is not None:
-            self._gang.end_alone(failed=False)
+        with self._lock:
+            self._frames = ()  # its threads, if it has left some, call no collective from now on
+            if self._gang is not None:
+                self._gang.end_alone(failed=False)
         if self._channel is not None:
             self._channel.ended(returned=True)
 
@@ -219,9 +221,9 @@ class PreparedStep:
 
     def collective(self, assigned: AssignGang, request: CollectiveRequest) -> Tree:
         """Call a collective in a step, in whose thread this may not be called any more."""
-        if assigned is not self.assigned or not self._frames:
-            raise outside_turn(self._replica)
         with self._lock:
+            if assigned is not self.assigned or not self._frames:
+                raise outside_turn(self._replica)
             gang = self._gang_of_step() if self._collectives is None else None
         if gang is None:
             return self._general_run().call(request)

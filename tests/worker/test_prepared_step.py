@@ -20,6 +20,7 @@ from pipedist.protocol.codec import encode
 from pipedist.protocol.messages import AssignGang
 from pipedist.protocol.program import Emit, StateValue, to_frames
 from pipedist.worker.commands import Execute
+from pipedist.worker.context import ReplicaContext, get_replica_context
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.gangs import GangRun
 from pipedist.worker.lease_run import FinishedCalls
@@ -92,6 +93,11 @@ class Loop:
     def version(self) -> int:
         return self._version
 
+    def at_end(self, do: Callable[[], None]) -> None:
+        """Have something done at the end of each step, while its next version is stored."""
+        store = self._leases.store_produced
+        self._leases.store_produced = lambda bound: (do(), store(bound))[-1]  # type: ignore[method-assign]
+
     def close(self) -> None:
         self._leases.close()
         self._leases._loop.close()  # which a worker leaves to the end of its process
@@ -122,9 +128,11 @@ def large() -> Any:
 class Kept:
     variables: ClassVar[list[ReplicaVariable]] = []
     result: ref[Any]
+    context: ReplicaContext | None = None
 
 
 def assign_and(w: Any, what: str) -> Any:
+    Kept.context = get_replica_context()
     w.assign_add(1.0)
     if what == "keep":
         Kept.variables.append(w)
@@ -189,6 +197,23 @@ def test_a_step_that_fails_stores_no_version_of_a_variable(what: str) -> None:
     kind, failure, (_, (outcome,), _) = loop.step("")
     assert (kind, failure) == (PreparedStep, None)
     assert float(outcome["y"]) == float(outcome[SLOT][2]) == loop.value(4) == 4.0
+    loop.close()
+
+
+def test_a_thread_calls_no_collective_when_its_step_is_over() -> None:
+    """The others may be in the next step by then, which has the same channel."""
+    loop = Loop(assign_and, space=2)
+    found = []
+
+    def call() -> None:
+        assert Kept.context is not None
+        with pytest.raises(RuntimeError, match="outside its turn"):
+            Kept.context.all_reduce("sum", 1)
+        found.append(Kept.context.step)
+
+    loop.at_end(call)
+    assert [loop.step("")[:2] for _ in range(4)] == [(GangRun, None)] * 2 + [(PreparedStep, None)] * 2
+    assert found == [0, 1, 2, 3]
     loop.close()
 
 
