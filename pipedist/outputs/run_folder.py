@@ -61,6 +61,7 @@ from pipedist.outputs.run_record import (
 )
 
 VALUES = "values"  # the folder in `.pipedist` that has a folder of large values for each run
+EXACT = "values.record"  # the file among them that has values as they were returned
 TIMINGS = "timings"  # the folder in `.pipedist` of measurements
 
 Found = Literal["", "unfinished", "other"]
@@ -77,6 +78,7 @@ class FinishedRun(Struct, frozen=True):
         since: changes of inputs and modules since then, as lines, which were accepted.
         moved: changes of the platform since then, as lines.
         stored: the files of its large values, by stage.
+        values: the file of values as they were returned, None if there is none.
     """
 
     path: Path
@@ -86,6 +88,7 @@ class FinishedRun(Struct, frozen=True):
     since: tuple[str, ...] = ()
     moved: tuple[str, ...] = ()
     stored: Mapping[str, Path] = {}
+    values: Path | None = None
 
 
 class RunFolder:
@@ -141,7 +144,7 @@ class RunFolder:
 
     @property
     def values(self) -> Path:
-        """The folder of the run's values that are too large for its document."""
+        """The folder of the run's values: those that are too large for its document, and `EXACT`."""
         return self.path / PRIVATE / VALUES / self.run_id
 
     @property
@@ -324,8 +327,11 @@ def open_folder(
                         "everything again, omit --resume"
                     )
                 files = {name: path / name for name in old.files}
-                stored = {file.stem: file for file in (path / PRIVATE / VALUES / old.run).glob("*")}
-                return FinishedRun(path, old.run, read_results(path, label), files, changed, moved, stored)
+                found = {file.name: file for file in (path / PRIVATE / VALUES / old.run).glob("*")}
+                values = found.pop(EXACT, None)
+                stored = {file.stem: file for file in found.values()}
+                document = read_results(path, label)
+                return FinishedRun(path, old.run, document, files, changed, moved, stored, values)
         previous = _standing(old)
         _check_free(path, label, outputs, previous)
         if resume and old is not None and is_there(path / PRIVATE / "journal" / "journal", label):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -352,6 +352,11 @@ def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> StageSink | None
             stack.callback(sinks[part].abort)
         stack.pop_all()
     return sinks[""] if "" in sinks else PartSinks(sinks, f"outputs.{name}")
+
+
+def tables_of(plan: Plan, names: Iterable[str]) -> dict[str, Table]:
+    """Return the conversions of values to tables, of stages that have their own."""
+    return {name: table for name in names if (table := table_of_stage(plan, name)) is not None}
 
 
 def table_of_stage(plan: Plan, name: str) -> Table | None:

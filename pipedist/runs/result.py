@@ -121,8 +121,8 @@ class Result(Mapping[str, Tree]):
     """The finished values of a run, by stage: a read-only mapping.
 
     A reduce or gather stage has one value, or a list of them (`per: step`, `per: epoch`). The value of a
-    gather that was streamed into a file is the file's path, or a dict of paths if its parts have files; so is a large
-    value of a run that was finished before.
+    gather that was streamed into a file is the file's path, or a dict of paths if its parts have files; so is a value
+    of more than 64 MiB, or a table by key, of a run that was finished before.
 
     Args:
         name: the spec's name.
@@ -326,8 +326,8 @@ def files_of(spec: Spec) -> list[str]:
     return [*spec.outputs.values(), *([QUARANTINE] if sets_aside else [])]
 
 
-def restored(spec: Spec, finished: FinishedRun) -> Result:
-    """Return the result of a finished run, from its document."""
+def restored(spec: Spec, finished: FinishedRun, tables: Mapping[str, Table]) -> Result:
+    """Return the result of a finished run, from its document and saved values; `tables`: see `Result`."""
     document: Any = finished.document
     notice = f"the run in {finished.path} is finished: these are its results, nothing was executed"
     if finished.since or finished.moved:
@@ -340,10 +340,17 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
     for key, file in files.items():
         name, _, part = key.partition("/")
         places[name] = {**places.get(name, {}), part: file} if part else file
+    values: Mapping[str, Tree] = {}
+    if finished.values is not None:
+        from pipedist.runs.saved_values import read_values
+
+        values = read_values(finished.values)
     return Result(
         name=document["name"],
         run_id=document["run"],
-        by_stage={n: places.get(n, value) for n, value in document["results"].items()},
+        by_stage={
+            n: values[n] if n in values else places.get(n, value) for n, value in document["results"].items()
+        },
         files=files,
         ledger=Ledger(**document["ledger"]),
         timings=Timings.of(document["timings"], document.get("measurements", {})),
@@ -354,4 +361,5 @@ def restored(spec: Spec, finished: FinishedRun) -> Result:
         notice=notice,
         restored=document,
         pers={name: getattr(stage, "per", "run") for name, stage in spec.stages.items()},
+        tables=tables,
     )

@@ -34,9 +34,9 @@ from pipedist.protocol import messages as msg
 from pipedist.runs import telemetry
 from pipedist.runs.execution import Execution
 from pipedist.runs.identity import SpecSource
-from pipedist.runs.pass_folds import per_of, table_of_stage
+from pipedist.runs.pass_folds import per_of, tables_of
 from pipedist.runs.progress import REFRESH_S, ProgressTotals, Reporter, is_interactive, open_reporter
-from pipedist.runs.result import Ledger, Progress, Result, restored
+from pipedist.runs.result import Ledger, Progress, Result
 from pipedist.runs.run_files import Resume, RunFiles
 from pipedist.runs.subscription import Part, Step, Stream, Subscription
 from pipedist.runs.timings import Measured
@@ -397,8 +397,8 @@ class Run(AsyncOnly):
         if self._tasks is None:
             raise UsageError("a run is used inside `async with pipedist.open(...)`")
         self._has_begun = True
-        if self._files.finished is not None:
-            self._result = restored(self._spec, self._files.finished)
+        if self._files.result is not None:
+            self._result = self._files.result
             self._end(None)
             return
         self._tasks.start_soon(self._main, name=f"run {self.name}")
@@ -519,9 +519,7 @@ class Run(AsyncOnly):
             quarantine_file=quarantine_file,
             stored=stored,
             pers=pers,
-            tables={
-                name: table for name in results if (table := table_of_stage(self.plan, name)) is not None
-            },
+            tables=tables_of(self.plan, results),
         )
         await files.finish(result, failed=bool(failed))
         if failed:

@@ -15,10 +15,11 @@ from pipedist.core.types import Tree
 from pipedist.errors import CallError, FoldError, JournalError, OutputError, RunCancelled
 from pipedist.plan import Plan
 from pipedist.runs.identity import SpecSource
+from pipedist.runs.pass_folds import tables_of
 from pipedist.runs.programs import is_reduced, origin_of, replay_of
 from pipedist.runs.quarantine import FILE as QUARANTINE
 from pipedist.runs.quarantine import QuarantinedElement, write_file
-from pipedist.runs.result import Result, files_of
+from pipedist.runs.result import Result, files_of, restored
 from pipedist.runs.run_log import FILE as LOG_FILE
 from pipedist.runs.run_log import RunLog
 
@@ -57,7 +58,8 @@ class RunFiles:
         self.journal: RunJournal | None = None
         self.log = RunLog(None)
         self.finished: FinishedRun | None = None
-        """The finished run found in the folder; its results are returned, and nothing is executed."""
+        """The finished run found in the folder; nothing is executed."""
+        self.result: Result | None = None  # of the finished run
         self._output = None if output is None else Path(output)
         self._url = output if isinstance(output, str) and "://" in output else ""
         self._remote: RemoteFolder | None = None
@@ -102,6 +104,8 @@ class RunFiles:
         )
         if isinstance(opened, FinishedRun):
             self.finished = opened
+            tables = tables_of(plan, opened.document["results"])
+            self.result = await anyio.to_thread.run_sync(restored, spec, opened, tables)
             await self._upload(opened.run_id, list(opened.files))  # it may not be complete
             return plan, run_id
         self.folder = stack.enter_context(opened)
@@ -186,17 +190,25 @@ class RunFiles:
     async def store(
         self, results: Mapping[str, Tree], pers: Mapping[str, str], files: Mapping[str, Path]
     ) -> Mapping[str, Any]:
-        """Write the large values that are in none of the files into the folder, and return references to them."""
+        """Write values into the folder: all for a later `resume`, and large ones that are in no file for the document.
+
+        Returns:
+            References to the latter, by stage.
+        """
         if self.folder is None:
             return {}
         from pipedist.outputs import store_large
+        from pipedist.runs.saved_values import write_values
 
         written = {key.partition("/")[0] for key in files}
         inline = {name: value for name, value in results.items() if name not in written}
         folder = self.folder.values
-        return await anyio.to_thread.run_sync(
-            lambda: store_large(inline, folder, {name: pers[name] for name in inline})
-        )
+
+        def write() -> Mapping[str, Any]:
+            write_values(folder, results)
+            return store_large(inline, folder, {name: pers[name] for name in inline})
+
+        return await anyio.to_thread.run_sync(write)
 
     async def finish(self, result: Result, *, failed: bool) -> None:
         """Replace the files of the run before with those of this one, and upload them; `failed`: some are missing."""

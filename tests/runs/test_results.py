@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import pipedist
+from pipedist.runs import saved_values
 
 F = "tests.runs.functions"
 
@@ -61,7 +62,24 @@ def test_one_value_is_a_value_and_what_streams_into_a_file_is_its_path(tmp_path:
     again = pipedist.run({**spec, "outputs": outputs}, workers=1, output=out, resume=True)
     assert again.run_id == result.run_id
     assert again.document == {**result.document, "timings": again.document["timings"]}
-    assert set(again) == set(result)
+    assert list(again) == list(result)
+    for name in result:
+        assert_same(again[name], result[name])
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Compare two values with their types, and the order of their keys."""
+    assert type(a) is type(b)
+    if isinstance(a, dict | list):
+        keys = list(a) if isinstance(a, dict) else range(len(a))
+        assert len(a) == len(b)
+        assert keys == (list(b) if isinstance(b, dict) else range(len(b)))
+        for key in keys:
+            assert_same(a[key], b[key])
+    elif isinstance(a, np.ndarray | np.generic):
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    else:
+        assert a == b
 
 
 def parts_of(x: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -96,7 +114,7 @@ def test_parts_of_a_value_have_files_of_their_own(tmp_path: Path) -> None:
     again = pipedist.run(spec, workers=1, output=out, resume=True)
     assert again.run_id == result.run_id
     assert again["rows"] == result["rows"]
-    assert again["total"] == {"hists": out / "hists.json"}
+    assert_same(again["total"], result["total"])
     before = {path.name: path.read_bytes() for path in (out / "left.csv", out / "hists.json")}
     spec["outputs"]["rows"] = {"hists": "other.npy", "tables/left": "left.csv"}  # written from the journal
     reused = pipedist.run(spec, workers=1, output=out, resume="reuse")
@@ -287,7 +305,9 @@ def keyed(x: Any, k: Any) -> Any:
     return x
 
 
-def test_a_large_value_without_an_output_is_in_a_file_of_the_run_folder(tmp_path: Path) -> None:
+def test_a_large_value_without_an_output_is_in_a_file_of_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next run in the folder removes it."""
     stages = {
         "y": {"run": f"{F}:double"},
@@ -301,11 +321,31 @@ def test_a_large_value_without_an_output_is_in_a_file_of_the_run_folder(tmp_path
     file = tmp_path / f".pipedist/values/{result.run_id}/ys.npy"
     assert results == {"ys": {"file": str(file), "dtype": "int64", "shape": [20_000]}, "t": int(result["t"])}
     assert result.document["results"] == results
+    assert_same(pipedist.run(large, workers=1, output=tmp_path, resume=True)["ys"], result["ys"])
+    monkeypatch.setattr(saved_values, "VALUE_BYTES_MAX", 100_000)  # very large values are their files
+    pipedist.run(large, workers=1, output=tmp_path)
     again = pipedist.run(large, workers=1, output=tmp_path, resume=True)
-    assert again["ys"] == file
+    assert isinstance(again["ys"], Path)
     np.testing.assert_array_equal(np.load(again["ys"]), result["ys"])
+    assert_same(again["t"], result["t"])
     pipedist.run(document(**stages), workers=1, output=tmp_path)
-    assert not list((tmp_path / ".pipedist").glob("values/*"))
+    assert not list((tmp_path / ".pipedist").glob("values/*/ys.npy"))
+
+
+def test_a_damaged_value_of_a_finished_run_is_taken_from_its_document(tmp_path: Path) -> None:
+    spec = document(
+        y={"run": f"{F}:double"},
+        steps={"reduce": "sum", "of": "y", "axis": 0, "per": "step"},
+        t={"reduce": "sum", "of": "y", "axis": 0},
+    ) | {"outputs": {"t": "t.json"}}
+    result = pipedist.run(spec, workers=1, output=tmp_path)
+    (file,) = (tmp_path / ".pipedist").glob("values/*/values.record")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1  # of the last value
+    file.write_bytes(data)
+    again = pipedist.run(spec, workers=1, output=tmp_path, resume=True)
+    assert_same(again["steps"], result["steps"])
+    assert again["t"] == tmp_path / "t.json"
 
 
 def test_no_calls_give_null() -> None:
