@@ -61,7 +61,7 @@ from pipedist.outputs.run_record import (
 )
 
 VALUES = "values"  # the folder in `.pipedist` that has a folder of large values for each run
-EXACT = "values.record"  # the file among them that has values as they were returned
+EXACT = ".values"  # the file among them that has values as they were returned; no stage has this name
 TIMINGS = "timings"  # the folder in `.pipedist` of measurements
 
 Found = Literal["", "unfinished", "other"]

@@ -339,7 +339,7 @@ def test_a_damaged_value_of_a_finished_run_is_taken_from_its_document(tmp_path: 
         t={"reduce": "sum", "of": "y", "axis": 0},
     ) | {"outputs": {"t": "t.json"}}
     result = pipedist.run(spec, workers=1, output=tmp_path)
-    (file,) = (tmp_path / ".pipedist").glob("values/*/values.record")
+    (file,) = (tmp_path / ".pipedist").glob("values/*/.values")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1  # of the last value
     file.write_bytes(data)
