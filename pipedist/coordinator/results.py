@@ -155,7 +155,11 @@ class ResultStore:
         arrays = [column.values for column in columns.values()]
         kinds = {(column.slot, column.values.dtype, column.values.shape[1:]) for column in columns.values()}
         if len(kinds) == 1 and sum(map(len, arrays)) == hi - lo:
-            return SlotValues(column.slot, arrays[0] if len(arrays) == 1 else np.concatenate(arrays))
+            if len(arrays) == 1:
+                return SlotValues(column.slot, arrays[0])
+            joined = np.concatenate(arrays)
+            joined.flags.writeable = False  # as received ones: a reader gets views, which folds have too
+            return SlotValues(column.slot, joined)
         for at, column in columns.items():
             self._results.update(zip(range(at, hi), column, strict=False))
         return None

@@ -74,6 +74,20 @@ def test_arrays_of_chunks_that_fit_stay_stacked() -> None:
     assert flat(rest) == flat([[{"y": np.array([n])}] for n in range(15, 20)])
 
 
+def test_results_are_read_only_however_many_chunks_they_came_in() -> None:
+    """A reader of a stream gets the memory that folds read later."""
+    store = ResultStore(in_order=True)
+    slots = frozenset("y")
+    for lo in range(0, 40, 10):
+        frames = encode([{"y": np.array([call])} for call in range(lo, lo + 10)])
+        store.put(open_chunk(lo, lo + 10, frames, slots, slots))
+    for first, last in [(0, 10), (10, 25), (25, 40)]:
+        steps, _ = store.take(first, last, 1)
+        assert type(steps) is GroupedByStep
+        assert not any(slots["y"].flags.writeable for (slots,) in steps)
+        assert not any(value.flags.writeable for value in steps.values.values)
+
+
 def test_calls_that_returned_nothing_are_lacking_beside_stacked_ones() -> None:
     store = ResultStore(in_order=True)
     store.put(chunk_of(0, 4, stacked=True))
