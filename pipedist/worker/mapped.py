@@ -18,7 +18,7 @@ from pipedist.core import dlpack, ragged
 from pipedist.core.functions import call_of, is_async, unpickled_value, wants_ctx
 from pipedist.core.record_format import frames_of, pack, record_at
 from pipedist.core.types import Tree
-from pipedist.protocol.codec import decode, encode
+from pipedist.protocol.codec import UnsendableError, decode, encode
 from pipedist.worker.array_isolation import without_frames
 from pipedist.worker.context import get_replica_context
 from pipedist.worker.failures import note_element
@@ -77,7 +77,11 @@ class Mapped:
         except Exception as error:
             _note(error, len(results), elements)
             raise
-        return _batched(results) if self._form == "tree" else ragged.objects([packed(results)])
+        return (
+            _batched(results)
+            if self._form == "tree"
+            else ragged.objects([self._packed_all(results, elements)])
+        )
 
     def _call(self, shard: Tree, kwargs: dict[str, Any]) -> Any:
         return self._called(kwargs)(self._element(shard) if self._per_element else self._elements(shard))
@@ -102,15 +106,34 @@ class Mapped:
             return [element_at(shard, index) for index in range(count_elements(shard))]
         return [unpickled_value(each) for each in shard] if self._form == "pickled" else list(shard.tolist())
 
+    def _packed_all(self, results: list[Any], elements: Sequence[Any]) -> bytes:
+        """Return `packed` of the results of elements; an error names the element whose result can't be sent."""
+        try:
+            return self._packed(results)
+        except UnsendableError:
+            for at, result in enumerate(results):
+                try:
+                    self._packed(result)
+                except UnsendableError as error:
+                    _note(error, at, elements)
+                    raise
+            raise  # they can be sent one by one, but not together
+
+    def _packed(self, value: Any) -> bytes:
+        try:
+            return packed(value)
+        except UnsendableError as error:
+            raise UnsendableError(f"the result of {self.__qualname__} cannot be sent: {error}") from None
+
     def _results(self, value: Any) -> Any:
         if self._per_element:
-            return packed(value)
+            return self._packed(value)
         if not isinstance(value, list | tuple | np.ndarray):
             raise TypeError(
                 f"{self.__qualname__} got a list of elements, and must return a list of results, not a value of type "
                 f"{type(value).__qualname__}; or map it with per_element=True"
             )
-        return ragged.objects([packed(list(value))])
+        return ragged.objects([self._packed(list(value))])
 
 
 def _note(error: Exception, at: int, elements: Sequence[Any]) -> None:

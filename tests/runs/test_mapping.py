@@ -126,7 +126,9 @@ async def test_results_have_the_kind_of_the_data(tmp_path: Path) -> None:
             await amap(len, [1, 2])
         with pytest.raises(pipedist.FoldError, match=r"can't be concatenated.*per_element=True"):
             await amap(lambda x: x.sum(), np.arange(4))
-        with pytest.raises(pipedist.CallError, match=r"can't send a .*Point, at 0"):
+        with pytest.raises(
+            pipedist.CallError, match=r"result of Point cannot be sent: can't send a .*Point, as"
+        ):
             await amap(Point, [1], per_element=True)
 
 
@@ -247,6 +249,20 @@ def test_an_error_names_the_element(fn: Any, data: Any, options: dict[str, Any],
     assert f", replica 0, element {error.element}, worker " in str(error)
     if error.remote_traceback:
         assert error.remote_traceback.splitlines()[-1].startswith(note)
+
+
+def unsendable_above(x: float) -> Any:
+    return object() if x > 2 else x
+
+
+@pytest.mark.parametrize("options", [{}, {"retries": 1}])
+def test_a_result_that_can_not_be_sent_names_its_element(options: dict[str, Any]) -> None:
+    with pytest.raises(pipedist.CallError) as caught:
+        pipedist.map(unsendable_above, [0.5, 1.5, 2.5], per_element=True, workers=1, **options)
+    error = caught.value
+    assert error.element == 2
+    assert "the result of unsendable_above cannot be sent: can't send an object" in error.cause
+    assert not error.remote_traceback  # no frame of the user raised it
 
 
 def test_a_traceback_begins_with_the_users_frames() -> None:
