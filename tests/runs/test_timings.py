@@ -104,8 +104,8 @@ def test_trials_of_a_search_are_counted_apart() -> None:
     assert stage.trials > 0
 
 
-def test_a_training_waits_for_its_updates_and_not_for_input() -> None:
-    """An update takes far longer than a call."""
+def test_a_training_waits_for_its_updates() -> None:
+    """Which part of the idle time that is, `tests/coordinator/test_measurements.py` shows without a clock."""
     spec = document("double", outputs=False)
     spec["stages"] = {
         "y": {"run": f"{F}:plus", "with": {"amount": "${state.w}"}},
@@ -116,9 +116,8 @@ def test_a_training_waits_for_its_updates_and_not_for_input() -> None:
     stage, update = result.timings.stages
     assert (stage.name, stage.calls, stage.elements) == ("y", 20, 40)
     assert (update.name, update.calls, update.elements, update.slowest) == ("w", 10, 0, "")
-    assert update.busy_s > 3 * stage.busy_s
-    assert stage.stage_wait_s > 3 * max(stage.input_wait_s, stage.driver_wait_s)
-    assert "input" not in result.timings.limit
+    assert update.busy_s >= 10 * 0.05, "each sleeps for that time"
+    assert stage.stage_wait_s > 0
 
 
 def test_failed_attempts_and_deaths_are_measured(tmp_path: Path) -> None:
