@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipedist.cli import terminal
 from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
 from pipedist.errors import UsageError
+from pipedist.runs.progress import LineTimes, duration
 
 SEEDS = 100
 FAILURES_SHOWN_MAX = 5
@@ -31,7 +33,7 @@ DEFAULT_FAULTS = "drop=0.01,duplicate=0.01,delay=0.02,cut=0.01,partition=0.01,cr
 """Faults of a simulation without `--faults`."""
 
 
-def execute(options: SimulateOptions) -> int:
+def execute(options: SimulateOptions, clock_s: Callable[[], float] = time.monotonic) -> int:
     """Simulate a spec, and print the findings; return 1 if the run without faults fails, or a seed differs."""
     if options.seed is not None and options.seeds is not None:
         raise UsageError(
@@ -57,11 +59,13 @@ def execute(options: SimulateOptions) -> int:
             failure = simulation.reference.error
             if failure is not None and options.seed is None:  # one seed may be simulated to study the failure
                 seeds = ()
+            progress = SeedProgress(len(seeds), clock_s)
             for seed in seeds:
                 outcome = simulation.run(seed)
                 simulated += 1
                 counts.update(outcome.counts)
                 poisoned += outcome.poisoned
+                progress.update(simulated, len(failures) + bool(outcome.violation))
                 if outcome.violation:
                     failures.append(
                         f"seed {seed}: {outcome.violation}\n  reproduce: {simulation.replay(seed)}\n"
@@ -92,6 +96,30 @@ def execute(options: SimulateOptions) -> int:
         )
         write_error(f"The spec fails without injected faults. {effect}.\n")
     return terminal.FAILED if failures or failure is not None else terminal.OK
+
+
+class SeedProgress:
+    """Prints a line on standard error after the first seed, and at growing intervals, of a simulation of seconds.
+
+    A live bar is not possible: standard error is redirected while a seed is simulated.
+    """
+
+    def __init__(self, seeds: int, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._seeds = seeds
+        self._times = LineTimes(clock_s)
+        self._hint = "; --seeds N simulates fewer"
+
+    def update(self, simulated: int, violations: int) -> None:
+        if simulated == self._seeds or not self._times.is_due():
+            return
+        elapsed_s = self._times.elapsed_s
+        left_s = elapsed_s / simulated * (self._seeds - simulated)
+        found = f"{violations} violation{'s' * (violations != 1)}"
+        write_error(
+            f"simulate: {simulated} of {self._seeds} seeds, {found}, {duration(elapsed_s)} so far, "
+            f"about {duration(left_s)} left{self._hint}\n"
+        )
+        self._hint = ""
 
 
 def parse_costs(text: str | None) -> dict[str, float]:

@@ -160,6 +160,28 @@ class Reporter(ABC):
         """Stop showing progress; lines may still follow."""
 
 
+class LineTimes:
+    """Decides when plain lines are due: 2 s after the beginning, and then at growing intervals."""
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._began_s = clock_s()
+        self._due_s = _FIRST_LINE_S
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock_s() - self._began_s
+
+    def is_due(self, *, early: bool = False) -> bool:
+        """Return whether to print a line now; `early`: also within an interval."""
+        elapsed_s = self.elapsed_s
+        if elapsed_s < _FIRST_LINE_S or (elapsed_s < self._due_s and not early):
+            return False
+        while self._due_s <= elapsed_s:
+            self._due_s *= _INTERVAL_GROWTH
+        return True
+
+
 class PlainReporter(Reporter):
     """A few lines, for files, pipes and CI: at growing intervals, and when a phase or its reduction begins."""
 
@@ -167,18 +189,14 @@ class PlainReporter(Reporter):
         self._name = name
         self._clock_s = clock_s
         self._pacer = Pacer()
-        self._began_s = clock_s()
-        self._due_s = _FIRST_LINE_S
+        self._times = LineTimes(clock_s)
         self._shown = (0, False)  # the phase of the last line, and whether its calls were done
 
     def update(self, totals: ProgressTotals) -> None:
-        elapsed_s = self._clock_s() - self._began_s
         pace = self._pacer.pace(totals, self._clock_s())
         now = (totals.phase, bool(totals.activity))
-        if elapsed_s < _FIRST_LINE_S or (elapsed_s < self._due_s and now <= self._shown):
+        if not self._times.is_due(early=now > self._shown):
             return
-        while self._due_s <= elapsed_s:
-            self._due_s *= _INTERVAL_GROWTH
         self._shown = now
         self.line(describe(self._name, totals, pace))
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipedist.cli.app import app
-from pipedist.cli.simulate_command import DEFAULT_FAULTS, SimulateOptions, execute, parse_costs
+from pipedist.cli.simulate_command import DEFAULT_FAULTS, SeedProgress, SimulateOptions, execute, parse_costs
 from pipedist.errors import UsageError
 from pipedist.testing import Faults
 from tests.preloaded import run_module
@@ -53,6 +54,31 @@ def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert (lines["seeds"], lines["workers"], lines["violations"]) == ("3", "3", "0")
     assert lines["faults"].startswith("crash ")
+
+
+def test_progress_is_printed_after_the_first_seed_and_at_growing_intervals(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now_s = 100.0
+    progress = SeedProgress(100, lambda: now_s)
+    for simulated in range(1, 101):
+        now_s += 7.5
+        progress.update(simulated, simulated // 3)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:3] == [
+        "simulate: 1 of 100 seeds, 0 violations, 7.5 s so far, about 12:22 left; --seeds N simulates fewer",
+        "simulate: 2 of 100 seeds, 0 violations, 15 s so far, about 12:15 left",
+        "simulate: 3 of 100 seeds, 1 violation, 22 s so far, about 12:08 left",
+    ]
+    assert 5 < len(lines) < 20
+    assert "100 of 100" not in lines[-1]
+
+
+def test_a_simulation_prints_its_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    ticks = itertools.count(step=1000)
+    options = SimulateOptions("specs/total.yaml", seeds=2, faults="none")
+    assert execute(options, clock_s=lambda: float(next(ticks))) == 0
+    assert "simulate: 1 of 2 seeds, 0 violations, " in capsys.readouterr().err
 
 
 def test_a_spec_that_always_fails_fails_its_simulation(
