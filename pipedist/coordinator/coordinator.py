@@ -256,7 +256,7 @@ class Coordinator:
 
         launcher = self._pool.launcher
         seen = (lambda _worker: None) if launcher is None else launcher.running
-        return name_all(self._scheduler.why(time.monotonic()), self._passes.handles, seen)
+        return name_all(self._scheduler.why(time.monotonic()), self._passes.handles, seen, self._pool.of)
 
     @property
     def silent_s(self) -> float:

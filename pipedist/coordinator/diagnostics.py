@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pipedist.coordinator.pass_handle import PassHandle
+from pipedist.coordinator.worker_registry import Peer
 from pipedist.scheduler.diagnostics import Explanation, Reason, Wait
 from pipedist.worker.progress import Running
 
@@ -28,6 +29,8 @@ class Waiting:
     for_s: float | None  # how long they have waited, seconds; None if unknown
     reason: str  # of `pipedist.scheduler.diagnostics.Reason`, or a more specific one of `pipedist.runs`
     text: str
+    pid: int = 0  # the process id of that worker on its host; 0: unknown, or there is no worker
+    host: str = ""  # the name of that host, if it is another one than this
 
     def refined(self, reason: str, text: str) -> Waiting:
         return replace(self, reason=reason, text=text)
@@ -42,14 +45,17 @@ class Stall:
 
 
 Seen = Callable[[str], tuple[int, ...] | None]  # the lease, call and stage (from 1) that a worker executes
+Joined = Callable[[str], Peer | None]  # the worker of a name, if it has joined
 
 
-def name_all(explanation: Explanation, handles: Mapping[int, PassHandle], seen: Seen) -> Stall:
-    waits = [_named(x, handles[x.pass_id], seen) for x in explanation.waits if x.pass_id in handles]
+def name_all(
+    explanation: Explanation, handles: Mapping[int, PassHandle], seen: Seen, joined: Joined
+) -> Stall:
+    waits = [_named(x, handles[x.pass_id], seen, joined) for x in explanation.waits if x.pass_id in handles]
     return Stall(explanation, tuple(waits))
 
 
-def _named(wait: Wait, handle: PassHandle, seen: Seen) -> Waiting:
+def _named(wait: Wait, handle: PassHandle, seen: Seen, joined: Joined) -> Waiting:
     step, replica = divmod(wait.lo, handle.settings.replicas)
     calls, text, stage = wait.hi - wait.lo, wait.text, ""
     if wait.reason is Reason.DATA and handle.has_feed:
@@ -59,8 +65,22 @@ def _named(wait: Wait, handle: PassHandle, seen: Seen) -> Waiting:
         text = "; ".join(filter(None, (where, text)))
     attempt, worker, for_s = wait.attempt, wait.worker, wait.for_s
     reason = wait.reason.value
+    peer = joined(worker) if worker else None
+    pid, host = (0, "") if peer is None else (peer.pid, "" if peer.local else peer.host)
     return Waiting(
-        wait.pass_id, handle.name, stage, step, replica, calls, attempt, worker, for_s, reason, text
+        wait.pass_id,
+        handle.name,
+        stage,
+        step,
+        replica,
+        calls,
+        attempt,
+        worker,
+        for_s,
+        reason,
+        text,
+        pid,
+        host,
     )
 
 

@@ -413,7 +413,10 @@ class WorkerPool(WorkerRegistry):
         if current is not None:
             self.evict(current.worker, current.incarnation, "a later incarnation has joined")
         codes = set(hello.code_digests[:CODE_DIGESTS_MAX])
-        self.add(Peer(identity, hello.worker, hello.incarnation, local, codes=codes))
+        peer = Peer(
+            identity, hello.worker, hello.incarnation, local, pid=hello.pid, host=hello.host, codes=codes
+        )
+        self.add(peer)
         self._router.keep(identity)
         self._router.send(identity, self._welcome(local=local, notice=notice))
         self._notices.add(f"worker {hello.worker} joined, on {hello.host}", logging.INFO)

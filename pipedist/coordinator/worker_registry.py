@@ -20,6 +20,8 @@ class Peer(Struct, frozen=True, eq=False):
     worker: str
     incarnation: int
     local: bool  # it shares this host's files
+    pid: int = 0  # its process id on its host; 0: unknown
+    host: str = ""
     held: dict[int, tuple[int, ...]] = field(default_factory=dict)  # versions by space
     sees: set[int] = field(default_factory=set)  # passes whose data files it sees, too
     codes: set[str] = field(default_factory=set)  # digests of its copies of code folders

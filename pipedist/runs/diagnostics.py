@@ -86,6 +86,9 @@ def _entry(wait: dict[str, Any]) -> dict[str, Any]:
         del wait["stage"]
     if wait["for_s"] is not None:
         wait["for_s"] = round(wait["for_s"], 3)
+    for name in ("pid", "host"):
+        if not wait[name]:
+            del wait[name]
     return wait
 
 
@@ -118,6 +121,9 @@ def _line(wait: Document) -> str:
     if wait["attempt"]:
         where += f", attempt {wait['attempt'] + 1}"
     at = f" on {wait['worker']}" if wait["worker"] else ""
+    if reason == "running" and "pid" in wait:
+        host = f" of {wait['host']}" if "host" in wait else ""
+        at += f" (process {wait['pid']}{host})"
     verb = "" if reason in ("running", "queued") else "waits for "
     return f"{where}: {verb}{reason}{at}{duration}{'; ' if text else ''}{text}"
 

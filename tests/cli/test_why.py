@@ -64,11 +64,15 @@ def test_a_waiting_run_explains_its_wait(
     assert "pipedist: this run waits for:" in said
     told = pipedist("why", "out/slow")
     assert told.returncode == 0, told.stderr
-    assert "slow: step 0, replica 0: running on w0 for " in told.stdout
+    assert "slow: step 0, replica 0: running on w0 (process " in told.stdout
+    told_text = told.stdout
     told = pipedist("why", "out/slow", "--json")
     document = json.loads(told.stdout)
     assert document["pipedist_why"] == 1
     assert document["waits"][0]["reason"] == "running"
+    pid = document["waits"][0]["pid"]
+    assert f"running on w0 (process {pid}) for " in told_text
+    assert os.getpgid(pid), "it is a process"
     stalled.send_signal(signal.SIGUSR1)
     read_until(stalled, "this run waits for:")
     (tmp_path / "go").touch()

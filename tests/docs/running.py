@@ -39,6 +39,7 @@ _DIFFERS = (
     (re.compile(r"\b\d[\d,.]* (?:ms|us|s)\b"), "TIME"),
     (re.compile(r"\brun [0-9a-f]{16}\b"), "run ID"),
     (re.compile(r"\bw\d+\b"), "w0"),
+    (re.compile(r"\(process \d+\)"), "(process N)"),
     (re.compile(r"─+"), "-"),
 )
 """Texts that differ from run to run, and what both sides of a comparison have instead."""

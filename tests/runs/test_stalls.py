@@ -10,6 +10,7 @@ import stat
 import struct
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +23,10 @@ import pytest
 import pipedist
 from pipedist.cluster.launchers.local import LocalLauncher
 from pipedist.coordinator.diagnostics import name_all
+from pipedist.coordinator.worker_registry import Peer
 from pipedist.errors import UsageError
 from pipedist.outputs.run_record import LIVE, PRIVATE
-from pipedist.runs.diagnostics import _send_status, document, lines, query_status, serve_status
+from pipedist.runs.diagnostics import _entry, _line, _send_status, document, lines, query_status, serve_status
 from pipedist.runs.pass_journal import RunJournal
 from pipedist.scheduler import PassSettings
 from pipedist.scheduler.diagnostics import Explanation, Reason, Wait
@@ -140,13 +142,34 @@ def test_a_worker_that_is_ahead_of_what_it_has_sent() -> None:
     report = Explanation(0.0, (wait,), 1, 1, (), ())
 
     def named(running: tuple[int, int, int] | None) -> tuple[str, str]:
-        [waiting] = name_all(report, {1: cast(Any, handle)}, lambda _worker: running).waits
+        handles = {1: cast(Any, handle)}
+        [waiting] = name_all(report, handles, lambda _worker: running, lambda _worker: None).waits
         return waiting.stage, waiting.text
 
     assert named((7, 4, 2)) == ("b", "in stage b")
     ahead = "in stage a of step 3, replica 1: earlier results are not sent yet"
     assert named((7, 7, 1)) == ("a", ahead)
     assert named((6, 4, 2)) == named(None) == ("", "in one of its stages"), "that is another lease's"
+
+
+@pytest.mark.parametrize(
+    ("is_local", "host", "shown"), [(True, "", "process 4711"), (False, "node7", "process 4711 of node7")]
+)
+def test_the_process_of_a_running_call_is_named(is_local: bool, host: str, shown: str) -> None:
+    policy = SimpleNamespace(stages=("a",))
+    handle = SimpleNamespace(name="a", settings=PassSettings(2), policy=policy)
+    calls = (
+        Wait(1, Reason.RUNNING, 4, 5, worker="w0", for_s=1.0),
+        Wait(1, Reason.FREE_WORKER, 5, 6, text="all are busy"),
+    )
+    peer = Peer(b"id", "w0", 0, is_local, pid=4711, host="node7")
+    stall = name_all(
+        Explanation(0.0, calls, 1, 1, (), ()), {1: cast(Any, handle)}, lambda _: None, {"w0": peer}.get
+    )
+    running, waiting = [_entry(asdict(wait)) for wait in stall.waits]
+    assert (running["pid"], running.get("host", "")) == (4711, host)
+    assert not {"pid", "host"} & {*waiting}
+    assert _line(running) == f"a: step 2, replica 0: running on w0 ({shown}) for 1.0 s"
 
 
 def test_what_was_read_while_a_worker_came_and_went() -> None:
