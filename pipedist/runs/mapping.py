@@ -137,6 +137,7 @@ def map(
         SpecError, PlanError, UsageError: the arguments are wrong, or something changed since the run in `output`.
         CallError: a call failed for good.
         FoldError: results do not fit together.
+        KeyboardInterrupt: Ctrl-C; with an `output`, a note on it names the folder that keeps finished results.
         WorkersLost, RunCancelled, JournalError: as `Run.results`.
 
     Example:
@@ -153,7 +154,13 @@ def map(
     with prepare() if cluster in (None, "local") else Spare():  # a fork server, which starts meanwhile
         with without_collections():
             job = _Job(fn, data, per_element, options)
-        return api.blocking(job.results, cluster, "pipedist.map")
+        try:
+            return api.blocking(job.results, cluster, "pipedist.map")
+        except KeyboardInterrupt as interrupt:
+            if job.is_continued:
+                folder = os.fspath(options["output"] or "")
+                interrupt.add_note(f"Finished results are kept in {folder}; the same call continues the run.")
+            raise
 
 
 def imap(
@@ -308,12 +315,18 @@ class _Job:
 
         self._data = data_of(data, options.get("columns"))
         self._is_kept = options.get("output") is not None
+        self._was_opened = False  # the run was, and its output folder has its journal
         if self._is_kept and self._data.is_iterator:
             from pipedist.errors import UsageError
 
             raise UsageError(
                 "an iterator can't be read again by a resume: with `output`, pass a list of its elements"
             )
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the same call, after this one was interrupted, continues its run."""
+        return self._was_opened and self._options.get("resume", True) and not self._options.get("restart")
 
     def open(self) -> Run:
         chosen: Any = {name: self._options[name] for name in _OF_RUN if name in self._options}  # type: ignore[literal-required]
@@ -383,6 +396,7 @@ class _Job:
         parts: list[Tree] = []
         async with self.open() as run:
             if self._is_kept:
+                self._was_opened = True
                 result = await run.results()
                 parts = _stored(result[RESULTS])
             else:

@@ -16,6 +16,7 @@ from pipedist.runs import api
 from pipedist.runs.identity import modules_of
 from pipedist.spec import load
 from pipedist.worker.mapped import mapped
+from tests.preloaded import run_module
 from tests.runs import mapping_functions as functions
 
 
@@ -263,6 +264,39 @@ def test_a_result_that_can_not_be_sent_names_its_element(options: dict[str, Any]
     assert error.element == 2
     assert "the result of unsendable_above cannot be sent: can't send an object" in error.cause
     assert not error.remote_traceback  # no frame of the user raised it
+
+
+INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+import pipedist
+
+def interrupt(x, pid):
+    if x == 1 and not os.path.exists("sent"):
+        Path("sent").touch()
+        os.kill(pid, signal.SIGINT)
+    return -x
+
+if __name__ == "__main__":
+    pid = int(sys.argv[1]) if sys.argv[1:] else os.getpid()
+    Path("pid").write_text(str(pid))
+    options = {"with_": {"pid": pid}, "workers": 1, "output": "out/mp"}
+    print(pipedist.map(interrupt, [0, 1, 2], per_element=True, batch=1, **options))
+"""
+
+
+def test_ctrl_c_names_the_folder_of_the_results_that_the_same_call_continues(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    ended = run_module("script", cwd=tmp_path)
+    note = "Finished results are kept in out/mp; the same call continues the run."
+    assert ended.stderr.splitlines()[-2:] == ["KeyboardInterrupt", note]
+    again = run_module("script", (tmp_path / "pid").read_text(), cwd=tmp_path)
+    assert again.stdout == "[0, -1, -2]\n", again.stderr
+
+
+def test_ctrl_c_without_a_folder_has_no_note(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(INTERRUPTED.replace('"out/mp"', "None"))
+    assert run_module("script", cwd=tmp_path).stderr.splitlines()[-1] == "KeyboardInterrupt"
 
 
 def test_a_traceback_begins_with_the_users_frames() -> None:
