@@ -17,6 +17,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from msgspec import Struct, convert
 
 from pipedist.core.functions import reference
 from pipedist.core.types import FunctionRef, Tree
-from pipedist.datasets.sources.paths import DataFile, expand
+from pipedist.datasets.sources.paths import DataFile, expand, is_remote
 from pipedist.errors import PipedistError, UsageError
 from pipedist.journal.log_format import packed, unpacked
 from pipedist.plan import Plan
@@ -260,9 +261,19 @@ def changed_files(
             elif len(a) == 4 or path == FINGERPRINT:
                 yield f"{place}: {path} {changed}"
             else:
-                names = ("there", "now") if called is None else (f"in {called[0]}", f"in {called[1]}")
-                what = next(iter(differences(a[:2], b[:2], called=names))).partition(": ")[2]
-                yield f"{place}: {path} {changed}: (bytes, or modification time in ns) {what}"
+                names = ("then", "now") if called is None else (f"in {called[0]}", f"in {called[1]}")
+                if a[0] != b[0]:
+                    what = f"size {a[0]:,} bytes {names[0]}, {b[0]:,} {names[1]}"
+                elif is_remote(path):
+                    what = "its server reports another version"
+                else:
+                    what = f"modification time {_time(a[1])} {names[0]}, {_time(b[1])} {names[1]}"
+                yield f"{place}: {path} {changed}: {what}"
+
+
+def _time(ns: int) -> str:
+    seconds, rest = divmod(ns, 10**9)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{rest:09}Z"
 
 
 # -- modules ------------------------------------------------------------------------------------------

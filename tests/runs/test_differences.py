@@ -31,16 +31,31 @@ def test_a_value_in_only_one_document_is_listed() -> None:
 
 def test_files_of_two_runs_are_named_by_run() -> None:
     a = {
-        "datasets.d": {"/same": [1, 2], "/old": [1, 2], "/grown": [1, 2]},
+        "datasets.d": {
+            "/same": [1, 2],
+            "/old": [1, 2],
+            "/grown": [1, 2],
+            "/touched": [5, 2],
+            "https://h/f": [5, 1],
+        },
         "stages.s": {"/text": [1, 2, 3, "x"]},
     }
     b = {
-        "datasets.d": {"/same": [1, 2], "/new": [1, 2], "/grown": [3, 2]},
+        "datasets.d": {
+            "/same": [1, 2],
+            "/new": [1, 2],
+            "/grown": [3000, 2],
+            "/touched": [5, 1700000000000000000],
+            "https://h/f": [5, 2],
+        },
         "stages.s": {"/text": [1, 2, 3, "y"]},
     }
     assert list(changed_files(a, b, ["datasets.d", "stages.s"], called=("A", "B"))) == [
         "datasets.d: /old is only in A",
-        "datasets.d: /grown differs: (bytes, or modification time in ns) 1 in A, 3 in B",
+        "datasets.d: /grown differs: size 1 bytes in A, 3,000 in B",
+        "datasets.d: /touched differs: modification time 1970-01-01T00:00:00.000000002Z in A, "
+        "2023-11-14T22:13:20.000000000Z in B",
+        "datasets.d: https://h/f differs: its server reports another version",
         "datasets.d: /new is only in B",
         "stages.s: /text differs",
     ]
