@@ -297,6 +297,8 @@ def _of_entry(entry: Mapping[str, Any]) -> Iterator[str]:
         texts.append(
             f"{entry['differing']:,} of {min(a, b):,} rows differ" if (a, b) != (1, 1) else "differs"
         )
+    if entry["nan"]:
+        texts.append(f"{entry['nan']:,} number{'s are' if entry['nan'] != 1 else ' is'} NaN in one run only")
     if entry["max_abs"]:
         sizes = [
             each if isinstance(each, str) else f"{each:.3g}" for each in (entry["max_abs"], entry["max_rel"])

@@ -44,7 +44,8 @@ class Differences(Struct):
         row: the first of them; -1: there is none.
         path: where in the row it is: the column, leaf path or indices, "" for the whole row.
         first: the two values there.
-        max_abs, max_rel: the largest differences of numbers; infinite if one of a pair is not finite.
+        nan: how many numbers are NaN in one of the two only.
+        max_abs, max_rel: the largest differences of the other numbers; infinite if one of a pair is.
     """
 
     problem: str = ""
@@ -53,6 +54,7 @@ class Differences(Struct):
     row: int = -1
     path: str = ""
     first: tuple[str, str] = ("", "")
+    nan: int = 0
     max_abs: float = 0.0
     max_rel: float = 0.0
 
@@ -164,6 +166,9 @@ def _leaves(a: object, b: object, path: str) -> Iterator[tuple[str, object, obje
 def _measure(found: Differences, a: object, b: object) -> None:
     x, y = _number(a), _number(b)
     if x is None or y is None or x == y:
+        return
+    if x != x or y != y:
+        found.nan += (x != x) != (y != y)
         return
     difference = abs(x - y)
     if not math.isfinite(difference):
@@ -304,6 +309,12 @@ def _compare_blocks(
     indices = "".join(f"[{each}]" for each in np.unravel_index(place, inner)) if inner else ""
     found.found(first + row, name + indices, x[row, place], y[row, place])
     if x.dtype.kind in _NUMBERS:
+        if x.dtype.kind in _WITH_NAN or y.dtype.kind in _WITH_NAN:
+            in_one = differs & (np.isnan(x) | np.isnan(y))
+            found.nan += int(in_one.sum())
+            differs &= ~in_one
+        if not differs.any():
+            return int(rows.sum())
         u, v = x[differs], y[differs]
         with np.errstate(all="ignore"):
             if u.dtype.kind in "iu" and u.dtype == v.dtype:  # exact, also above 2**53

@@ -217,7 +217,19 @@ def test_nan_equals_nan_and_infinities_differ(arrays: Pair) -> None:
     assert arrays([1.0, np.nan, np.inf], [1.0, np.nan, np.inf]).is_empty
     found = arrays([np.nan, np.nan, 1.0], [np.nan, 1.0, 1.5])
     assert (found.row, found.first, found.differing) == (1, ("nan", "1.0"), 2)
-    assert (found.max_abs, found.max_rel) == (np.inf, np.inf)
+    assert (found.nan, found.max_abs, found.max_rel) == (1, 0.5, 0.5 / 1.5)
+    found = arrays([1.0, 2.0], [np.inf, np.nan])
+    assert (found.nan, found.max_abs, found.max_rel) == (1, np.inf, np.inf)
+    found = arrays([1, 2], [np.nan, 2.0])
+    assert (found.nan, found.max_abs, found.differing) == (1, 0.0, 1)
+
+
+def test_the_text_of_a_number_that_is_nan_in_one_run() -> None:
+    found = Differences(rows=(9, 9), differing=3, nan=1, max_abs=0.5, max_rel=0.25)
+    [line] = of_runs._of_entry(of_runs._entry("y", "y.npy", "", found))
+    assert (
+        line == "  y (y.npy): 3 of 9 rows differ, 1 number is NaN in one run only, max abs 0.5, max rel 0.25"
+    )
 
 
 def test_zeros_of_other_signs_differ_in_bytes(arrays: Pair) -> None:
@@ -261,6 +273,13 @@ def test_columns_rows_and_texts(texts: Callable[[str, str, str], Differences]) -
     assert (found.path, found.first, found.max_abs) == ("a[1]", ("2", "2.5"), 0.5)
     assert texts(".json", "{", "[").problem.startswith("can't be compared: ")
     assert texts(".bin", "a", "b").problem == "their bytes differ"
+
+
+def test_nan_in_text(texts: Callable[[str, str, str], Differences]) -> None:
+    found = texts(".csv", "a,b\n1,nan\nnan,2\n", "a,b\n1,4\nnan,2.5\n")
+    assert (found.nan, found.differing, found.max_abs) == (1, 2, 0.5)
+    found = texts(".json", '["NaN", 1.0]', '[2.0, "NaN"]')
+    assert (found.nan, found.max_abs) == (2, 0.0)
 
 
 def test_trees() -> None:
