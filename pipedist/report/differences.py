@@ -7,11 +7,12 @@ versions are listed, because they explain differences, but do not count.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from pipedist.datasets.division import Division, permutation
@@ -19,7 +20,7 @@ from pipedist.errors import JournalError, UsageError
 from pipedist.journal.history import History, read_history
 from pipedist.outputs.run_record import PRIVATE, RunRecord, existing_record, read_results
 from pipedist.report.data import read_json
-from pipedist.report.file_differences import Differences, compare_files, compare_trees
+from pipedist.report.file_differences import Chosen, Differences, Rows, compare_files, compare_trees
 from pipedist.runs.about import FAILURE_FILE
 from pipedist.runs.about import FILE as ABOUT
 from pipedist.runs.identity import changed_files, differences
@@ -27,6 +28,8 @@ from pipedist.runs.quarantine import FILE as QUARANTINE
 
 FORMAT = 1
 LINES_MAX = 20  # of a section of the text
+ELEMENTS_MAX = 5  # that are listed of the rows that only one run has
+POSITIONS_MAX = 2**26  # elements of a pass whose rows are compared by element if some are quarantined
 
 _ENVIRONMENT_ONLY = ("cores", "system", "host")  # of the environment; they do not decide results
 _SETTINGS = ("concurrency", "rate")  # keys of stages that decide the time of calls only
@@ -167,11 +170,11 @@ def _settings(run: ComparedRun) -> dict[str, Any]:
 # -- results ------------------------------------------------------------------------------------------
 
 
-def _files(a: Path, b: Path) -> tuple[str, Differences]:
+def _files(a: Path, b: Path, chosen: Chosen | None = None) -> tuple[str, Differences]:
     missing = [f"{name} has no {path.name}" for name, path in (("A", a), ("B", b)) if not path.exists()]
     if len(missing) == 1:
         return missing[0], Differences()
-    return "", compare_files(a, b) if not missing else Differences()
+    return "", compare_files(a, b, chosen) if not missing else Differences()
 
 
 def _files_of(there: ComparedRun, here: ComparedRun, stage: str) -> list[str]:
@@ -185,19 +188,33 @@ def _stage(there: ComparedRun, here: ComparedRun, stage: str) -> dict[str, Any]:
         if stage.partition("/")[0] not in run.document.get("results", {}):
             return _entry(stage, "", f"{name} has no value", Differences())
     a, b = there.file_of(stage), here.file_of(stage)
-    if a is not None and b is not None:
-        problem, found = _files(a, b)
-        shown = str(a.relative_to(there.path)) if stage in there.record.outputs else ""
-    elif a is None and b is None:
-        shown, problem = "", ""
-        found = compare_trees(there.document["results"][stage], here.document["results"][stage])
-    else:
+    if (a is None) != (b is None):
         return _entry(
             stage, "", "its value has a file in one of the runs only, so it is not compared", Differences()
         )
+    shown = str(a.relative_to(there.path)) if a is not None and stage in there.record.outputs else ""
+
+    def compared(chosen: Chosen | None = None) -> tuple[str, Differences]:
+        if a is None or b is None:
+            values = [run.document["results"][stage] for run in (there, here)]
+            return "", compare_trees(values[0], values[1], chosen)
+        return _files(a, b, chosen)
+
+    problem, found = compared()
+    order = _order(there, here, stage)
+    if order is None or order.lengths != found.rows:  # the rows are not one for each element
+        order = None
+    elif order.chosen is not None:
+        rows = found.rows
+        problem, found = compared(order.chosen)
+        found.rows = rows
     entry = _entry(stage, shown, problem, found)
+    if order is not None and order.chosen is not None:
+        only = order.only
+        entry["only"] = only
+        entry["same"] = entry["same"] and not any(each["rows"] for each in only.values())
     if found.row >= 0:
-        entry["first"] |= _place(there, here, stage, found)
+        entry["first"] |= _place(there, here, stage, found.row, order)
     return entry
 
 
@@ -218,37 +235,111 @@ def _entry(stage: str, file: str, problem: str, found: Differences) -> dict[str,
     }
 
 
-def _place(there: ComparedRun, here: ComparedRun, stage: str, found: Differences) -> dict[str, Any]:
-    """Return step, replica and element of a row, as far as the spec's contract decides them."""
+class _Order:
+    """The element of each row of a gather in two runs, as the spec's contract decides it.
+
+    A place is the number of an element in the order in which the steps have them, through all epochs. Rows of
+    quarantined elements are missing.
+    """
+
+    def __init__(
+        self,
+        division: Division,
+        epochs: int,
+        permute: Callable[[int], Rows] | None,
+        quarantined: Sequence[set[int]],
+    ) -> None:
+        self._division = division
+        self._permute = permute
+        self._whole = min(division.length, division.steps_per_epoch * division.batch)  # elements of an epoch
+        count = self._whole * epochs
+        self.lengths = (count, count)
+        self.chosen: Chosen | None = None
+        """The rows of the elements that both runs have; None: those of all elements."""
+        self._places: Rows | None = None
+        if not any(quarantined):
+            return
+        elements = np.concatenate([self._elements(epoch) for epoch in range(epochs)])
+        there, here = (np.isin(elements, [*each], invert=True) for each in quarantined)
+        self.lengths = (int(there.sum()), int(here.sum()))
+        self._places = np.flatnonzero(there & here)
+        rows_a, rows_b = (np.cumsum(each) - 1 for each in (there, here))
+        self.chosen = (rows_a[self._places], rows_b[self._places])
+        self.only = {
+            name: _only(elements[alone]) for name, alone in (("a", there & ~here), ("b", here & ~there))
+        }
+
+    def _elements(self, epoch: int) -> Rows:
+        length = self._division.length
+        order = np.arange(self._whole) if self._permute is None else self._permute(epoch)[: self._whole]
+        return order + epoch * length
+
+    def of(self, row: int) -> dict[str, int]:
+        """Return step, replica and element of a row that was compared, and its numbers if both differ."""
+        place, rows = row, {}
+        if self.chosen is not None and self._places is not None:
+            place = int(self._places[row])
+            rows = {"row": int(self.chosen[0][row]), "row_b": int(self.chosen[1][row])}
+        division = self._division
+        epoch, position = divmod(place, self._whole)
+        step = epoch * division.steps_per_epoch + position // division.batch
+        replica = position % division.batch // -(-division.rows(step) // division.replicas)
+        index = position if self._permute is None else int(self._permute(epoch)[position])
+        return {**rows, "step": step, "replica": replica, "element": epoch * division.length + index}
+
+
+def _only(elements: Rows) -> dict[str, Any]:
+    """Return the number of rows that only one run has, and the first of their elements."""
+    return {"rows": len(elements), "elements": elements[:ELEMENTS_MAX].tolist()}
+
+
+def _order(there: ComparedRun, here: ComparedRun, stage: str) -> _Order | None:
+    """Return the order of the rows of a gather, as far as the spec's contract decides it."""
     if there.history is None or here.history is None:
-        return {}
+        return None
     a, b = there.history.header, here.history.header
     stage = stage.partition("/")[0]
-    spec = a.spec["stages"].get(stage, {})
-    if spec.get("per") in ("step", "epoch"):
-        return {spec["per"]: found.row}
     contract = ("replicas", "seed", "datasets")
-    if spec.get("gather") != 0 or any(a.spec[name] != b.spec[name] for name in contract):
-        return {}
-    pass_ = next((each for each in a.passes.values() if stage in each["folds"]), None)
-    if pass_ is None or there.ledger.get("quarantined") or here.ledger.get("quarantined"):
-        return {}
+    if a.spec["stages"].get(stage, {}).get("gather") != 0 or any(a.spec[x] != b.spec[x] for x in contract):
+        return None
+    histories = (there.history, here.history)
+    passes = [
+        next(((key, each) for key, each in history.header.passes.items() if stage in each["folds"]), None)
+        for history in histories
+    ]
+    if passes[0] is None or passes[1] is None:
+        return None
+    pass_ = passes[0][1]
     name = pass_["dataset"]
-    planned = there.about.get("plan", {}).get("datasets", {}).get(name, {})
-    length, dataset = planned.get("elements_per_epoch"), a.spec["datasets"][name]
-    if not length or pass_["batch"] != dataset["batch"]:
-        return {}
+    lengths = {
+        run.about.get("plan", {}).get("datasets", {}).get(name, {}).get("elements_per_epoch")
+        for run in (there, here)
+    }
+    length, dataset = next(iter(lengths)), a.spec["datasets"][name]
+    if len(lengths) > 1 or not length or pass_["batch"] != dataset["batch"]:
+        return None
+    quarantined = [
+        {*history.passes[found[0]].quarantined} if found is not None and found[0] in history.passes else set()
+        for history, found in zip(histories, passes, strict=True)
+    ]
+    if any(quarantined) and length * dataset["epochs"] > POSITIONS_MAX:
+        return None
     division = Division(length, dataset["batch"], a.replicas, dataset["drop_remainder"])
-    whole = min(length, division.steps_per_epoch * division.batch)
-    if found.rows != (whole * dataset["epochs"],) * 2:  # the rows are not one for each element
+    seed = a.spec["seed"]
+    permute = (lambda epoch: permutation(seed, name, epoch, length)) if dataset["shuffle"] else None
+    return _Order(division, dataset["epochs"], permute, quarantined)
+
+
+def _place(
+    there: ComparedRun, here: ComparedRun, stage: str, row: int, order: _Order | None
+) -> dict[str, int]:
+    """Return step, replica and element of a row, as far as they are known."""
+    if there.history is None or here.history is None:
         return {}
-    epoch, position = divmod(found.row, whole)
-    step = epoch * division.steps_per_epoch + position // division.batch
-    replica = position % division.batch // -(-division.rows(step) // a.replicas)
-    index = (
-        int(permutation(a.spec["seed"], name, epoch, length)[position]) if dataset["shuffle"] else position
-    )
-    return {"step": step, "replica": replica, "element": epoch * length + index}
+    per = there.history.header.spec["stages"].get(stage.partition("/")[0], {}).get("per")
+    if per in ("step", "epoch"):
+        return {per: row}
+    return {} if order is None else order.of(row)
 
 
 # -- text ---------------------------------------------------------------------------------------------
@@ -293,10 +384,11 @@ def _of_entry(entry: Mapping[str, Any]) -> Iterator[str]:
     a, b = entry["rows"]
     if a != b:
         texts.append(f"{a:,} rows in A, {b:,} in B")
+    only = entry.get("only", {"a": {"rows": 0}, "b": {"rows": 0}})
+    texts += [_only_in(name.upper(), each) for name, each in only.items() if each["rows"]]
     if entry["differing"]:
-        texts.append(
-            f"{entry['differing']:,} of {min(a, b):,} rows differ" if (a, b) != (1, 1) else "differs"
-        )
+        both = min(a - only["a"]["rows"], b - only["b"]["rows"])
+        texts.append(f"{entry['differing']:,} of {both:,} rows differ" if (a, b) != (1, 1) else "differs")
     if entry["nan"]:
         texts.append(f"{entry['nan']:,} number{'s are' if entry['nan'] != 1 else ' is'} NaN in one run only")
     if entry["max_abs"]:
@@ -310,6 +402,14 @@ def _of_entry(entry: Mapping[str, Any]) -> Iterator[str]:
         kinds = ("epoch", "step", "replica", "element")
         place = ", ".join(f"{kind} {first[kind]}" for kind in kinds if kind in first)
         row = "" if (a, b) == (1, 1) else f"row {first['row']}"
+        if first.get("row_b", first["row"]) != first["row"]:
+            row += f" in A, {first['row_b']} in B"
         where = f"{row} ({place})" if row and place else row or place
         where = ", ".join(filter(None, (where, first["path"])))
         yield f"    first{' at ' if where else ''}{where}: {first['a']} in A, {first['b']} in B"
+
+
+def _only_in(run: str, only: Mapping[str, Any]) -> str:
+    elements = ", ".join(map(str, only["elements"])) + ", ..." * (only["rows"] > len(only["elements"]))
+    words = ("row", "element") if only["rows"] == 1 else ("rows", "elements")
+    return f"{only['rows']:,} {words[0]} only in {run} ({words[1]} {elements})"

@@ -12,7 +12,7 @@ import math
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -32,6 +32,9 @@ _CELL_BYTES_MAX = 2**30  # of a .csv
 _ABSENT: Final = object()
 _NUMBERS: Final = "biufc"  # kinds of dtypes
 _WITH_NAN: Final = "fcmM"
+
+Rows = NDArray[np.int64]  # row numbers, ascending
+Chosen = tuple[Rows, Rows]  # the rows of A and of B to compare, the first ones with each other, and so on
 
 
 class Differences(Struct):
@@ -98,18 +101,21 @@ def files_in(folder: Path) -> list[Path]:
     return sorted(each for each in folder.rglob("*") if not each.is_dir())
 
 
-def compare_files(a: Path, b: Path) -> Differences:
-    """Return the differences of two files; their endings are their formats."""
+def compare_files(a: Path, b: Path, chosen: Chosen | None = None) -> Differences:
+    """Return the differences of two files; their endings are their formats.
+
+    `chosen`: the rows to compare, which both must have; None: row 0 with row 0, and so on.
+    """
     try:
         if same_bytes(a, b):
             return Differences()
         if a.suffix != b.suffix:
             return Differences(f"{a.suffix} in A, {b.suffix} in B, which are not compared")
         comparison = None if a.is_dir() else _COMPARISONS.get(a.suffix)
-        found = Differences("their bytes differ") if comparison is None else comparison(a, b)
+        found = Differences("their bytes differ") if comparison is None else comparison(a, b, chosen)
     except (OSError, ValueError, ImportError, zipfile.BadZipFile, csv.Error) as error:
         return Differences(f"can't be compared: {error}")
-    if found.is_empty:
+    if found.is_empty and chosen is None:
         found.problem = "the values are equal, but not the bytes, such as the signs of zeros"
     return found
 
@@ -117,9 +123,9 @@ def compare_files(a: Path, b: Path) -> Differences:
 # -- trees --------------------------------------------------------------------------------------------
 
 
-def compare_trees(a: object, b: object) -> Differences:
+def compare_trees(a: object, b: object, chosen: Chosen | None = None) -> Differences:
     """Return the differences of two JSON values; rows are the items of a list, or of the lists of an object."""
-    return _compare_rows(_rows_of(a), _rows_of(b))
+    return _compare_rows(_rows_of(a), _rows_of(b), chosen)
 
 
 def _rows_of(value: object) -> Iterator[object]:
@@ -132,7 +138,11 @@ def _rows_of(value: object) -> Iterator[object]:
     return iter([value])
 
 
-def _compare_rows(there: Iterator[object], here: Iterator[object]) -> Differences:
+def _compare_rows(
+    there: Iterator[object], here: Iterator[object], chosen: Chosen | None = None
+) -> Differences:
+    if chosen is not None:
+        there, here = (compress(rows, _mask(each)) for rows, each in zip((there, here), chosen, strict=True))
     found = Differences()
     counts = [0, 0]
     for row, (a, b) in enumerate(zip_longest(there, here, fillvalue=_ABSENT)):
@@ -147,6 +157,12 @@ def _compare_rows(there: Iterator[object], here: Iterator[object]) -> Difference
             _measure(found, x, y)
     found.rows = (counts[0], counts[1])
     return found
+
+
+def _mask(rows: Rows) -> NDArray[np.bool_]:
+    mask = np.zeros(int(rows[-1]) + 1 if len(rows) else 0, np.bool_)
+    mask[rows] = True
+    return mask
 
 
 def _leaves(a: object, b: object, path: str) -> Iterator[tuple[str, object, object]]:
@@ -192,7 +208,7 @@ def _number(value: object) -> float | int | None:
 # -- formats with rows --------------------------------------------------------------------------------
 
 
-def _csv(a: Path, b: Path) -> Differences:
+def _csv(a: Path, b: Path, chosen: Chosen | None) -> Differences:
     reader = csv_of_long_fields(_CELL_BYTES_MAX).reader
     with (
         a.open(encoding="utf-8", newline="", errors="surrogatepass") as there,
@@ -204,6 +220,7 @@ def _csv(a: Path, b: Path) -> Differences:
         found = _compare_rows(
             (dict(zip(names_a, row, strict=False)) for row in rows_a),
             (dict(zip(names_b, row, strict=False)) for row in rows_b),
+            chosen,
         )
     return _with_schemas(found, "columns", names_a, names_b)
 
@@ -214,18 +231,18 @@ def _with_schemas(found: Differences, what: str, a: object, b: object) -> Differ
     return found
 
 
-def _jsonl(a: Path, b: Path) -> Differences:
+def _jsonl(a: Path, b: Path, chosen: Chosen | None) -> Differences:
     with a.open(encoding="utf-8") as there, b.open(encoding="utf-8") as here:
-        return _compare_rows(map(json.loads, there), map(json.loads, here))
+        return _compare_rows(map(json.loads, there), map(json.loads, here), chosen)
 
 
-def _json(a: Path, b: Path) -> Differences:
+def _json(a: Path, b: Path, chosen: Chosen | None) -> Differences:
     if max(a.stat().st_size, b.stat().st_size) > JSON_BYTES_MAX:
         return Differences("their bytes differ; files of this size are compared by their bytes only")
-    return compare_trees(json.loads(a.read_bytes()), json.loads(b.read_bytes()))
+    return compare_trees(json.loads(a.read_bytes()), json.loads(b.read_bytes()), chosen)
 
 
-def _parquet(a: Path, b: Path) -> Differences:
+def _parquet(a: Path, b: Path, chosen: Chosen | None) -> Differences:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(a) as there, pq.ParquetFile(b) as here:
@@ -234,7 +251,7 @@ def _parquet(a: Path, b: Path) -> Differences:
             for batch in file.iter_batches(4096):
                 yield from batch.to_pylist()
 
-        found = _compare_rows(rows(there), rows(here))
+        found = _compare_rows(rows(there), rows(here), chosen)
         types = [{field.name: str(field.type) for field in file.schema_arrow} for file in (there, here)]
     return _with_schemas(found, "columns", types[0], types[1])
 
@@ -242,25 +259,27 @@ def _parquet(a: Path, b: Path) -> Differences:
 # -- arrays -------------------------------------------------------------------------------------------
 
 
-def _npy(a: Path, b: Path) -> Differences:
+def _npy(a: Path, b: Path, chosen: Chosen | None) -> Differences:
     found = Differences()
     with a.open("rb") as there, b.open("rb") as here:
-        _compare_arrays(found, "", there, here)
+        _compare_arrays(found, "", there, here, chosen)
     return found
 
 
-def _npz(a: Path, b: Path) -> Differences:
+def _npz(a: Path, b: Path, chosen: Chosen | None) -> Differences:
     found = Differences()
     with zipfile.ZipFile(a) as there, zipfile.ZipFile(b) as here:
         names, others = there.namelist(), here.namelist()
         for name in sorted({*names} & {*others}):
             with ExitStack() as stack:
                 files = [stack.enter_context(each.open(name)) for each in (there, here)]
-                _compare_arrays(found, name.removesuffix(".npy"), files[0], files[1])
+                _compare_arrays(found, name.removesuffix(".npy"), files[0], files[1], chosen)
     return found if found.problem else _with_schemas(found, "members", sorted(names), sorted(others))
 
 
-def _compare_arrays(found: Differences, name: str, there: IO[bytes], here: IO[bytes]) -> None:
+def _compare_arrays(
+    found: Differences, name: str, there: IO[bytes], here: IO[bytes], chosen: Chosen | None
+) -> None:
     (shape, fortran, dtype), other = _header(there), _header(here)
     label = f"{name}: " if name else ""
     if dtype != other[2]:
@@ -277,14 +296,41 @@ def _compare_arrays(found: Differences, name: str, there: IO[bytes], here: IO[by
     row = math.prod(shape[1:])
     step = max(1, BLOCK_BYTES // max(1, row * max(dtype.itemsize, other[2].itemsize)))
     differing = 0
-    for first in range(0, min(counts), step):
-        size = min(step, min(counts) - first)
-        x, y = (
-            np.frombuffer(file.read(size * row * kind.itemsize), kind).reshape(size, row)
-            for file, kind in ((there, dtype), (here, other[2]))
-        )
+    total, rows_a, rows_b = (min(counts), None, None) if chosen is None else (len(chosen[0]), *chosen)
+    readers = [_RowReader(there, dtype, row, step, rows_a), _RowReader(here, other[2], row, step, rows_b)]
+    for first in range(0, total, step):
+        size = min(step, total - first)
+        x, y = (reader.read(first, size) for reader in readers)
         differing += _compare_blocks(found, name, first, shape[1:], x, y)
     found.differing = max(found.differing, differing)
+
+
+class _RowReader:
+    """Reads blocks of rows of an array, or of those that are chosen, one after the other."""
+
+    def __init__(
+        self, file: IO[bytes], dtype: np.dtype[Any], row: int, rows_max: int, chosen: Rows | None
+    ) -> None:
+        self._file, self._dtype, self._row = file, dtype, row  # the elements of a row
+        self._rows_max = rows_max  # that are read at a time
+        self._chosen = chosen
+        self._at = 0
+
+    def read(self, first: int, size: int) -> NDArray[Any]:
+        if self._chosen is None:
+            return self._next(size)
+        wanted = self._chosen[first : first + size]
+        parts = []
+        while self._at <= int(wanted[-1]):
+            begin = self._at
+            block = self._next(min(self._rows_max, int(wanted[-1]) + 1 - begin))
+            parts.append(block[wanted[(wanted >= begin) & (wanted < self._at)] - begin])
+        return np.concatenate(parts)
+
+    def _next(self, size: int) -> NDArray[Any]:
+        self._at += size
+        data = self._file.read(size * self._row * self._dtype.itemsize)
+        return np.frombuffer(data, self._dtype).reshape(size, self._row)
 
 
 def _header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
@@ -331,7 +377,7 @@ def _compare_blocks(
     return int(rows.sum())
 
 
-_COMPARISONS: Final[Mapping[str, Callable[[Path, Path], Differences]]] = {
+_COMPARISONS: Final[Mapping[str, Callable[[Path, Path, Chosen | None], Differences]]] = {
     ".npy": _npy,
     ".npz": _npz,
     ".csv": _csv,

@@ -106,13 +106,15 @@ def test_a_changed_element_is_found_at_its_step(runs: dict[str, Path], ending: s
 def test_the_contract_gives_the_element_of_each_row(runs: dict[str, Path]) -> None:
     there, here = (of_runs.ComparedRun.of(runs[name]) for name in ("a", "b"))
     values = np.load(runs["a"] / "npy.npy")
+    order = of_runs._order(there, here, "npy")
+    assert order is not None
+    assert order.lengths == (len(values), len(values))
     for row, half in enumerate(values):
-        place = of_runs._place(there, here, "npy", Differences(rows=(len(values), len(values)), row=row))
+        place = order.of(row)
         epoch, element = divmod(place["element"], LENGTH)
         assert (epoch, element) == (row // LENGTH, 2 * half)
         assert place["step"] == epoch * -(-LENGTH // BATCH) + row % LENGTH // BATCH
-    shorter = Differences(rows=(len(values), len(values) - 1), row=3)
-    assert of_runs._place(there, here, "npy", shorter) == {}, "rows are not elements"
+    assert of_runs._order(there, here, "sums") is None, "its rows are not elements"
 
 
 GOLDEN = """\
@@ -162,6 +164,73 @@ def test_the_text_of_typical_differences(runs: dict[str, Path]) -> None:
     assert "  state: 'finished' in A, 'failed' in B\n" in text
     assert "  npy: B has no value\n" in text
     assert printed("a", "same")[0] == 0
+
+
+def checked(x: np.ndarray, rejects: list[int], shift: int) -> dict[str, Any]:
+    if np.isin(x, rejects).any():
+        raise ValueError("a bad element")
+    return {"id": x, "y": x / 2 + (x == shift) / 4}
+
+
+def halves_of(x: dict[str, np.ndarray]) -> np.ndarray:
+    return x["y"]
+
+
+def quarantined_spec(rejects: list[int], shift: int) -> dict[str, Any]:
+    name = f"{__name__}:"
+    stage = {"run": name + "checked", "with": {"rejects": rejects, "shift": shift}, "on_error": "quarantine"}
+    return spec(-1) | {
+        "stages": {
+            "values": stage,
+            "array": {"run": name + "halves_of", "of": "values"},
+            **{e: {"gather": 0, "of": "array" if e == "npy" else "values"} for e in ENDINGS},
+            "kept": {"gather": 0, "of": "array"},
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def quarantined(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two runs: both lack element 3, A also 17 and 23, B also 40; element 11 has another value in B."""
+    folder = tmp_path_factory.mktemp("quarantined")
+    pipedist.run(quarantined_spec([3, 17, 23], -1), output=folder / "a")
+    pipedist.run(quarantined_spec([3, 40], 11), output=folder / "b")
+    return folder / "a", folder / "b"
+
+
+@pytest.mark.parametrize("stage", [*ENDINGS, "kept"])
+def test_rows_are_compared_by_element(
+    quarantined: tuple[Path, Path], stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipedist.report.file_differences.BLOCK_BYTES", 64)
+    found = of_runs.compare(*quarantined)
+    entry = next(each for each in found["results"] if each["stage"] == stage)
+    assert not entry["same"]
+    assert (entry["rows"], entry["differing"], entry["max_abs"]) == ([94, 96], 2, 0.25)
+    assert {name: each["rows"] for name, each in entry["only"].items()} == {"a": 2, "b": 4}
+    assert {*entry["only"]["a"]["elements"]} == {40, LENGTH + 40}
+    assert {*entry["only"]["b"]["elements"]} == {17, 23, LENGTH + 17, LENGTH + 23}
+    first = entry["first"]
+    assert first["element"] == 11
+    files = [np.load(path / "npy.npy") for path in quarantined]
+    rows = [int(np.flatnonzero(values == y)[0]) for values, y in zip(files, (5.5, 5.75), strict=True)]
+    assert [first["row"], first["row_b"]] == rows
+    [line, _] = of_runs._of_entry(entry)
+    assert ": 94 rows in A, 96 in B, 2 rows only in A (elements " in line
+    assert ", 2 of 92 rows differ, max abs 0.25," in line
+
+
+def test_a_restored_row_is_the_only_difference(quarantined: tuple[Path, Path], tmp_path: Path) -> None:
+    pipedist.run(
+        quarantined_spec([17, 23], -1) | {"dataset": {"range": LENGTH, "batch": BATCH}}, output=tmp_path / "a"
+    )
+    pipedist.run(
+        quarantined_spec([17], -1) | {"dataset": {"range": LENGTH, "batch": BATCH}}, output=tmp_path / "b"
+    )
+    found = of_runs.compare(tmp_path / "a", tmp_path / "b")
+    assert not found["same"]
+    [line] = of_runs._of_entry(next(each for each in found["results"] if each["stage"] == "csv"))
+    assert line == "  csv (csv.csv): 48 rows in A, 49 in B, 1 row only in B (element 23)"
 
 
 def test_the_json_document(runs: dict[str, Path]) -> None:
