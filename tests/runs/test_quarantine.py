@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 import pipedist
 from pipedist.cli.run_command import RunOptions, execute
@@ -467,9 +468,25 @@ def test_a_run_in_which_every_element_fails_ends_at_the_limit_and_resumes(tmp_pa
     text = str(caught.value)
     assert "stage a, step 0, replica" in text
     assert "ValueError: indigestible" in text
-    assert "quarantine_max" in text
+    assert "Raise `quarantine_max` and rerun with --resume, or fix the function" in text
     result = pipedist.run(doc | {"quarantine_max": N}, workers=2, output=tmp_path, resume=True)
     assert result.ledger.quarantined == N
+
+
+def test_the_command_line_says_once_how_to_continue_after_the_limit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "rows.yaml"
+    options = RunOptions(str(spec), workers=1, output=str(tmp_path / "out"))
+    doc = csv_document(tmp_path)
+    doc["dataset"]["batch"] = 2  # the steps before that of the first bad row are committed
+    spec.write_text(json.dumps(doc | {"quarantine_max": 1}))
+    assert execute(options) == 1
+    err = capfd.readouterr().err
+    assert [err.count(option) for option in ("rerun with --resume", "rerun with --reuse")] == [1, 1]
+    assert err.endswith("\nCommitted steps and finished calls are kept.\n")
+    spec.write_text(json.dumps(doc | {"quarantine_max": 2}))
+    assert execute(structs.replace(options, resume=True)) == 3
 
 
 def test_a_large_quarantined_file_is_listed_with_its_path_and_first_bytes(tmp_path: Path) -> None:
