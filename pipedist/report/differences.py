@@ -89,7 +89,7 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     stages = list(dict.fromkeys((*there.document.get("results", {}), *here.document.get("results", {}))))
     results = [_stage(there, here, key) for name in stages for key in _files_of(there, here, name)]
     if QUARANTINE in there.record.files or QUARANTINE in here.record.files:
-        results.append(_entry("", QUARANTINE, *_files(there.path / QUARANTINE, here.path / QUARANTINE)))
+        results.append(_quarantine(there.path / QUARANTINE, here.path / QUARANTINE))
     ledger = [*_lines(there.ledger, here.ledger, "")]
     ends = [*_lines(there.state, here.state, "state"), *_lines(there.failure, here.failure, "error")]
     return {
@@ -233,6 +233,29 @@ def _entry(stage: str, file: str, problem: str, found: Differences) -> dict[str,
         "problem": problem or found.problem,
         "first": {**first, "a": a, "b": b} if found.row >= 0 else None,
     }
+
+
+def _quarantine(a: Path, b: Path) -> dict[str, Any]:
+    """Compare the lines of quarantined elements, by element."""
+    problem, found = _files(a, b)
+    if problem or found.problem or found.is_empty:
+        return _entry("", QUARANTINE, problem, found)
+    lines = [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in (a, b)]
+    keys = [[(each["dataset"], each["stage"], each["element"]) for each in run] for run in lines]
+    both = {*keys[0]} & {*keys[1]}
+    there, here = (np.array([key in both for key in run], np.bool_) for run in keys)
+    chosen = (np.flatnonzero(there), np.flatnonzero(here))
+    if [keys[0][row] for row in chosen[0]] != [keys[1][row] for row in chosen[1]]:  # another order
+        return _entry("", QUARANTINE, problem, found)
+    rows = found.rows
+    problem, found = _files(a, b, chosen)
+    found.rows = rows
+    if found.row >= 0:
+        found.row = int(chosen[0][found.row])
+    elements = [np.array([key[2] for key in run], np.int64) for run in keys]
+    only = {"a": _only(elements[0][~there]), "b": _only(elements[1][~here])}
+    entry = _entry("", QUARANTINE, problem, found)
+    return entry | {"only": only, "same": entry["same"] and len(both) == len(keys[0]) == len(keys[1])}
 
 
 class _Order:

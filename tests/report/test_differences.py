@@ -220,6 +220,21 @@ def test_rows_are_compared_by_element(
     assert ", 2 of 92 rows differ, max abs 0.25," in line
 
 
+def test_other_quarantined_elements_are_named(quarantined: tuple[Path, Path]) -> None:
+    entry = of_runs.compare(*quarantined)["results"][-1]
+    assert (entry["file"], entry["same"], entry["differing"]) == ("quarantine.jsonl", False, 0)
+    assert {*entry["only"]["a"]["elements"]} == {17, 23, LENGTH + 17, LENGTH + 23}
+    assert {*entry["only"]["b"]["elements"]} == {40, LENGTH + 40}
+
+
+def test_a_quarantine_that_is_no_json_is_reported(quarantined: tuple[Path, Path], tmp_path: Path) -> None:
+    import shutil
+
+    copy = shutil.copytree(quarantined[0], tmp_path / "copy")
+    (copy / "quarantine.jsonl").write_text("{")
+    assert of_runs.compare(quarantined[0], copy)["results"][-1]["problem"].startswith("can't be compared: ")
+
+
 def test_a_restored_row_is_the_only_difference(quarantined: tuple[Path, Path], tmp_path: Path) -> None:
     pipedist.run(
         quarantined_spec([17, 23], -1) | {"dataset": {"range": LENGTH, "batch": BATCH}}, output=tmp_path / "a"
@@ -231,6 +246,8 @@ def test_a_restored_row_is_the_only_difference(quarantined: tuple[Path, Path], t
     assert not found["same"]
     [line] = of_runs._of_entry(next(each for each in found["results"] if each["stage"] == "csv"))
     assert line == "  csv (csv.csv): 48 rows in A, 49 in B, 1 row only in B (element 23)"
+    [line] = of_runs._of_entry(found["results"][-1])
+    assert line == "  quarantine.jsonl: 2 rows in A, 1 in B, 1 row only in A (element 23)"
 
 
 def test_the_json_document(runs: dict[str, Path]) -> None:
