@@ -31,7 +31,13 @@ HOME = "/home/me/project"
 SECONDS_MAX = 100
 UNUSED = {"text", "csv", "dockerfile", "bash", "html", "diff", "ini", "jsonl", "md"}
 _DIFFERS = (
-    (re.compile(r"^[\w-]+: .* so far\b.*\n", re.MULTILINE), ""),  # progress of a run that takes a while
+    # progress of a run or a simulation that takes a while
+    (
+        re.compile(
+            r"^[\w-]+(?: phase .*)?: (?:\d+%, )?\d[\d,]* (?:of .* )?(?:call|seed)s?, .*\n", re.MULTILINE
+        ),
+        "",
+    ),
     (re.compile(r"^pipedist: .* takes long, so it is executed on .*\n", re.MULTILINE), ""),
     # the closing table
     (re.compile(r"^stages? +calls .*?(?=^phase |^\.\.\.$)", re.MULTILINE | re.DOTALL), "TIMES\n"),
