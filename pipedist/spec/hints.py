@@ -35,6 +35,15 @@ SOURCES_BY_ENDING: Final = {
 }
 """The source that reads files of an ending."""
 
+OPS_ELSEWHERE: Final = {
+    **dict.fromkeys(("avg", "average"), "mean"),
+    **dict.fromkeys(("add", "total"), "sum"),
+    **dict.fromkeys(("product", "mul", "multiply"), "prod"),
+    "minimum": "min",
+    "maximum": "max",
+}
+"""What other systems call the ops of `reduce`."""
+
 _THE_SPEC: Final = "the spec itself"
 _SECTIONS: Final[Mapping[str, type[Section]]] = {
     _THE_SPEC: SpecSection,
@@ -97,11 +106,13 @@ def source_of_path(dataset: Mapping[object, object]) -> str:
 
 
 def function_meant(text: str, expected: str) -> str:
-    """Return the name of a function that a text probably means, or ""; `expected` is the phrase of its key."""
+    """Return the name of a function, or of an op, that a text probably means, or ""; `expected`: of its key."""
     if "package.module:" not in expected:
         return ""
     if text in _COMBINERS and "combine" in expected:
         return f"pipedist.combiners:{text}"
+    if expected.startswith(OPS[0]) and text.lower() in OPS_ELSEWHERE:
+        return OPS_ELSEWHERE[text.lower()]
     module, colon, attribute = text.strip().removesuffix("()").removeprefix("./").partition(":")
     if not colon:
         module, _, attribute = module.rpartition(".")
