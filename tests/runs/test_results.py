@@ -332,6 +332,18 @@ def test_a_large_value_without_an_output_is_in_a_file_of_the_run_folder(
     assert not list((tmp_path / ".pipedist").glob("values/*/ys.npy"))
 
 
+def keys_in_no_order(x: Any) -> dict[str, Any]:
+    return {"n": len(x), "bmi": float(x[0]), "at": 1}
+
+
+@pytest.mark.parametrize("outputs", [{}, {"t": "t.json"}])
+def test_resume_of_a_finished_run_keeps_the_order_of_keys(outputs: dict[str, str], tmp_path: Path) -> None:
+    spec = document(y={"run": keys_in_no_order}, t={"reduce": "sum", "of": "y", "axis": None})
+    for resume in (False, True):
+        result = pipedist.run(spec | {"outputs": outputs}, workers=1, output=tmp_path, resume=resume)
+        assert [*result["t"]] == ["n", "bmi", "at"], resume
+
+
 def test_a_damaged_value_of_a_finished_run_is_taken_from_its_document(tmp_path: Path) -> None:
     spec = document(
         y={"run": f"{F}:double"},
