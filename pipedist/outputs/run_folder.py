@@ -259,6 +259,7 @@ def open_folder(
     accept: bool = False,
     explain: Callable[[Path], str] | None = None,
     since: Callable[[Path], tuple[Sequence[str], Sequence[str]]] | None = None,
+    command: str = "",
 ) -> RunFolder | FinishedRun:
     """Open and lock an output folder, or return the finished run in it.
 
@@ -274,6 +275,7 @@ def open_folder(
         explain: returns the differences from the spec of the run in the folder, given its journal.
         since: returns the changes since a finished run of the same spec, given its journal: of inputs and
             modules, and of the platform.
+        command: the command line of the run without `resume`, for errors; "" if there is none.
     """
     for problem in filter(None, map(path_problem, outputs)):
         raise UsageError(problem)
@@ -342,7 +344,9 @@ def open_folder(
                     folder.take_over(old.run, spec_hash, outputs, stages, stages)
                 stack.pop_all()  # RunFolder closes the lock
                 return folder
-        notice = _decide(old, label, spec_hash=spec_hash, resume=resume, restart=restart, explain=explain)
+        notice = _decide(
+            old, label, spec_hash=spec_hash, resume=resume, restart=restart, explain=explain, command=command
+        )
         with writing(path):
             for name in ("new", "journal"):
                 shutil.rmtree(path / PRIVATE / name, onerror=_unless_missing)
@@ -374,6 +378,7 @@ def _decide(
     resume: bool | Literal["reuse"],
     restart: bool,
     explain: Callable[[Path], str] | None,
+    command: str,
 ) -> str:
     """Return a notice for the user, or raise UsageError."""
     if resume:
@@ -393,9 +398,10 @@ def _decide(
         what = "unfinished run" if old.state == "running" else "failed run"
         same = old.spec == spec_hash
         on = "--resume continues it" if same else "--reuse keeps its unchanged parts"
+        line = f"\n  {command} {on.partition(' ')[0]}" if command else ""
         raise UsageError(
             f"{label} holds the {what} {old.run}: {on}; --restart discards it and begins again; "
-            "--output DIR writes to another folder"
+            f"--output DIR writes to another folder{line}"
         )
     return ""
 

@@ -15,6 +15,7 @@ import ast
 import hashlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -411,6 +412,15 @@ class SpecSource(Struct, frozen=True):
         except PipedistError:  # a value that can't be encoded
             return cls()
         return cls(os.path.abspath(os.fspath(spec)), tuple(sets), kept)
+
+    def command(self, output: str = "") -> str:
+        """Return the command line that runs the spec, "" if there is none; `output`: that of `--output`."""
+        if not self.source or self.params:
+            return ""
+        words = ["pipedist", "run", os.path.relpath(self.source)]
+        for each in self.sets:
+            words += ["--set", each]
+        return shlex.join([*words, "--output", output] if output else words)
 
     def load(self) -> Spec:
         if not self.source:

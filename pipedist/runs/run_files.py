@@ -101,6 +101,7 @@ class RunFiles:
             accept=self._force_code,
             explain=lambda folder: explain(plan, folder),
             since=lambda folder: since(plan, folder),
+            command=self.source.command(self._url or ("" if self._output is None else str(self._output))),
         )
         if isinstance(opened, FinishedRun):
             self.finished = opened

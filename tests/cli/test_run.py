@@ -95,6 +95,7 @@ def test_a_failing_function(pipedist: Command, spec: Path, tmp_path: Path) -> No
     assert (plain.returncode, plain.stdout) == (2, "")
     assert "holds the failed run" in plain.stderr
     assert "--resume continues it; --restart discards it" in plain.stderr
+    assert plain.stderr.endswith("\n  pipedist run squares.yaml --resume\n")
     anew = pipedist("run", "squares.yaml", "--restart")
     assert (anew.returncode, anew.stdout) == (1, "")
 

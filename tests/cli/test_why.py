@@ -93,6 +93,9 @@ def test_a_run_that_was_killed(stalled: subprocess.Popen[str], pipedist: Command
     assert told.returncode == 1
     assert "is not executing: no process on this host replies" in told.stdout
     assert "the run has not ended" in told.stdout
+    assert "\n  pipedist run slow.yaml --resume\n" in told.stdout
+    elsewhere = pipedist("why", str(tmp_path / "out" / "slow"))
+    assert "\n  pipedist run slow.yaml --resume\n" in elsewhere.stdout
     assert json.loads(pipedist("why", "out/slow", "--json").stdout)["state"] == "unfinished"
     (tmp_path / "go").touch()
     assert pipedist("run", "slow.yaml", "--resume").returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def test_without_a_flag_an_unfinished_run_is_refused_and_restart_discards_it(tmp
     assert job.run(kill_at=2) == -signal.SIGKILL
     assert job.run() == 2
     assert "--resume continues it" in job.stderr
+    command = job.stderr.splitlines()[-1]
+    assert re.fullmatch(r"  pipedist run .*\.yaml .*--output .* --resume", command), command
     first = job.history().header.run
     assert job.run("--restart") == 0, job.stderr
     assert job.history().header.run != first
