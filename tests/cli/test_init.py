@@ -126,9 +126,9 @@ def test_a_project_reads_data_of_a_kind(
 
 
 def test_a_column_with_a_cell_that_is_no_number_is_reported(pipedist: Command, tmp_path: Path) -> None:
-    rows = [f"p{row},{row}.5,{row},0{row},2026-01-{row + 10}" for row in range(20)]
-    rows[7], rows[9] = "p,tall,7,x,2026-01-11", "p,1.5,,03,soon"
-    (tmp_path / "people.csv").write_text("\n".join(["name,height,age,zip,day", *rows, ""]))
+    rows = [f"p{row},{row}.5,{row},0{row},2026-01-{row + 10},{'x' * (row % 2) or 1}" for row in range(20)]
+    rows[7], rows[9] = "p,tall,7,x,2026-01-11,1", "p,1.5,,03,soon,1"
+    (tmp_path / "people.csv").write_text("\n".join(["name,height,age,zip,day,mixed", *rows, ""]))
     made = pipedist("init", "p", "--from", "people.csv")
     assert made.returncode == 0, made.stderr
     advice = "To read it as float64, see its comment in p.yaml, and add it to NUMBERS in p_functions.py"
@@ -146,6 +146,13 @@ def test_a_column_with_a_cell_that_is_no_number_is_reported(pipedist: Command, t
     done = pipedist("run", "p/p.yaml", "-w", "1", "-o", "out")
     assert done.returncode == 3, done.stderr
     assert json.loads((tmp_path / "out" / "totals.json").read_text())["rows"] == 18
+
+
+def test_the_comment_of_a_column_stays_in_its_line(pipedist: Command, tmp_path: Path) -> None:
+    (tmp_path / "two\nlines.csv").write_text("a\n" + "1\n" * 20 + "x\n")
+    made = pipedist("init", "p", "--from", "two\nlines.csv")
+    assert made.returncode == 0, made.stderr
+    assert load(tmp_path / "p" / "p.yaml").datasets["dataset"].config["columns"] == {"a": "str"}
 
 
 @pytest.mark.parametrize(

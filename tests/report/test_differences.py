@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 import pipedist
 from pipedist.cli.app import app
@@ -220,11 +221,35 @@ def test_rows_are_compared_by_element(
     assert ", 2 of 92 rows differ, max abs 0.25," in line
 
 
+def test_rows_of_other_data_or_of_very_many_elements_are_not_compared_by_element(
+    quarantined: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here = map(of_runs.ComparedRun.of, quarantined)
+    assert of_runs._order(there, here, "csv") is not None
+    plan = {"datasets": {"dataset": {"elements_per_epoch": LENGTH + 1}}}
+    longer = replace(here, about={**here.about, "plan": plan})
+    assert of_runs._order(there, longer, "csv") is None
+    monkeypatch.setattr(of_runs, "POSITIONS_MAX", LENGTH)
+    assert of_runs._order(there, here, "csv") is None
+
+
 def test_other_quarantined_elements_are_named(quarantined: tuple[Path, Path]) -> None:
     entry = of_runs.compare(*quarantined)["results"][-1]
     assert (entry["file"], entry["same"], entry["differing"]) == ("quarantine.jsonl", False, 0)
     assert {*entry["only"]["a"]["elements"]} == {17, 23, LENGTH + 17, LENGTH + 23}
     assert {*entry["only"]["b"]["elements"]} == {40, LENGTH + 40}
+
+
+def test_quarantined_elements_in_another_order_are_compared_by_line(
+    quarantined: tuple[Path, Path], tmp_path: Path
+) -> None:
+    import shutil
+
+    copy = shutil.copytree(quarantined[0], tmp_path / "copy")
+    lines = (copy / "quarantine.jsonl").read_text().splitlines()
+    (copy / "quarantine.jsonl").write_text("\n".join(reversed(lines)) + "\n")
+    entry = of_runs.compare(quarantined[0], copy)["results"][-1]
+    assert (entry["same"], entry["differing"], "only" in entry) == (False, 6, False)
 
 
 def test_a_quarantine_that_is_no_json_is_reported(quarantined: tuple[Path, Path], tmp_path: Path) -> None:
