@@ -15,6 +15,8 @@ import ast
 import hashlib
 import json
 import os
+import pickletools
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -107,8 +109,51 @@ def _plain(value: Any) -> Any:
         return _plain(dict(value))
     if callable(value):
         ref = reference(value)
-        return ref.name or hashlib.sha256(ref.pickled).hexdigest()
+        return ref.name or _digest_of_pickle(ref.pickled)
     return str(value)
+
+
+_CLASS_ID = re.compile(rb"text [0-9a-f]{32}")  # as cloudpickle gives it to a class, with None behind it
+
+
+def _digest_of_pickle(pickled: bytes) -> str:
+    """Return a digest of what a pickle of a function says, which is the same in every process.
+
+    The bytes are not: equal strings are one object or several, which depends on whether the module was compiled or read
+    from its bytecode; sets, as the constant `{"a", "b"}`, have the order of random hashes; and classes have random ids.
+    """
+    tokens: list[bytes] = []
+    marks: list[int] = []  # numbers of tokens
+    memo: list[bytes] = []
+    objects = 0  # in the memo that are no strings
+    text = b""  # the latest token, if it is a string
+    for opcode, argument, _ in pickletools.genops(pickled):
+        name = opcode.name
+        if name == "MEMOIZE":
+            memo.append(text or b"object %d" % objects)
+            objects += not text
+        elif isinstance(argument, str):
+            text = b"text " + argument.encode("utf-8", "surrogatepass")
+            tokens.append(text)
+        elif name not in ("PROTO", "FRAME"):
+            if name == "NONE" and _CLASS_ID.fullmatch(text):
+                tokens[-1] = b"class"
+            text = b""
+            if name == "MARK":
+                marks.append(len(tokens))
+            elif pickletools.markobject in opcode.stack_before:
+                begin = marks.pop()
+                if name in ("FROZENSET", "ADDITEMS"):
+                    tokens[begin:] = sorted(tokens[begin:])
+            if name in ("BINGET", "LONG_BINGET") and argument is not None:
+                tokens.append(memo[argument])
+            else:
+                content = argument if isinstance(argument, bytes | bytearray) else repr(argument).encode()
+                tokens.append(name.encode() + b" " + content)
+    found = hashlib.sha256()
+    for token in tokens:
+        found.update(b"%d " % len(token) + token)
+    return found.hexdigest()
 
 
 # -- files --------------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -292,6 +295,52 @@ def test_ctrl_c_names_the_folder_of_the_results_that_the_same_call_continues(tmp
     assert ended.stderr.splitlines()[-2:] == ["KeyboardInterrupt", note]
     again = run_module("script", (tmp_path / "pid").read_text(), cwd=tmp_path)
     assert again.stdout == "[0, -1, -2]\n", again.stderr
+
+
+BY_VALUE = """
+import dataclasses, sys
+from pathlib import Path
+from pipedist.runs.identity import digest
+from pipedist.spec import load
+
+WEIGHTS = {"a": 1, "of": ("a", b"bytes")}
+
+@dataclasses.dataclass
+class Word:
+    text: str
+    kinds = {"noun", "verb", "name"}
+
+    def score(self):
+        return WEIGHTS.get(self.text, 0) + (self.text in {"x", "y", "z", ("a", "b")})
+
+def scores(shard):
+    return [Word(each).score() + len(__file__) for each in shard]
+
+def later(shard):
+    return scores(shard) if shard else None
+
+if __name__ == "__main__":
+    for fn in (scores, later, lambda x: x in {"p", "q", "r"}, lambda x: x in {"p", "q", "s"}):
+        stages = {"y": {"run": fn}, "t": {"gather": 0, "of": "y"}}
+        print(digest(load({"pipedist": 1, "dataset": {"range": 4, "batch": 2}, "stages": stages})))
+"""
+
+
+def test_a_function_of_a_script_is_the_same_in_each_process(tmp_path: Path) -> None:
+    """Compiled or read from its bytecode, and whatever the hashes of its texts and the ids of its classes are."""
+    (tmp_path / "script.py").write_text(BY_VALUE)
+    found = []
+    for seed in ("1", "2", "3"):
+        env = {name: each for name, each in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        done = subprocess.run(
+            [sys.executable, "-m", "script"], cwd=tmp_path, env={**env, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(done.stdout.split())
+    assert list((tmp_path / "__pycache__").glob("script.*.pyc"))
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 4
 
 
 def test_ctrl_c_without_a_folder_has_no_note(tmp_path: Path) -> None:
