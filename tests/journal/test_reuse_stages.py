@@ -213,7 +213,7 @@ def test_a_kill_while_the_run_is_replaced_loses_nothing(
     folder = tmp_path / "job"
     shutil.copytree(killed.folder, folder, ignore=shutil.ignore_patterns("live"))
     job = Job(folder, added())
-    before = called(job)
+    before = job.calls()
     command = [sys.executable, "-m", "tests.journal.killed_in", function, where, "run", "spec.yaml"]
     command += ["--workers", "1", "--output", "out", "--reuse"]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -221,5 +221,6 @@ def test_a_kill_while_the_run_is_replaced_loses_nothing(
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     change(job, SPEC if where == "before" else added())
     assert job.run("--reuse") == 0, job.stderr
-    assert called(job)["slow"] - before["slow"] == STEPS - 17
+    again = {step for (stage, step, _), n in (job.calls() - before).items() if stage == "slow"}
+    assert again <= {*range(17, STEPS)}, "committed steps are kept; finished calls may be, too"
     assert json.loads((folder / "out" / "total.json").read_text()) == sum(3 * n for n in ELEMENTS)
