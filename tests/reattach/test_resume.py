@@ -67,7 +67,7 @@ def test_results_of_other_code_are_computed_again(tmp_path: Path) -> None:
     with job.outlived(6) as worker:
         before = job.calls()
         job.mend()
-        with job.run("--resume") as again:
+        with job.run("--resume", "--force-code") as again:
             assert again.ends() == 0, again.said
             assert worker.ends() == 0, worker.said
     said = re.findall(r"durable: y: (\d+) step", again.said)
