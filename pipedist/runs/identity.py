@@ -113,6 +113,8 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+_OPCODES_MAX = 200_000  # of a pickle that is read; it takes some 0.2 s
+
 _CLASS_ID = re.compile(rb"text [0-9a-f]{32}")  # as cloudpickle gives it to a class, with None behind it
 
 
@@ -121,13 +123,17 @@ def _digest_of_pickle(pickled: bytes) -> str:
 
     The bytes are not: equal strings are one object or several, which depends on whether the module was compiled or read
     from its bytecode; sets, as the constant `{"a", "b"}`, have the order of random hashes; and classes have random ids.
+
+    A function that captures very many objects has the digest of its bytes: reading them would delay the run.
     """
     tokens: list[bytes] = []
     marks: list[int] = []  # numbers of tokens
     memo: list[bytes] = []
     objects = 0  # in the memo that are no strings
     text = b""  # the latest token, if it is a string
-    for opcode, argument, _ in pickletools.genops(pickled):
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
+        if count == _OPCODES_MAX:
+            return hashlib.sha256(pickled).hexdigest()
         name = opcode.name
         if name == "MEMOIZE":
             memo.append(text or b"object %d" % objects)

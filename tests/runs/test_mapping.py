@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import subprocess
 import sys
@@ -10,12 +11,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 
 import pipedist
 from pipedist.plan.compiler import compile_plan
-from pipedist.runs import api
+from pipedist.runs import api, identity
 from pipedist.runs.identity import modules_of
 from pipedist.spec import load
 from pipedist.worker.mapped import mapped
@@ -341,6 +343,16 @@ def test_a_function_of_a_script_is_the_same_in_each_process(tmp_path: Path) -> N
     assert list((tmp_path / "__pycache__").glob("script.*.pyc"))
     assert found[0] == found[1] == found[2]
     assert len(set(found[0])) == 4
+
+
+def test_a_function_that_captures_very_many_objects_is_known_by_its_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = {"a", "b", "c"}
+    pickled = cloudpickle.dumps(lambda x: x in words)
+    read = identity._digest_of_pickle(pickled)
+    monkeypatch.setattr(identity, "_OPCODES_MAX", 10)
+    assert identity._digest_of_pickle(pickled) == hashlib.sha256(pickled).hexdigest() != read
 
 
 def test_ctrl_c_without_a_folder_has_no_note(tmp_path: Path) -> None:
