@@ -28,7 +28,6 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from pipedist.protocol.codec import Frame
 from pipedist.protocol.messages import Failed, Results
 
 SPANS_MAX = 2**17  # 12 MiB
@@ -512,13 +511,6 @@ class Recorder:
         kept = np.concatenate([thin(older), newer])
         self.count = len(kept)
         self.buffer[: kept.nbytes] = kept.tobytes()
-
-
-def frame_bytes(frames: Sequence[Frame]) -> int:
-    size = 0
-    for frame in frames:
-        size += len(frame) if type(frame) is bytes else memoryview(frame).nbytes
-    return size
 
 
 def thin(spans: NDArray[np.void]) -> NDArray[np.void]:

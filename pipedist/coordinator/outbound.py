@@ -15,13 +15,13 @@ from msgspec import Struct
 
 from pipedist.coordinator.gang_relay import GangRelay
 from pipedist.coordinator.inbound import Rejections
-from pipedist.coordinator.measurements import frame_bytes
 from pipedist.coordinator.notices import Notices
 from pipedist.coordinator.pass_handle import PassHandle, ReadJob
 from pipedist.coordinator.passes import OpenPasses
 from pipedist.coordinator.results import Chunk
 from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.coordinator.worker_registry import VERSIONS_KEPT, Peer
+from pipedist.core.record_format import frame_bytes
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import ElementRanges, ShardRead
 from pipedist.errors import LocalProtocolError, PipedistError, WorkersLost

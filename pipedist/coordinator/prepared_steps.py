@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from pipedist.coordinator.gang_relay import Segment, SegmentPool
-from pipedist.coordinator.measurements import frame_bytes
 from pipedist.coordinator.pass_handle import PassHandle
 from pipedist.coordinator.results import Chunk, open_chunk
 from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.coordinator.worker_registry import Peer
+from pipedist.core.record_format import frame_bytes
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame, encode
 from pipedist.protocol.encoder import encode_arguments

@@ -17,6 +17,7 @@ from pipedist.coordinator.failures import DeathOutcome
 from pipedist.coordinator.launcher import Launcher, WorkerExit
 from pipedist.coordinator.notices import Notices
 from pipedist.coordinator.worker_registry import Peer, WorkerRegistry, differences, rejection_reason
+from pipedist.core.record_format import frame_bytes
 from pipedist.errors import LocalProtocolError, PipedistError, RemoteProtocolError, UsageError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame
@@ -292,7 +293,7 @@ class WorkerPool(WorkerRegistry):
     def share(self, payload: Sequence[Frame]) -> None:
         """Send a value to every supervisor, now or on its first heartbeat if it is kept."""
         message = msg.Share(self._shared.last + 1)
-        self._shared.add(message.number, payload, sum([memoryview(frame).nbytes for frame in payload]))
+        self._shared.add(message.number, payload, frame_bytes(payload))
         for supervisor in self._supervisors.values():
             self._router.send(supervisor.identity, message, payload)
 

@@ -35,6 +35,14 @@ class Head(Struct, frozen=True):
     crc: int  # CRC32 of the frames
 
 
+def frame_bytes(frames: Sequence[Buffer]) -> int:
+    """Return the size of frames together."""
+    size = 0
+    for frame in frames:
+        size += len(frame) if type(frame) is bytes else memoryview(frame).nbytes
+    return size
+
+
 def head_bytes(frames: int) -> int:
     """Return the size of the head of a record, which depends on the number of its frames alone."""
     return _COUNT.size + 8 * frames + 2 * _CRC.size

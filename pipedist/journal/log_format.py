@@ -213,7 +213,7 @@ def unpacked(data: Buffer) -> Tree:
 
 def end_of(buffers: Sequence[Buffer]) -> LogEnd:
     """Return the end of a file that holds one record, from the record's head and frames."""
-    return LogEnd(sum(memoryview(buffer).nbytes for buffer in buffers), crc32(buffers[0]))
+    return LogEnd(record_format.frame_bytes(buffers), crc32(buffers[0]))
 
 
 class RecordLog:

@@ -16,7 +16,7 @@ import msgpack
 from msgspec import Struct, to_builtins
 from msgspec.structs import asdict
 
-from pipedist.core.record_format import Buffer
+from pipedist.core.record_format import Buffer, frame_bytes
 from pipedist.errors import JournalError
 from pipedist.journal.history import NAME, Header, History, PassHistory, StoredValue
 from pipedist.journal.log_format import (
@@ -203,7 +203,7 @@ class Journal:
         """Write large parts to files; add the files they replace to `stale`."""
         parts = {}
         for name, buffers in snapshot.parts.items():
-            size = sum(memoryview(b).nbytes for b in buffers)
+            size = frame_bytes(buffers)
             if size <= INLINE_BYTES_MAX:
                 part = StoredValue(b"".join(buffers))
             else:

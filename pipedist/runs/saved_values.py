@@ -30,12 +30,12 @@ def write_values(folder: Path, results: Mapping[str, Tree]) -> None:
                     record = record_format.pack(encode((stage, value)))
                 except UnsendableError:
                     continue
-                if sum(memoryview(part).nbytes for part in record) <= VALUE_BYTES_MAX:
+                if record_format.frame_bytes(record) <= VALUE_BYTES_MAX:
                     file.writelines(record)
 
 
 def read_values(file: Path) -> dict[str, Tree]:
-    """Return the values, by stage, except those that are damaged or of a class that is gone."""
+    """Return the values, by stage, up to one that is damaged, and except those of a class that is gone."""
     found: dict[str, Tree] = {}
     data = memoryview(file.read_bytes())
     for head in record_format.whole_records(data):

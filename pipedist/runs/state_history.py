@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
 
+from pipedist.core.record_format import frame_bytes
 from pipedist.core.types import Tree
 from pipedist.errors import UsageError
 from pipedist.plan import PassPlan, Plan
@@ -50,7 +51,7 @@ class StateHistory:
                 continue
             self._known[name] = version
             frames = encode(value)
-            fits = sum(memoryview(frame).nbytes for frame in frames) <= VERSION_BYTES_MAX
+            fits = frame_bytes(frames) <= VERSION_BYTES_MAX
             entry = self._log.put(frames if fits else encode(None), [name, version, steps, epochs, fits])
             if entry.at + sum(entry.sizes) > PART_BYTES_MAX:
                 self._parts.append(self._parts[-1] + 1)

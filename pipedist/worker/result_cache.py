@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import astuple, replace
 
 from pipedist.core.platform_id import process_usage
-from pipedist.core.record_format import frames_of, pack, whole_records
+from pipedist.core.record_format import frame_bytes, frames_of, pack, whole_records
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.codec import Frame, UnsendableError, decode, encode
 from pipedist.protocol.messages import CACHED_RANGES_MAX, AssignGang, Failed, Results
@@ -57,7 +57,7 @@ class CachedCalls(Struct, frozen=True):
 
     @property
     def size_bytes(self) -> int:
-        return sum(memoryview(frame).nbytes for frame in self.frames)
+        return frame_bytes(self.frames)
 
     def part(self, lo: int, hi: int) -> CachedCalls:
         if (lo, hi) == (self.lo, self.hi):
