@@ -227,31 +227,28 @@ def explain_run(run: str, *, as_json: bool) -> int:
         return terminal.OK
     state = record.state if record.state in _ENDED else "unfinished"
     folder = path / PRIVATE / "journal"
-    journal, passes, again = ["it has no journal"], [], ""
+    journal, passes, again = ["it has no journal"], [], []
     if is_there(folder / "journal", path):
         found = audit(folder, finished=state == "finished")
         journal, passes = found.lines(), found.passes()
-        again = (
-            ""
-            if found.history is None or state == "finished"
-            else _resume_command(found.history.header, path)
-        )
+        if found.history is not None and state != "finished":
+            again = _resume_command(found.history.header, path)
     if as_json:
         head = {"pipedist_why": VERSION, "run": record.run, "state": state}
         text = json.dumps({**head, "journal": journal, "passes": passes})
     else:
-        text = "\n".join([f"run {record.run} in {path} {_ENDED[state]}", *filter(None, [again]), *journal])
+        text = "\n".join([f"run {record.run} in {path} {_ENDED[state]}", *again, *journal])
     write_out(text + "\n")
     return terminal.FAILED
 
 
-def _resume_command(header: Header, folder: Path) -> str:
-    """Return the line with the command that resumes a run, "" if there is none."""
+def _resume_command(header: Header, folder: Path) -> list[str]:
+    """Return the line with the command that resumes a run, if there is one."""
     from pipedist.runs.identity import SpecSource
 
     output = "" if folder.absolute() == (Path("out") / header.name).absolute() else str(folder)
     command = SpecSource(header.source, tuple(header.sets), header.params).command(output)
-    return f"  {command} --resume" if command else ""
+    return [f"  {command} --resume"] if command else []
 
 
 _ENDED = {

@@ -23,6 +23,7 @@ from pipedist.datasets.sources.paths import is_remote
 from pipedist.errors import UsageError
 from pipedist.outputs.summary import counted
 from pipedist.spec.hints import SOURCES_BY_ENDING
+from pipedist.spec.scalars import printable
 from pipedist.spec.schema import json_schema
 
 HEAD_ROWS = 1000  # from which the types of columns are read
@@ -82,7 +83,7 @@ def _advice(slug: str, data: Data) -> Iterator[str]:
     for column, (kind, why) in data.misfits.items():
         add = f", and add it to NUMBERS in {slug}_functions.py" if data.numbers and kind[-1].isdigit() else ""
         yield (
-            f"{_printable(column)} is read as text: {why}. To read it as {kind}, see its comment in {slug}.yaml{add}\n"
+            f"{printable(column)} is read as text: {why}. To read it as {kind}, see its comment in {slug}.yaml{add}\n"
         )
 
 
@@ -153,13 +154,8 @@ def _misfits(
                 _head("csv", pattern, columns={name: kind}, **dialect)
             except SourceError as error:
                 place, _, fact = str(error).partition(f": column {name!r}: ")
-                found[name] = (kind, _printable(f"{fact} at {place}"))
+                found[name] = (kind, printable(f"{fact} at {place}"))
     return found
-
-
-def _printable(text: str) -> str:
-    """Return a text, such as a file name, as a part of one line."""
-    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _is_tsv(pattern: str) -> bool:

@@ -396,11 +396,13 @@ def _decide(
         )
     if old is not None and not restart and (old.state == "running" or old.resumable):
         what = "unfinished run" if old.state == "running" else "failed run"
-        same = old.spec == spec_hash
-        on = "--resume continues it" if same else "--reuse keeps its unchanged parts"
-        line = f"\n  {command} {on.partition(' ')[0]}" if command else ""
+        if old.spec == spec_hash:
+            option, does = "--resume", "continues it"
+        else:
+            option, does = "--reuse", "keeps its unchanged parts"
+        line = f"\n  {command} {option}" if command else ""
         raise UsageError(
-            f"{label} holds the {what} {old.run}: {on}; --restart discards it and begins again; "
+            f"{label} holds the {what} {old.run}: {option} {does}; --restart discards it and begins again; "
             f"--output DIR writes to another folder{line}"
         )
     return ""

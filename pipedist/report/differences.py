@@ -210,9 +210,7 @@ def _stage(there: ComparedRun, here: ComparedRun, stage: str) -> dict[str, Any]:
         found.rows = rows
     entry = _entry(stage, shown, problem, found)
     if order is not None and order.chosen is not None:
-        only = order.only
-        entry["only"] = only
-        entry["same"] = entry["same"] and not any(each["rows"] for each in only.values())
+        entry = _with_only(entry, order.only)
     if found.row >= 0:
         entry["first"] |= _place(there, here, stage, found.row, order)
     return entry
@@ -235,6 +233,11 @@ def _entry(stage: str, file: str, problem: str, found: Differences) -> dict[str,
     }
 
 
+def _with_only(entry: dict[str, Any], only: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the entry of rows that were compared by element, with those that only one run has."""
+    return entry | {"only": only, "same": entry["same"] and not any(each["rows"] for each in only.values())}
+
+
 def _quarantine(a: Path, b: Path) -> dict[str, Any]:
     """Compare the lines of quarantined elements, by element."""
     problem, found = _files(a, b)
@@ -254,8 +257,7 @@ def _quarantine(a: Path, b: Path) -> dict[str, Any]:
         found.row = int(chosen[0][found.row])
     elements = [np.array([key[2] for key in run], np.int64) for run in keys]
     only = {"a": _only(elements[0][~there]), "b": _only(elements[1][~here])}
-    entry = _entry("", QUARANTINE, problem, found)
-    return entry | {"only": only, "same": entry["same"] and len(both) == len(keys[0]) == len(keys[1])}
+    return _with_only(_entry("", QUARANTINE, problem, found), only)
 
 
 class _Order:

@@ -91,7 +91,7 @@ class Fold(ABC):
         self._delivered = 0  # number of values that were given to the sink
         self._misfit: OutputError | None = None
         """Why the file can't hold a value of the last scopes, which the fold keeps nevertheless."""
-        self.misfit: tuple[int, int] | None = None
+        self.misfit_at: tuple[int, int] | None = None
         """Step and replica of the first component that does not fit the others, for errors, if it is known."""
         self._nothing = 0
         """Number of components, as long as all of them are None; -1 after the first other one."""

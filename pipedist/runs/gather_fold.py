@@ -146,7 +146,7 @@ class GatherFold(Fold):
                     try:
                         concatenate(tried, self._axis, [*names, "this one"][-len(tried) :])
                     except (TypeError, ValueError) as fault:
-                        hint, self.misfit = "", (step, replica)
+                        hint, self.misfit_at = "", (step, replica)
                         if problem := ragged.record_problem(part):
                             return f"step {step}, replica {replica}: {problem}. Return plain dicts, one for each row"
                         if isinstance(part, list | tuple):

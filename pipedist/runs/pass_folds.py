@@ -257,7 +257,7 @@ class PassFolds:
                 raise FoldError(name, self._no_value(name)) from error
             if isinstance(error, OutputError):
                 raise
-            of, misfit = self._plan.spec.stages[name].of, self._folds[name].misfit
+            of, misfit = self._plan.spec.stages[name].of, self._folds[name].misfit_at
             call = None if misfit is None or of not in self._pass.runs else (of, *misfit)
             raise FoldError(name, str(error), origin=origin_of(self._plan, name), call=call) from error
 

@@ -74,7 +74,7 @@ class ReduceFold(Fold):
         self._kinds: set[tuple[str, Any]] = set()  # the dtypes and shapes of the scope
         self._first: tuple[str, Tree] | None = None  # place, dtypes and shapes of a part of the scope
         self._misfits = ""  # its place and that of a part of another dtype or shape
-        self.misfit = None
+        self.misfit_at = None
 
     async def _take(self, steps: Sequence[Sequence[Partial]]) -> None:
         if not self._fits:
@@ -118,7 +118,7 @@ class ReduceFold(Fold):
             place = f"step {step}, replica {replica}"
             self._first = self._first or (place, look)
             if look != self._first[1]:
-                self._misfits, self.misfit = f"{place} does not fit {self._first[0]}: ", (step, replica)
+                self._misfits, self.misfit_at = f"{place} does not fit {self._first[0]}: ", (step, replica)
                 return
 
     @contextmanager

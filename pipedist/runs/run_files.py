@@ -154,9 +154,9 @@ class RunFiles:
     # -- the end of a run ----------------------------------------------------------------------------
 
     def add_origin(self, plan: Plan, error: Exception) -> None:
-        """Add the function of a value that can't be reduced, and the command to replay a call that can be replayed.
+        """Add the function of a value that can't be reduced, and the command that replays the call.
 
-        That needs a spec that a later process can load.
+        A replay needs a folder, and a spec that a later process can load.
         """
         if isinstance(error, CallError) and is_reduced(plan, error.stage):
             error.origin = origin_of(plan, error.stage)

@@ -700,7 +700,7 @@ async def test_a_shape_that_differs_is_reported_with_its_step_when_it_is_combine
         ValueError, match=r"^step 4, replica 0 does not fit step 0, replica 0: .*\(2,\) and \(3,\)"
     ):
         await fold.finish(1)
-    assert fold.misfit == (4, 0)
+    assert fold.misfit_at == (4, 0)
 
 
 @pytest.mark.asyncio
