@@ -35,7 +35,7 @@ PARTS = {
     "pipedist.transport.dealer:unpack": "codec: message heads",
     "pipedist.transport.dealer:pack": "codec: message heads",
     "pipedist.worker.inputs:LeaseShards.find": "find shard",
-    "pipedist.worker.execution:take_ownership": "make results own",
+    "pipedist.worker.outcomes:take_ownership": "make results own",
     "pipedist.worker.execution:as_readonly": "make results own",
     "pipedist.reduction.tree:Reduction.partial": "partial of a reduction",
     "pipedist.worker.stages:Stage.call": "function",

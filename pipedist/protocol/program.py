@@ -135,6 +135,11 @@ class Program(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     fold: str = ""  # the stage that errors name if no function is called: the first fold of the pass
 
     @property
+    def first_stage(self) -> str:
+        """The stage that errors name before a function is called."""
+        return self.stages[0].name if self.stages else self.fold
+
+    @property
     def limits(self) -> tuple[int, ...]:
         """The calls at the same time of each limited stage, in order; 0: only its rate is limited."""
         return tuple(stage.concurrency for stage in self.stages if stage.is_limited)

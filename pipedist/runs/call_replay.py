@@ -20,11 +20,12 @@ from pipedist.protocol.program import Program, Shards, from_frames, load_tree, t
 from pipedist.runs.programs import FINISHED, NEW, init_program, reduction_of
 from pipedist.spec import ReduceSpec, StageSpec
 from pipedist.worker.devices import DevicesUnseen
-from pipedist.worker.execution import Outcome, PassExecutor, Result
+from pipedist.worker.execution import PassExecutor
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
 from pipedist.worker.lease_run import LeaseRun, PersistentLoop, cancel_tasks
 from pipedist.worker.leases import gang_run_of
+from pipedist.worker.outcomes import Outcome, Result
 from pipedist.worker.stages import Call
 
 _SLICE_S, _SLICE_BYTES = 1e6, 2**62  # limits of a slice that no call exceeds
@@ -104,7 +105,7 @@ def execute(replay: CallReplay) -> Replayed:
         outcomes, failures = _run(executor, shards, replay, stack)
         for number in [n for n in outcomes if not failures]:
             emitted = {slot: value for slot, value in outcomes[number].items() if slot in replay.emitted}
-            if (failure := executor.unsendable(number, emitted)) is not None:
+            if (failure := executor.outcomes.unsendable(number, emitted)) is not None:
                 failures[number] = failure
         if failures:
             own = [failures[replay.number]] if replay.number in failures else []

@@ -1,6 +1,6 @@
 """Execution of calls: a pass's program, applied to one shard at a time.
 
-Each call runs the program's stages in order and collects the values that the program emits.
+Each call runs the program's stages in order; `pipedist.worker.outcomes` collects the values that it sends back.
 `pipedist.worker.lease_run` orders the calls of a lease, `pipedist.worker.gangs` those of a gang. In a gang, a
 shard may be empty: only stages that call collectives are called with it, and the outcome lacks the values of the
 others.
@@ -14,7 +14,7 @@ import contextvars
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from operator import lt
 from typing import TYPE_CHECKING, Any
 
@@ -22,74 +22,29 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from pipedist.core import dlpack, functions, ragged, trees
 from pipedist.core.platform_id import process_usage
 from pipedist.core.types import Tree
 from pipedist.errors import PipedistError
-from pipedist.protocol.codec import UnsendableError, encode
-from pipedist.protocol.limits import RESULT_OBJECTS_MAX
 from pipedist.protocol.program import Emit, Program
-from pipedist.reduction.tree import Reduction
 from pipedist.worker import failures, process_setup
-from pipedist.worker.array_isolation import (
-    COPIED_BYTES,
-    as_readonly,
-    check_objects,
-    take_ownership,
-    without_frames,
-)
+from pipedist.worker.array_isolation import COPIED_BYTES, as_readonly
 from pipedist.worker.context import ContextOnDemand, ReplicaContext, current
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import FinishedElements, LeaseShards, Shard, ShardBlock, ShardFinder, States
 from pipedist.worker.log_forwarding import importer
+from pipedist.worker.outcomes import ABSENT, Outcome, OutcomeBuilder, Result
 from pipedist.worker.progress import StageClock
 from pipedist.worker.stages import Call, GangCallContext, Stage
 from pipedist.worker.verification import Digests, check_same, digests_of
 
 if TYPE_CHECKING:
-    from pipedist.worker.variables.replica import ReplicaVariable, ReplicaVariables
+    from pipedist.worker.variables.replica import ReplicaVariable
     from pipedist.worker.waiting_calls import OnRetry, WaitingStage, WorkerShare
 
 
-Outcome = dict[str, Tree]  # the values that one call sends back: {slot: tree}
-Result = tuple[Outcome, int]  # an outcome, and its size in bytes
-
-STORED_S_MIN = 0.001  # the value of a shorter call is not stored for a reuse
-
-STORED_BYTES_PER_S = 4 * 2**20
-"""The value of a call is stored if it has at most this many bytes per second of the call."""
-
-_PLAIN = (bool, int, float, complex, type(None))
-VALUES = frozenset({*_PLAIN, np.ndarray, np.float64, np.float32, np.int64, dict, list, tuple, str})
+_NUMPY = (np.ndarray, np.float64, np.float32, np.int64)
+VALUES = frozenset({bool, int, float, complex, type(None), str, dict, list, tuple, *_NUMPY})
 """Frequent types of results, which are no awaitables: `hasattr` takes longer to find that out."""
-
-
-def _is_worth_storing(value: Tree, seconds: float) -> bool:
-    """Return whether storing a value costs less than to execute its call again.
-
-    Only plain values are stored: a function that reads one later gets what it would have got from the call.
-    """
-    try:
-        size = _plain_bytes(value)
-        if size is None or size > seconds * STORED_BYTES_PER_S:
-            return False
-        encode(value)
-    except (UnsendableError, RecursionError):
-        return False
-    return True
-
-
-def _plain_bytes(value: Tree) -> int | None:
-    """Return the size of a tree of plain values in bytes, None if it has another value."""
-    kind = type(value)
-    if kind is dict or kind is list or kind is tuple:
-        sizes = [_plain_bytes(each) for each in (value.values() if kind is dict else value)]
-        return None if None in sizes else sum(size or 0 for size in sizes) + 16
-    if kind is np.ndarray or isinstance(value, np.generic):
-        return ragged.size_bytes(value) if kind is np.ndarray else int(value.nbytes)
-    if kind is str or kind is bytes:
-        return len(value) + 16
-    return 16 if kind in _PLAIN else None
 
 
 class Tally:
@@ -127,19 +82,11 @@ class PassExecutor:
             True  # whether states are set that a lease without any must remove; True: not known
         )
         self.finder = ShardFinder(program.reader, program.replicas, program.code)
-        emits = [emit for emit in program.emits if emit.of >= -1]
-        self._reduced = [(e, self._to_partial(e)) for e in emits if e.op or e.combine]
-        self._whole = [e for e in emits if not (e.op or e.combine or e.stored)]
-        self._stored = [e for e in emits if e.stored]
-        self._times_stages = bool(self._stored) or len(self._stages) > 1
+        self.outcomes = OutcomeBuilder(program)
+        self._times_stages = self.outcomes.stores or len(self._stages) > 1
         self._stages_s = [0.0] * len(self._stages)  # since `take_costs`
         self.loaded_at_cpu_ns = 0  # the processor time of the process when it had imported the functions
-        self._slots = [emit.slot for emit in emits if not emit.stored]
-        self._assigned = [emit.slot for emit in program.emits if emit.of < -1]  # slots of variables
-        whole = self._whole
-        self._sole = whole[0] if len(self._slots) == len(whole) == 1 and whole[0].of >= 0 else None
-        """The emit of a program that sends back the whole value of one stage only."""
-        self.first_stage = program.stages[0].name if program.stages else program.fold
+        self._first_stage = program.first_stage
         readers = [stage.of for stage in program.stages]
         self._limited = [stage.name for stage in program.stages if stage.is_limited]
         self._quota, self._sharing = (0,) * len(self._limited), 1  # until `use_quota`
@@ -155,26 +102,12 @@ class PassExecutor:
             and program.gang
             and program.reader is None
             and program.threads == threads
-            and not (self._shard_is_shared or self._records_stage or self._stored or program.verify)
+            and not (self._shard_is_shared or self._records_stage or self.outcomes.stores or program.verify)
         )
         """Whether a call is one function of values that came with its lease: a step of a training loop."""
 
-    def _to_partial(self, emit: Emit) -> Callable[[Tree], Tree]:
-        """Return the function that makes the partial of a value for a reduction."""
-        if emit.combine is None:
-            return Reduction.of(emit.op, emit.axis).partial
-        loaded = cache(partial(functions.load, emit.combine, self.program.code))
-        # None: its combine function reports it, unless all values are None
-        return lambda value: None if value is None else loaded().component(value)  # type: ignore[attr-defined]
-
-    def stage_of(self, slot: str) -> str:
-        return next((self._stage_name(e) for e in self.program.emits if e.slot == slot), self.first_stage)
-
-    def _stage_name(self, emit: Emit) -> str:
-        return self._stages[emit.of].name if emit.of >= 0 else self.first_stage
-
     def call(self, number: int, gang: GangCallContext | None = None) -> Call:
-        return Call(number, *divmod(number, self.program.replicas), self.first_stage, gang)
+        return Call(number, *divmod(number, self.program.replicas), self._first_stage, gang)
 
     def use(
         self, states: States, values: Mapping[str, Tree], variables: Mapping[str, ReplicaVariable] = {}
@@ -258,7 +191,7 @@ class PassExecutor:
             del values
             values = self._values(call, shard, empty, wait)
             self._check_same(call, first, values)
-        return self._emit(call, shard.value, values, empty)
+        return self.outcomes.collect(call, shard.value, values, empty=empty)
 
     def _run_step(
         self, stage: Stage, call: Call, value: Tree, wait: Callable[[Awaitable[Any]], Any]
@@ -276,11 +209,11 @@ class PassExecutor:
             if process_setup.is_copy:
                 process_setup.end_copy(stage.name)
             current.reset(token)
-        gang, sole = call.gang, self._sole
+        gang, sole = call.gang, self.outcomes.sole
         if sole is None or gang is None:
-            return self._emit(call, None, [box.pop()], False)
+            return self.outcomes.collect(call, None, [box.pop()], empty=False)
         call.permanent = True
-        return self.owned_outcome(box, sole, gang.variables)
+        return self.outcomes.of_step(box, sole, gang.variables)
 
     def _run_steps(
         self, stage: Stage, call: Call, values: list[Tree], wait: Callable[[Awaitable[Any]], Any]
@@ -289,8 +222,8 @@ class PassExecutor:
         raised, called a collective, or has no result that can be sent. The driver has that one executed alone.
         """
         first, gang, results, size = call.step, call.gang, list[Tree](), 0
+        slot = self.outcomes.sole_slot  # there is one: such steps have no variables
         assert gang is not None
-        assert self._sole is not None  # such steps have no variables
         try:
             if not stage.is_loaded:
                 self._load(stage, call)
@@ -302,30 +235,29 @@ class PassExecutor:
                 owned, bytes_ = context.run(self._run_step, stage, call, value, wait)
                 if alone.was_called:
                     break
-                results.append(owned[self._sole.slot])
+                results.append(owned[slot])
                 size += bytes_
         except BaseException:  # executed again, alone, it is an outcome
             pass
         call.gang, call.permanent = gang, False
-        return {self._sole.slot: results}, size
+        return {slot: results}, size
 
     @property
     def plain_step(self) -> tuple[Stage, Emit] | None:
         """The function of its steps and what it emits, if they need no general run; see `worker.prepared_step`."""
-        if not self._is_step or self._sole is None:
+        sole = self.outcomes.sole
+        if not self._is_step or sole is None:
             return None
         stage = self._stages[0]
-        return (stage, self._sole) if stage.is_loaded and not (stage.is_class or stage.is_async) else None
-
-    @property
-    def sole_slot(self) -> str:
-        """The slot of a program that sends back the whole value of one stage only; "": it sends others."""
-        return "" if self._sole is None else self._sole.slot
+        return (stage, sole) if stage.is_loaded and not (stage.is_class or stage.is_async) else None
 
     @property
     def is_plain(self) -> bool:
         """Whether `run_plain` may execute the calls: one function of the shard, whose whole value is sent."""
-        if self._sole is None or len(self._stages) > 1 or self._stored or self._shard_is_shared or self.waits:
+        outcomes = self.outcomes
+        if outcomes.sole is None or outcomes.stores:
+            return False
+        if len(self._stages) > 1 or self._shard_is_shared or self.waits:
             return False
         stage, program = self._stages[0], self.program
         return stage.takes_shard_only and not (
@@ -348,7 +280,7 @@ class PassExecutor:
         `call` is the running call, and the last one at the end. Its shard is read with those of the next calls, and
         what is the same for all of them is found once. The outcomes in the tally are bare values, see `Tally`.
         """
-        stage, sole = self._stages[0], self._sole
+        stage, sole = self._stages[0], self.outcomes.sole
         assert sole is not None  # see `is_plain`
         name, fn = stage.name, stage.fn
         enter, add, clock = current.set, tally.outcomes.append, time.perf_counter_ns
@@ -387,7 +319,7 @@ class PassExecutor:
                         box = [result]
                         del result
                         call.in_user_code, call.permanent = False, True
-                        owned, size = self.owned(box, sole)
+                        owned, size = self.outcomes.own(box, sole)
                         call.in_user_code, call.permanent = True, False
                         add(owned)
                     tally.bytes += size
@@ -421,8 +353,8 @@ class PassExecutor:
     ) -> list[Tree]:
         values: list[Tree] = []
         for stage in self._stages:
-            if empty and (not stage.collectives or (stage.of >= 0 and values[stage.of] is _ABSENT)):
-                values.append(_ABSENT)
+            if empty and (not stage.collectives or (stage.of >= 0 and values[stage.of] is ABSENT)):
+                values.append(ABSENT)
                 continue
             ctx = self._enter(stage, len(values) + 1, call, shard)
             token = current.set(ctx)
@@ -462,7 +394,7 @@ class PassExecutor:
             for call, before, own in zip(calls, first, values, strict=True):
                 self._check_same(call, before, own)
         return [
-            self._emit(call, shard.value, own, False)
+            self.outcomes.collect(call, shard.value, own, empty=False)
             for call, shard, own in zip(calls, found, values, strict=True)
         ]
 
@@ -493,7 +425,7 @@ class PassExecutor:
             del values
             values = await self._values_among_others(call, shard, finished)
             self._check_same(call, first, values)
-        return self._emit(call, shard.value, values, False)
+        return self.outcomes.collect(call, shard.value, values, empty=False)
 
     async def _values_among_others(self, call: Call, shard: Shard, finished: FinishedElements) -> list[Tree]:
         """Return the values of the stages; `finished` has elements that need no execution."""
@@ -531,7 +463,7 @@ class PassExecutor:
 
     @staticmethod
     def _digests(values: list[Tree]) -> list[Digests]:
-        return [digests_of(None if value is _ABSENT else value) for value in values]
+        return [digests_of(None if value is ABSENT else value) for value in values]
 
     def _check_same(self, call: Call, first: list[Digests], values: list[Tree]) -> None:
         call.permanent = True
@@ -616,107 +548,6 @@ class PassExecutor:
 
         return plain(result)
 
-    def _emit(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
-        """Collect the outcome of the call; empties `values`, so that new arrays need no copy."""
-        call.permanent = True
-        try:
-            return self._collected(call, shard, values, empty)
-        except UnsendableError as error:
-            emit = next((e for e in self.program.emits if call.stage in (e.slot, self._stage_name(e))), None)
-            if emit is None or emit.of < 0:
-                raise
-            raise self._labelled(error, emit) from error
-
-    def owned_outcome(self, box: list[Tree], emit: Emit, variables: ReplicaVariables | None) -> Result:
-        """Return the outcome of a step: the result of its function, see `owned`, and what it assigned."""
-        value, size = self.owned(box, emit)
-        outcome = {emit.slot: value}
-        return outcome, size + (0 if variables is None else self._add_assigned(outcome, variables))
-
-    def _add_assigned(self, outcome: Outcome, variables: ReplicaVariables) -> int:
-        """Add what a call assigned to its outcome; return the size of that."""
-        assigned = variables.assigned()
-        if not assigned:
-            return 0
-        outcome |= dict.fromkeys(self._assigned, assigned)  # read-only, and not referenced elsewhere
-        return sum(value.nbytes for value in assigned.values())
-
-    def owned(self, box: list[Tree], emit: Emit) -> tuple[Tree, int]:
-        """Do what `take_ownership` does with the result of a function, whose name its error has."""
-        try:
-            return take_ownership(box, emit.objects_max)
-        except UnsendableError as error:
-            raise self._labelled(error, emit) from error
-
-    def _labelled(self, error: UnsendableError, emit: Emit) -> UnsendableError:
-        label = self.program.stages[emit.of].function.label
-        return UnsendableError(f"the result of {label} cannot be sent: {error}")
-
-    def _collected(self, call: Call, shard: Tree, values: list[Tree], empty: bool) -> Result:
-        gang = call.gang
-        stored = self._stored and [emit for emit in self._stored if call.seconds[emit.of] >= STORED_S_MIN]
-        if self._sole is not None and not stored and not empty and (gang is None or gang.variables is None):
-            of = self._sole.of
-            call.stage = self._stages[of].name
-            box = [values[of]]
-            values.clear()
-            value, size = take_ownership(box, self._sole.objects_max)
-            return {self._sole.slot: value}, size
-        outcome: Outcome = dict.fromkeys(self._slots)
-        size = 0
-        for emit, to_partial in self._reduced:
-            call.stage = emit.slot if emit.op else self._stage_name(emit)
-            value = values[emit.of] if emit.of >= 0 else _ABSENT if empty else shard
-            if value is _ABSENT:
-                del outcome[emit.slot]
-                continue
-            if emit.op and emit.of >= 0 and isinstance(value, (dict, list, tuple)):
-                check_objects(trees.structure(value), RESULT_OBJECTS_MAX)
-            if not emit.combine:  # which takes dicts of millions of keys
-                value = dlpack.to_host(without_frames(value))
-            try:
-                partial_ = to_partial(value)
-            except (TypeError, ValueError, OverflowError):
-                if not emit.whole:
-                    raise
-                box = [values[emit.of]]  # the driver reduces it, and raises its own error
-                values.clear()
-                del value, outcome[emit.slot]
-                outcome[emit.whole], bytes_ = take_ownership(box, emit.objects_max)
-                size += bytes_
-                continue
-            outcome[emit.slot], bytes_ = take_ownership([partial_])
-            del value, partial_
-            size += bytes_
-        owned: dict[int, Tree] = {}
-        for emit in self._whole:
-            of = emit.of
-            call.stage = self._stage_name(emit)
-            if (values[of] is _ABSENT) if of >= 0 else empty:
-                del outcome[emit.slot]
-                continue
-            if of < 0:
-                outcome[emit.slot] = shard
-                continue
-            if of not in owned:
-                box = [values[of]]
-                values[of] = None
-                owned[of], bytes_ = take_ownership(box, emit.objects_max)
-                size += bytes_
-            outcome[emit.slot] = owned[of]
-        for emit in stored:
-            of = emit.of
-            if _is_worth_storing(owned.get(of, values[of]), call.seconds[of]):
-                if of not in owned:
-                    box = [values[of]]
-                    values[of] = None
-                    owned[of], bytes_ = take_ownership(box)
-                    size += bytes_
-                outcome[emit.slot] = [owned[of]]
-        if gang is not None and gang.variables is not None:
-            size += self._add_assigned(outcome, gang.variables)
-        return outcome, size
-
     def failure(self, call: Call, error: BaseException, *, aborted: bool = False) -> CallFailure:
         """Return the failure of a call that raised, or whose gang another call has ended."""
         final = call.permanent or (call.reading and isinstance(error, PipedistError)) or not _is_plain(error)
@@ -729,18 +560,6 @@ class PassExecutor:
             aborted=aborted,
             culprits=call.culprits,
         )
-
-    def unsendable(self, number: int, outcome: Outcome) -> CallFailure | None:
-        for slot, value in outcome.items():
-            try:
-                encode(value)
-            except UnsendableError as error:
-                stage = self.stage_of(slot)
-                failure = UnsendableError(f"the result of stage {stage!r} cannot be sent: {error}")
-                return failures.describe(
-                    failure, call=number, stage=stage, retryable=False, in_user_code=False
-                )
-        return None
 
     def close(self) -> None:
         self._stages.clear()
@@ -766,7 +585,6 @@ class AloneOnly:
         raise NeedsOthers("this step is executed again, with the other replicas")
 
 
-_ABSENT = object()  # placeholder for the value of a stage that was not called
 _NO_SHARD = Shard(None, None, 0)
 
 

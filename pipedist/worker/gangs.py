@@ -30,10 +30,11 @@ from pipedist.protocol.program import Shards
 from pipedist.worker import process_setup
 from pipedist.worker.context import Collectives
 from pipedist.worker.devices import Devices
-from pipedist.worker.execution import Outcome, PassExecutor, Result
+from pipedist.worker.execution import PassExecutor
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
 from pipedist.worker.lease_run import ExitRequested, FinishedCalls, PersistentLoop, await_result
+from pipedist.worker.outcomes import Outcome, Result
 from pipedist.worker.relay_channel import RelayBuffer, RelayChannel, RelayClient
 from pipedist.worker.stages import Call, GangCallContext
 

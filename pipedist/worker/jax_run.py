@@ -19,12 +19,12 @@ from pipedist.protocol.codec import decode, encode
 from pipedist.protocol.program import JaxDevices
 from pipedist.worker import jax_mesh, jax_program
 from pipedist.worker.devices import DevicesUnseen
-from pipedist.worker.execution import Result
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.gangs import GangRun
 from pipedist.worker.jax_arguments import ReplicaArguments
 from pipedist.worker.jax_mesh import Host, Mesh
 from pipedist.worker.jax_program import NeedsAll
+from pipedist.worker.outcomes import Result
 from pipedist.worker.stages import Call, GangCallContext, Stage
 
 Group = Sequence[Sequence[ReplicaArguments]]  # the arguments of each replica, in each step

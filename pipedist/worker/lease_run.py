@@ -25,9 +25,10 @@ from pipedist.core.types import Tree
 from pipedist.protocol.columns import SlotValues
 from pipedist.protocol.program import Shards
 from pipedist.worker import failures
-from pipedist.worker.execution import Outcome, PassExecutor, Result, Tally
+from pipedist.worker.execution import PassExecutor, Tally
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
+from pipedist.worker.outcomes import Outcome, Result
 from pipedist.worker.progress import Stepped
 from pipedist.worker.stages import Call, CallHeld
 
@@ -214,7 +215,7 @@ class LeaseRun:
         count = len(self._tally.outcomes)
         outcomes: Sequence[Outcome] = self._tally.outcomes[:count]
         if self._is_plain:
-            outcomes = SlotValues(self.executor.sole_slot, outcomes)
+            outcomes = SlotValues(self.executor.outcomes.sole_slot, outcomes)
         del self._tally.outcomes[:count]
         lo = self._taken
         self._taken += count

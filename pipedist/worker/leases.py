@@ -189,7 +189,7 @@ class Leases:
         except ProtocolError:
             raise
         except PipedistError as error:
-            return RejectedLeaseRun(error, executor.first_stage, slice_.lo, slice_.hi)
+            return RejectedLeaseRun(error, executor.program.first_stage, slice_.lo, slice_.hi)
 
     def use_states(self, executor: PassExecutor, states: States | None) -> BoundVariables | None:
         """Pass a lease's states, or that it has none, to the stages; return the variables among them."""

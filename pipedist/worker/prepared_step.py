@@ -20,9 +20,10 @@ from pipedist.errors import PipedistError
 from pipedist.protocol.program import load_tree
 from pipedist.worker import process_setup
 from pipedist.worker.context import ReplicaContext, current
-from pipedist.worker.execution import VALUES, Outcome, PassExecutor, Result
+from pipedist.worker.execution import VALUES, PassExecutor
 from pipedist.worker.gangs import GangRun, ReplicaCollectives
 from pipedist.worker.lease_run import FinishedCalls
+from pipedist.worker.outcomes import Outcome, Result
 
 if TYPE_CHECKING:
     from pipedist.collectives.gang import LocalGang
@@ -156,7 +157,7 @@ class PreparedStep:
         try:
             box = [contextvars.copy_context().run(self._call, ctx, self._arguments)]
             self._is_permanent = True
-            outcome, size = self.executor.owned_outcome(box, emit, variables)
+            outcome, size = self.executor.outcomes.of_step(box, emit, variables)
         except BaseException as error:  # an outcome; its caller decides
             self._conclude(error)
         else:

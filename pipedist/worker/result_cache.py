@@ -177,7 +177,7 @@ class ResultReporter:
             self.payload = encode(outcomes)
         except UnsendableError:
             for call, outcome in enumerate(outcomes, lo):
-                if (failure := run.executor.unsendable(call, outcome)) is not None:
+                if (failure := run.executor.outcomes.unsendable(call, outcome)) is not None:
                     self.failed(lease, failure)
                     continue
                 self.payload = encode([outcome])
