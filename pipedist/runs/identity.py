@@ -19,8 +19,10 @@ import pickletools
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -113,53 +115,72 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-_OPCODES_MAX = 200_000  # of a pickle that is read; it takes some 0.2 s
+_OPCODES_MAX = 200_000  # of a pickle that is read; it takes some 0.3 s
 
-_CLASS_ID = re.compile(rb"text [0-9a-f]{32}")  # as cloudpickle gives it to a class, with None behind it
+_TYPED_IN = re.compile(r"<i?python-input-[\w-]+>|.*[/\\]ipykernel_\d+[/\\]\d+\.py")
+"""The file name of code that was typed in. It has the number of the input, or of the notebook's process."""
+
+
+def _sha256(*parts: bytes | bytearray) -> bytes:
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+def _maker(name: str) -> bytes:
+    texts = (_sha256(f"SHORT_BINUNICODE {text!r}".encode()) for text in ("cloudpickle.cloudpickle", name))
+    return _sha256(b"STACK_GLOBAL None", *texts)
+
+
+_CLASS_MAKERS = (_maker("_make_skeleton_class"), _maker("_make_skeleton_enum"))
+"""Digests of the functions whose last argument but one is the id of a class."""
 
 
 def _digest_of_pickle(pickled: bytes) -> str:
     """Return a digest of what a pickle of a function says, which is the same in every process.
 
     The bytes are not: equal strings are one object or several, which depends on whether the module was compiled or read
-    from its bytecode; sets, as the constant `{"a", "b"}`, have the order of random hashes; and classes have random ids.
+    from its bytecode; sets, as the constant `{"a", "b"}`, have the order of random hashes; classes have random ids; and
+    so do the files of a notebook's cells.
 
     A function that captures very many objects has the digest of its bytes: reading them would delay the run.
     """
-    tokens: list[bytes] = []
-    marks: list[int] = []  # numbers of tokens
+    stack: list[bytes] = []  # a digest of each object
+    marks: list[int] = []  # lengths of the stack
     memo: list[bytes] = []
-    objects = 0  # in the memo that are no strings
-    text = b""  # the latest token, if it is a string
+    copies: Counter[bytes] = Counter()  # number of equal objects in the memo, by digest
+    removed = (
+        hashlib.sha256()
+    )  # objects that were removed from the stack, as the results of calls that set a state
+    before: object = None  # the argument of the opcode before
     for count, (opcode, argument, _) in enumerate(pickletools.genops(pickled)):
         if count == _OPCODES_MAX:
             return hashlib.sha256(pickled).hexdigest()
-        name = opcode.name
-        if name == "MEMOIZE":
-            memo.append(text or b"object %d" % objects)
-            objects += not text
-        elif isinstance(argument, str):
-            text = b"text " + argument.encode("utf-8", "surrogatepass")
-            tokens.append(text)
+        name, takes = opcode.name, opcode.stack_before
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name == "MEMOIZE":
+            number = 0 if isinstance(before, str) else copies[stack[-1]]
+            copies[stack[-1]] += 1
+            memo.append(_sha256(b"copy %d" % number, stack[-1]) if number else stack[-1])
+        elif isinstance(argument, int) and name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
         elif name not in ("PROTO", "FRAME"):
-            if name == "NONE" and _CLASS_ID.fullmatch(text):
-                tokens[-1] = b"class"
-            text = b""
-            if name == "MARK":
-                marks.append(len(tokens))
-            elif pickletools.markobject in opcode.stack_before:
-                begin = marks.pop()
-                if name in ("FROZENSET", "ADDITEMS"):
-                    tokens[begin:] = sorted(tokens[begin:])
-            if name in ("BINGET", "LONG_BINGET") and argument is not None:
-                tokens.append(memo[argument])
-            else:
-                content = argument if isinstance(argument, bytes | bytearray) else repr(argument).encode()
-                tokens.append(name.encode() + b" " + content)
-    found = hashlib.sha256()
-    for token in tokens:
-        found.update(b"%d " % len(token) + token)
-    return found.hexdigest()
+            has_mark = pickletools.markobject in takes
+            begin = marks.pop() - takes.index(pickletools.markobject) if has_mark else len(stack) - len(takes)
+            parts = stack[begin:]
+            del stack[begin:]
+            if name in ("POP", "POP_MARK", "STOP"):
+                removed.update(b"".join(parts))
+                continue
+            if name in ("ADDITEMS", "FROZENSET"):  # in any order; a large set is in several portions
+                parts = [(sum(map(int.from_bytes, parts)) % 2**256).to_bytes(32)]
+            elif name == "TUPLE" and stack and stack[-1] in _CLASS_MAKERS:
+                del parts[-2]
+            if isinstance(argument, str) and _TYPED_IN.fullmatch(argument):
+                argument = ""
+            content = argument if isinstance(argument, bytes | bytearray) else repr(argument).encode()
+            stack.append(parts[0] if name == "ADDITEMS" else _sha256(name.encode(), b" ", content, *parts))
+        before = argument
+    return removed.hexdigest()
 
 
 # -- files --------------------------------------------------------------------------------------------
@@ -348,18 +369,21 @@ def modules_of(plan: Plan) -> dict[str, dict[str, str]]:
         modules[f"stages.{name}"] = _modules_below(folder, refs, imports)
     for name, dataset in plan.spec.datasets.items():
         call = dataset.config.get("call", dataset.config.get("class"))
-        if isinstance(call, str):
+        if isinstance(call, str) or callable(call):
             modules[f"datasets.{name}"] = _modules_below(folder, [reference(call)], imports)
     return modules
 
 
 def _modules_below(
-    folder: Path, refs: Iterable[FunctionRef | None], imports: dict[str, tuple[str, ...]]
+    folder: Path, refs: Sequence[FunctionRef | None], imports: dict[str, tuple[str, ...]]
 ) -> dict[str, str]:
     """Return the modules of functions, and those below a folder that they import; `imports` is a cache."""
     named = [name for ref in refs if ref is not None and ref.name for name in _defining(ref.name)]
     found: dict[str, str] = {}
-    pending, seen = list(named), {"pipedist"}
+    used = (
+        name for ref in refs if ref is not None and ref.pickled for name in _named_in(ref.pickled, folder)
+    )
+    pending, seen = [*named, *used], {"pipedist", "__main__"}
     while pending:
         module = pending.pop()
         if module in seen:
@@ -383,6 +407,15 @@ def _defining(function: str) -> list[str]:
     for part in path.split("."):
         found = getattr(found, part, None)
     return list(dict.fromkeys((module, getattr(found, "__module__", None) or module)))
+
+
+def _named_in(pickled: bytes, folder: Path) -> set[str]:
+    """Return what may be modules among the texts in a pickle of a function: its names, and those that it imports."""
+    there = {entry.partition(".")[0] for entry in os.listdir(folder)} - {""}
+    texts = {
+        text for _, text, _ in islice(pickletools.genops(pickled), _OPCODES_MAX) if isinstance(text, str)
+    }
+    return {each for each in texts if each in sys.modules or each.partition(".")[0] in there}
 
 
 def _imported_file(module: str) -> str | None:

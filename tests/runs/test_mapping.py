@@ -300,14 +300,14 @@ def test_ctrl_c_names_the_folder_of_the_results_that_the_same_call_continues(tmp
 
 
 BY_VALUE = """
-import dataclasses, sys
+import dataclasses, enum, sys
 from pathlib import Path
 from pipedist.runs.identity import digest
 from pipedist.spec import load
 
 WEIGHTS = {"a": 1, "of": ("a", b"bytes")}
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Word:
     text: str
     kinds = {"noun", "verb", "name"}
@@ -315,8 +315,14 @@ class Word:
     def score(self):
         return WEIGHTS.get(self.text, 0) + (self.text in {"x", "y", "z", ("a", "b")})
 
+class Kind(enum.Enum):
+    A, B, C = "abc"
+
+MANY = {str(n) for n in range(2_000)}
+SETS = {("a", "b"), ("c", "d"), frozenset("ef")}, {Kind.A, Kind.B, Kind.C}, {Word("g"), Word("h")}
+
 def scores(shard):
-    return [Word(each).score() + len(__file__) for each in shard]
+    return [Word(each).score() + len(__file__) + len(MANY) + len(SETS) for each in shard]
 
 def later(shard):
     return scores(shard) if shard else None
@@ -343,6 +349,80 @@ def test_a_function_of_a_script_is_the_same_in_each_process(tmp_path: Path) -> N
     assert list((tmp_path / "__pycache__").glob("script.*.pyc"))
     assert found[0] == found[1] == found[2]
     assert len(set(found[0])) == 4
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ({("a", "b"), ("c", "d")}, {("a", "c"), ("b", "d")}),
+        (("a" * 32, None), ("b" * 32, None)),  # as the id of a class
+        ([one := [1], other := [1], one], [one, other, other]),
+    ],
+)
+def test_functions_that_capture_other_values_have_other_digests(values: tuple[object, object]) -> None:
+    def digest(value: object) -> str:
+        return identity._digest_of_pickle(cloudpickle.dumps(lambda: value))
+
+    assert digest(values[0]) != digest(values[1])
+
+
+def test_code_that_was_typed_in_is_known_whatever_the_process_and_the_number_of_its_input() -> None:
+    def digest_in(file: str) -> str:
+        names: dict[str, Any] = {}
+        exec(compile("def f(x):\n    return x", file, "exec"), names)
+        return identity._digest_of_pickle(cloudpickle.dumps(names["f"]))
+
+    assert digest_in("/tmp/ipykernel_11/7.py") == digest_in("/tmp/ipykernel_12/8.py")
+    assert (
+        digest_in("<ipython-input-1-0a>")
+        == digest_in("<ipython-input-2-0b>")
+        == digest_in("<python-input-3>")
+    )
+
+
+HELPED = """
+import pipedist
+import pack.values, helper
+from pack.values import value
+
+def direct(x):
+    return x + value()
+
+def late(x):
+    import later
+    return x + later.value()
+
+if __name__ == "__main__":
+    source = {"function": {"call": helper.source}, "batch": 2}
+    stages = {"y": {"run": len}, "t": {"reduce": "sum", "of": "y", "axis": None}}
+    for name, run in {
+        "direct": lambda out: pipedist.map(direct, [1, 2], batch=1, per_element=True, workers=1, output=out),
+        "late": lambda out: pipedist.map(late, [1, 2], batch=1, per_element=True, workers=1, output=out),
+        "source": lambda out: pipedist.run(
+            {"pipedist": 1, "dataset": source, "stages": stages}, workers=1, output=out, resume=True
+        ),
+    }.items():
+        try:
+            run(f"out/{name}")
+        except pipedist.UsageError as error:
+            print(name, str(error).partition("module ")[2].partition(":")[0])
+"""
+
+
+def test_the_modules_that_functions_of_a_script_use_are_compared(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(HELPED)
+    (tmp_path / "pack").mkdir()
+    used = (tmp_path / "pack/values.py", tmp_path / "later.py", tmp_path / "helper.py")
+    for number in (1, 22):
+        for file in used:
+            file.write_text(f"def value(): return {number}\ndef source(): return iter([value()] * 4)\n")
+        done = run_module("script", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "direct pack.values has changed",
+        "late later has changed",
+        "source helper has changed",
+    ]
 
 
 def test_a_function_that_captures_very_many_objects_is_known_by_its_bytes(
