@@ -53,9 +53,11 @@ class RunJournal:
         self._stamp = stamp
         self._changed = anyio.Event()
         self.is_resumed = history is not None
-        passes = () if history is None else history.passes.values()
-        self.holds_steps = any(each.progress != DurableProgress(0) for each in passes)
-        """Whether steps, or finished calls of an interrupted run, are committed, so that a resumed run skips them."""
+        self.holds_steps = history is not None and (
+            bool(history.header.spares)
+            or any(each.progress != DurableProgress(0) for each in history.passes.values())
+        )
+        """Whether steps, or finished calls of an interrupted run, are committed, so that a later run can skip them."""
         self.recorder: Recorder | None = None  # of the process that executes the run
         self.committing_since: float | None = None  # start of the commit in progress
 

@@ -146,8 +146,11 @@ class RunFiles:
         return self.journal is not None and self.journal.holds_steps
 
     def abandon(self) -> None:
-        """Mark the folder of a run that could not begin as failed, unless a run there can be resumed."""
-        if self.folder is not None and not self.resumable:
+        """Mark the folder of a run that could not begin as failed, unless a run there can be resumed.
+
+        A run there that was not continued stays as it is: its journal may have committed steps.
+        """
+        if self.folder is not None and not self.resumable and (self.journal or not self.folder.found):
             with contextlib.suppress(OutputError):
                 self.folder.fail(resumable=False)
 

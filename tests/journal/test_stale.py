@@ -99,6 +99,23 @@ def test_an_unfinished_run_does_not_mix_old_and_new_rows(tmp_path: Path, what: s
     assert np.load(tmp_path / "out" / "rows.npy").tolist() == [1000 * n for n in ELEMENTS]
 
 
+@pytest.mark.parametrize("change", ["module", "spec"])
+def test_a_refused_resume_does_not_make_an_unfinished_run_replaceable(tmp_path: Path, change: str) -> None:
+    job = job_of(tmp_path)
+    assert job.run(kill_at=5) == -signal.SIGKILL, job.stderr
+    if change == "module":
+        (tmp_path / "pack/last.py").write_text("TIMES = 1000\n")
+        assert job.run("--resume") == 2
+    else:  # all of its steps are spares now, and the run fails in its first step
+        (tmp_path / "pack/first.py").write_text("def f(x, path):\n    raise ValueError('no')\n")
+        assert job.run("--reuse") == 1
+        (tmp_path / "pack/first.py").write_text(FIRST)
+    assert job.run() == 2
+    assert "--restart discards it" in job.stderr
+    assert job.run("--reuse", "--json") == 0, job.stderr
+    assert total(job) == sum(ELEMENTS) * (1000 if change == "module" else 1)
+
+
 def test_forced_code_keeps_committed_steps(tmp_path: Path) -> None:
     import numpy as np
 
