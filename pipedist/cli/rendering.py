@@ -99,8 +99,11 @@ def render(
     if isinstance(timings, Timings) and timings.limit:
         console.print(Text(timings.limit))
     if timings:
-        times = (f"{name.removesuffix('_s')} {duration(seconds)}" for name, seconds in timings.items())
-        console.print(Text(", ".join(times)))
+        total_s = timings["total"]
+        phases = {name: seconds for name, seconds in timings.items() if name != "total"}
+        outside_s = max(0.0, total_s - sum(phases.values()))  # imports, the start of workers, large outputs
+        times = {**phases, "start and end": outside_s, "total": total_s} if phases else {"total": total_s}
+        console.print(Text(", ".join(f"{name} {duration(seconds)}" for name, seconds in times.items())))
     # Padding of the columns is removed: output may go to a file.
     return "\n".join(line.rstrip(" ") for line in page.getvalue().split("\n"))
 

@@ -122,7 +122,7 @@ def test_the_table(
         Row("rows", "gather 0", sink.finish(), tmp_path / "rows.npz"),
         Row("[red]by[/red]", "reduce m:f", {"AA": {"n": 1}, "UA": {"n": 22}}),
     ]
-    text = render(rows, LEDGER, {"phase 1": 0.25, "total": 75.0})
+    text = render(rows, LEDGER, {"phase 1": 15.25, "total": 75.0})
     assert text.splitlines() == [
         "stage           verb         value              file",
         "─" * 68,
@@ -136,7 +136,7 @@ def test_the_table(
         "UA              22",
         "",
         "4,096 elements: 4,000 committed, 96 quarantined, 0 lost",
-        "phase 1 0.2 s, total 1:15",
+        "phase 1 15 s, start and end 60 s, total 1:15",
     ]
     assert capsys.readouterr().out == ""
 
