@@ -172,9 +172,7 @@ def _settings(run: ComparedRun) -> dict[str, Any]:
 
 def _files(a: Path, b: Path, chosen: Chosen | None = None) -> tuple[str, Differences]:
     missing = [f"{name} has no {path.name}" for name, path in (("A", a), ("B", b)) if not path.exists()]
-    if len(missing) == 1:
-        return missing[0], Differences()
-    return "", compare_files(a, b, chosen) if not missing else Differences()
+    return " and ".join(missing), Differences() if missing else compare_files(a, b, chosen)
 
 
 def _files_of(there: ComparedRun, here: ComparedRun, stage: str) -> list[str]:

@@ -293,6 +293,10 @@ def test_a_missing_output_and_journal(runs: dict[str, Path], tmp_path: Path) -> 
     shutil.rmtree(copy / ".pipedist/journal")
     found = of_runs.compare(runs["a"], copy)
     assert [e["problem"] for e in found["results"] if not e["same"]] == ["B has no csv.csv"]
+    again = of_runs.compare(copy, copy)
+    assert [e["problem"] for e in again["results"] if not e["same"]] == [
+        "A has no csv.csv and B has no csv.csv"
+    ]
     assert found["notes"] == [
         "the journal of B is missing, or of another version, so specs, inputs and code are not compared"
     ]
