@@ -30,7 +30,7 @@ import numpy as np
 from msgspec import Struct, convert
 
 from pipedist.core.functions import reference
-from pipedist.core.types import FunctionRef, Tree
+from pipedist.core.types import FunctionRef, Tree, is_record
 from pipedist.datasets.sources.paths import DataFile, expand, is_remote
 from pipedist.errors import PipedistError, UsageError
 from pipedist.journal.log_format import packed, unpacked
@@ -112,6 +112,8 @@ def _plain(value: Any) -> Any:
     if callable(value):
         ref = reference(value)
         return ref.name or _digest_of_pickle(ref.pickled)
+    if is_record(type(value)):
+        return [type(value).__qualname__, _plain({n: getattr(value, n) for n in value.__dataclass_fields__})]
     return str(value)
 
 

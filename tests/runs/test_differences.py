@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pipedist.runs.identity import changed_files, differences
+from pipedist.runs.identity import changed_files, differences, meaning
+from pipedist.spec import load
+
+
+@dataclass
+class Model:
+    weights: np.ndarray[Any, Any]
+
+
+def test_a_dataclass_is_another_parameter_if_one_number_of_an_array_is() -> None:
+    def meant(number: int) -> dict[str, Any]:
+        weights = np.zeros(5_000)
+        weights[2_500] = number
+        stage = {"run": "m:f", "with": {"model": Model(weights)}}
+        document = {"pipedist": 1, "dataset": {"range": 4, "batch": 2}, "stages": {"y": stage}}
+        return meaning(load(document))
+
+    assert meant(1) == meant(1)
+    (line,) = differences(meant(1), meant(2))
+    assert line.startswith("stages.y.with.model[1].weights[2]: ")
 
 
 @pytest.mark.parametrize(("there", "now"), [(1, 1.0), (True, 1), (0, False), (0.0, -0.0), ("1", 1)])
