@@ -16,7 +16,6 @@ class PipedistError(Exception):
     """The root of every error that pipedist raises on purpose."""
 
     exit_code = 1
-    says_how_to_continue = False  # the text names the command that continues the run
 
 
 class RetryAfter(PipedistError):

@@ -115,8 +115,8 @@ def execute(options: RunOptions) -> int:
         terminal.report(outcome.error)
         if outcome.result is None and outcome.resumable:
             again = f" {terminal.CONTINUE}, or start again with --restart"
-            kept = "Committed steps and finished calls are kept."
-            write_error(kept + ("" if outcome.error.says_how_to_continue else again) + "\n")
+            is_named = "--resume" in str(outcome.error)
+            write_error(f"Committed steps and finished calls are kept.{'' if is_named else again}\n")
     if outcome.result is not None:
         total_s = time.monotonic() - began  # with the end of the workers and the writing of large values
         _show(outcome, outcome.result, options, total_s)

@@ -463,14 +463,13 @@ class PassHandle:
             lines.append(
                 f"\n    stage {cause.stage or self.name}, step {step}, replica {replica}: {cause.text}"
             )
-        error = PipedistError(
+        text = (
             f"{self.name}: {command.elements:,} elements failed, and at most {self.settings.quarantine_max:,} "
             "may be quarantined (`quarantine_max` in the spec), so the run ends. The first failures:"
             f"{''.join(lines)}\n  Raise `quarantine_max` and rerun with --resume, or fix the function or the data and "
             "rerun with --reuse"
         )
-        error.says_how_to_continue = True
-        self.fail(error)
+        self.fail(PipedistError(text))
 
     def on_death(self, running: Running, *, timed_out: bool) -> DeathOutcome:
         """Return the consequence of a worker's death for the call that it executed."""
