@@ -164,7 +164,7 @@ class Run(AsyncOnly):
             if cluster is None:
                 cluster = cluster_for(self.plan, force=self._force)
             self._plan, self.id = await self._files.open(self.plan, self.id, self._stack)
-            if self._files.finished is None:
+            if self._files.result is None:
                 await self._open_cluster(cluster)
             self._spare.end()  # if the cluster did not take it, it is not needed
             if self._files.folder is not None:
@@ -330,9 +330,9 @@ class Run(AsyncOnly):
             self._raise_error()
         if self._has_begun:
             raise UsageError("the run has already begun: open one stream, and before calling `results`")
-        if self._files.finished is not None:
+        if (result := self._files.result) is not None:
             raise UsageError(
-                f"the run in {self._files.finished.path} is finished, so there is nothing to stream: call "
+                f"the run {result.run_id} in the output folder is finished, so there is nothing to stream: call "
                 "`results` for its results, or open it without `resume` to execute it again"
             )
         self._subscription = Subscription(kind, stages, self.plan)

@@ -24,7 +24,7 @@ from pipedist.runs.run_log import FILE as LOG_FILE
 from pipedist.runs.run_log import RunLog
 
 if TYPE_CHECKING:
-    from pipedist.outputs import FinishedRun, RunFolder
+    from pipedist.outputs import RunFolder
     from pipedist.outputs.remote_folder import RemoteFolder
     from pipedist.runs.pass_journal import RunJournal
 
@@ -57,9 +57,7 @@ class RunFiles:
         self.folder: RunFolder | None = None
         self.journal: RunJournal | None = None
         self.log = RunLog(None)
-        self.finished: FinishedRun | None = None
-        """The finished run found in the folder; nothing is executed."""
-        self.result: Result | None = None  # of the finished run
+        self.result: Result | None = None  # of the finished run found in the folder; nothing is executed
         self._output = None if output is None else Path(output)
         self._url = output if isinstance(output, str) and "://" in output else ""
         self._remote: RemoteFolder | None = None
@@ -104,7 +102,6 @@ class RunFiles:
             command=self.source.command(self._url or ("" if self._output is None else str(self._output))),
         )
         if isinstance(opened, FinishedRun):
-            self.finished = opened
             tables = tables_of(plan, opened.document["results"])
             self.result = await anyio.to_thread.run_sync(restored, spec, opened, tables)
             await self._upload(opened.run_id, list(opened.files))  # it may not be complete
