@@ -16,14 +16,13 @@ import numpy.typing as npt
 from pipedist.cli import terminal
 from pipedist.cli.project_files import EXAMPLE, SCHEMA_FILE, Data, project_files
 from pipedist.cli.terminal import write_out
+from pipedist.core.names import plural, printable
 from pipedist.datasets.sources import SourceError, open_source
 from pipedist.datasets.sources.arrow_columns import OWN_TYPE
 from pipedist.datasets.sources.columns import CellError, column_of_values, nearly_fitting_type
 from pipedist.datasets.sources.paths import is_remote
 from pipedist.errors import UsageError
-from pipedist.outputs.summary import counted
 from pipedist.spec.hints import SOURCES_BY_ENDING
-from pipedist.spec.scalars import printable
 from pipedist.spec.schema import json_schema
 
 HEAD_ROWS = 1000  # from which the types of columns are read
@@ -67,7 +66,7 @@ def create_project(names: Sequence[str], pattern: str | None) -> int:
     spec = folder / f"{slug}.yaml"
     inside = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     write_out(
-        f"{spec}  the pipeline: {counted(data.length, 'element')} of {data.path}\n"
+        f"{spec}  the pipeline: {plural(data.length, 'element')} of {data.path}\n"
         f"{folder / f'{slug}_functions.py'}  its functions\n"
         f"{folder / f'test_{slug}.py'}  their test\n"
         f"{folder / 'README.md'}  how to run and change them\n"

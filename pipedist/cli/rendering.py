@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipedist.core.names import plural
 from pipedist.core.types import Tree
 from pipedist.journal.history import DurableProgress
-from pipedist.outputs.summary import Records, counted, records, shown, summarize, summarize_file
+from pipedist.outputs.summary import Records, records, shown, summarize, summarize_file
 from pipedist.runs.progress import duration
 from pipedist.runs.timings import Timings, brief
 
@@ -85,7 +86,7 @@ def render(
     console.print(table, *below, sep="\n")
     console.print()
     kinds = ", ".join(f"{ledger[kind]:,} {kind}" for kind in ("committed", "quarantined", "lost"))
-    console.print(Text(f"{counted(ledger['elements'], 'element')}: {kinds}"))
+    console.print(Text(f"{plural(ledger['elements'], 'element')}: {kinds}"))
     for name, counts in resumed.items():
         console.print(
             Text(f"stage {name}: {DurableProgress(**counts)} taken from the journal, not executed again")

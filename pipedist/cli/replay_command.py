@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipedist.cli import terminal
 from pipedist.cli.terminal import stdout_to_stderr, write_error, write_error_at_once, write_out
+from pipedist.core.names import plural
 from pipedist.core.types import Tree
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def _use_threads(threads: int) -> None:
 def _introduction(replay: Replay) -> list[str]:
     key = replay.key
     ids = replay.elements
-    which = f"{len(ids)} element{'s' * (len(ids) != 1)}" if ids else "the whole value"
+    which = plural(len(ids), "element") if ids else "the whole value"
     if len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1:
         which = f"elements {ids[0]} to {ids[-1]}"
     states = "".join(f", {name} of version {version}" for name, version in replay.states.items())

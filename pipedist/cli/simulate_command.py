@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pipedist.cli import terminal
 from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
+from pipedist.core.names import plural
 from pipedist.errors import UsageError
 from pipedist.runs.progress import LineTimes, duration
 
@@ -114,7 +115,7 @@ class SeedProgress:
             return
         elapsed_s = self._times.elapsed_s
         left_s = elapsed_s / simulated * (self._seeds - simulated)
-        found = f"{violations} violation{'s' * (violations != 1)}"
+        found = plural(violations, "violation")
         write_error(
             f"simulate: {simulated} of {self._seeds} seeds, {found}, {duration(elapsed_s)} so far, "
             f"about {duration(left_s)} left{self._hint}\n"

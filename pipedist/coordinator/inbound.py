@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from pipedist.coordinator.gang_relay import GangRelay
 from pipedist.coordinator.measurements import SpanEnd
-from pipedist.coordinator.notices import LOGGER, Notices, printable
+from pipedist.coordinator.notices import LOGGER, Notices, as_line
 from pipedist.coordinator.passes import OpenPasses
 from pipedist.coordinator.results import Chunk, FailedElement, open_chunk
 from pipedist.coordinator.worker_pool import WorkerPool
@@ -190,7 +190,7 @@ class Rejections:
             if is_new:
                 self._logged.add(repeated)
             logging.getLogger(LOGGER).warning(
-                "pipedist: rejected (%d so far): %s", self.count, printable(reason)
+                "pipedist: rejected (%d so far): %s", self.count, as_line(reason)
             )
 
 

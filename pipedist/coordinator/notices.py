@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from pipedist.core.names import printable
 from pipedist.core.token_bucket import TokenBucket
 
 LOGGER = "pipedist.cluster"  # of these lines and of rejections; without a handler its lines go to stderr
@@ -19,10 +20,9 @@ LINE_S = 5.0
 _CHARACTERS_MAX = 500
 
 
-def printable(text: str) -> str:
+def as_line(text: str) -> str:
     """Return text of a peer or a user function as one bounded line that a terminal can show."""
-    cut = " ".join(text[:_CHARACTERS_MAX].splitlines())
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in cut)
+    return printable(" ".join(text[:_CHARACTERS_MAX].splitlines()))
 
 
 NoticeSink = Callable[[int, str], None]  # gets the level (of `logging`) and text of each line
@@ -42,4 +42,4 @@ class Notices:
             return
         skipped = self._limit.take_denied() if level >= logging.WARNING else 0
         more = f" ({skipped:,} such lines before it were skipped)" if skipped else ""
-        logging.getLogger(LOGGER).log(level, "pipedist: %s%s", printable(text), more)
+        logging.getLogger(LOGGER).log(level, "pipedist: %s%s", as_line(text), more)

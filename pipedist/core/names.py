@@ -1,4 +1,4 @@
-"""The name that a mistyped one means."""
+"""Words of messages: plurals, the name that a mistyped one means, and what a terminal can show."""
 
 from __future__ import annotations
 
@@ -32,3 +32,13 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
     """Return "; did you mean 'name'?" with the nearest name, or "" if none is near."""
     near = nearest(given, allowed)
     return f"; did you mean {near!r}?" if near else ""
+
+
+def plural(count: int, noun: str) -> str:
+    """Return "1 step", "2 steps", "1,000 replicas"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+def printable(text: str) -> str:
+    """Return a text without the characters that control a terminal."""
+    return "".join(each if each.isprintable() else "\ufffd" for each in text)

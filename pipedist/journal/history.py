@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgpack
 from msgspec import Struct, convert, field
 
+from pipedist.core.names import plural
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.log_format import FIRST, JournalRecord, LogEnd, read_records, unpacked
 
@@ -84,11 +85,7 @@ class DurableProgress(Struct, frozen=True):
 
     def __str__(self) -> str:
         counts = {"step": self.steps, "call": self.calls, "element": self.elements}
-        texts = [
-            f"{count:,} {what}{'s' * (count != 1)}"
-            for what, count in counts.items()
-            if count or what == "step"
-        ]
+        texts = [plural(count, what) for what, count in counts.items() if count or what == "step"]
         return f"{', '.join(texts[:-1])} and {texts[-1]}" if texts[1:] else texts[0]
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipedist.core.names import plural
 from pipedist.core.types import Tree
 from pipedist.outputs import encoding
 
@@ -54,7 +55,7 @@ def summarize(value: Tree) -> str:
         if numbers:
             return numbers
         if numbers is not None or len(value) > INLINE_SIZE_MAX:
-            return counted(len(value), "key")
+            return plural(len(value), "key")
     if encoding.node(value) is None:
         return _scalar(encoding.to_json(value))
     leaves = [leaf for _, leaf in islice(_leaves(value), INLINE_SIZE_MAX + 1)]
@@ -128,15 +129,15 @@ def summarize_file(path: Path) -> str:
         return _lines([f"{name}: {text}" for name, text in found[:LEAVES_MAX]], len(found))
     if path.is_dir():
         sizes = [each.stat().st_size for each in path.rglob("*") if each.is_file()]
-        return f"{counted(len(sizes), 'file')}, {sum(sizes):,} bytes"
+        return f"{plural(len(sizes), 'file')}, {sum(sizes):,} bytes"
     size = path.stat().st_size
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
-        return counted(pyarrow.parquet.read_metadata(path).num_rows, "row")
+        return plural(pyarrow.parquet.read_metadata(path).num_rows, "row")
     if size <= SCANNED_BYTES_MAX:
         if path.suffix in (".csv", ".jsonl"):
-            return counted(_rows(path), "row")
+            return plural(_rows(path), "row")
         if path.suffix == ".json":
             return _json(path)
     return f"{size:,} bytes"
@@ -158,13 +159,9 @@ def _json(path: Path) -> str:
     with path.open("rb") as file:
         value = json.load(file)
     if isinstance(value, list) and len(value) > INLINE_SIZE_MAX:
-        return counted(len(value), "value")
+        return plural(len(value), "value")
     text = summarize(value)
     return text if len(text) <= INLINE_CHARACTERS_MAX else f"{path.stat().st_size:,} bytes"
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,12 @@ import numpy as np
 from msgspec import Struct
 
 from pipedist.core.functions import BrokenLine, FunctionNotFound, load, reference, uncallable
-from pipedist.core.names import nearest
+from pipedist.core.names import nearest, printable
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import Problem, UsageError
 from pipedist.plan.model import Granularity, StatePlan
 from pipedist.spec import GatherSpec, InitFile, InitFunction, InitLiteral, ReduceSpec, Spec, UpdateSpec
 from pipedist.spec.diagnostics import EXCERPT_CHARACTERS_MAX
-from pipedist.spec.scalars import printable
 
 
 class CallSignature(Struct, frozen=True):

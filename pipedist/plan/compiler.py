@@ -13,12 +13,13 @@ from msgspec.structs import replace
 from pipedist.core import gpus as accelerators
 from pipedist.core.functions import FunctionNotFound, call_of, code_on_path, is_async, load, reference
 from pipedist.core.gpus import Supply, spelled
+from pipedist.core.names import plural
 from pipedist.core.types import FunctionRef
 from pipedist.datasets.sources import Source, SourceError, open_source
 from pipedist.datasets.sources.paths import expand
 from pipedist.errors import PlanError, Problem, UsageError
 from pipedist.plan.callables import CallSignature, UnknownException, exception_names, find, plan_states
-from pipedist.plan.model import PassPlan, Plan, plural
+from pipedist.plan.model import PassPlan, Plan
 from pipedist.plan.phases import ConflictingTrainingInputs, dataset_of, phases
 from pipedist.spec import TORCH_IMPLEMENTATIONS, GatherSpec, ReduceSpec, RunSpec, Spec
 from pipedist.spec.training import training_of

@@ -35,13 +35,6 @@ CALLS_AT_ONCE: Final = 32
 """Calls of an async function that wait at the same time in one worker, if the spec has no `concurrency`."""
 
 
-def plural(count: int, noun: str) -> str:
-    """Return "1 step", "2 steps", "1,000 replicas"."""
-    if count == 1:
-        return f"1 {noun}"
-    return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"
-
-
 class PassPlan(Struct, frozen=True):
     """One read of one input in one phase; every call executes all of `runs`, in order."""
 

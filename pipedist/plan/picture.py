@@ -11,6 +11,8 @@ from itertools import groupby
 from typing import Any, Final
 from unicodedata import east_asian_width
 
+from pipedist.core.names import printable
+
 Graph = dict[str, list[dict[str, Any]]]  # `nodes` and `edges`, as `Plan.graph` describes them
 
 NODES_MAX: Final = 200  # a larger graph is cut
@@ -40,7 +42,7 @@ class _Node:
 
 
 def _line(text: str) -> str:
-    shown = "".join(letter if letter.isprintable() else "\ufffd" for letter in text[: LINE_CHARS_MAX + 1])
+    shown = printable(text[: LINE_CHARS_MAX + 1])
     return shown if len(text) <= LINE_CHARS_MAX else shown[:LINE_CHARS_MAX] + "\u2026"
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from pipedist.core.functions import reference
 from pipedist.core.gpus import spelled
+from pipedist.core.names import plural
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.datasets.element import described
 from pipedist.datasets.sources.paths import hindrance
-from pipedist.plan.model import WHEN, PassPlan, Plan, plural
+from pipedist.plan.model import WHEN, PassPlan, Plan
 from pipedist.spec import GatherSpec, ReduceSpec, RunSpec
 from pipedist.spec.training import training_of, why_together
 

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from msgspec import Struct
 
 from pipedist.core import functions
+from pipedist.core.names import plural
 from pipedist.core.temp_dirs import ScratchFolder
 from pipedist.core.types import Tree
 from pipedist.errors import PipedistError, RemoteProtocolError
@@ -83,7 +84,7 @@ def take(folder: str) -> CodeSnapshot:
             )
     names = tuple(sorted(found))
     contents = tuple(found[name] for name in names)
-    text = f"{len(names)} file{'s' * (len(names) != 1)}, {size:,} bytes"
+    text = f"{plural(len(names), 'file')}, {size:,} bytes"
     if skipped:
         more = f" and {len(skipped) - _LISTED_MAX} more" if len(skipped) > _LISTED_MAX else ""
         text += f"; without {', '.join(skipped[:_LISTED_MAX])}{more}"

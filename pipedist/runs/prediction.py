@@ -21,6 +21,7 @@ from msgspec import Struct, structs
 from numpy.typing import NDArray
 
 from pipedist.cluster.base import usable_cores
+from pipedist.core.names import plural
 from pipedist.core.types import Tree
 from pipedist.datasets.sources import Source
 from pipedist.datasets.sources.base import Ids
@@ -152,7 +153,7 @@ def _limit(cost: PassCost, places: int, seconds: float) -> str:
         return "calls at the same time"
     per_barrier = -(-cost.calls // cost.barriers)
     if cost.barriers > 1 and places >= per_barrier:
-        return f"steps of {per_barrier} call{'s' * (per_barrier != 1)}"
+        return f"steps of {plural(per_barrier, 'call')}"
     if cost.barriers == 1 and places > 1 and max(cost.durations) > 0.75 * seconds:
         return "one slow call"
     if cost.workers_max and places == cost.workers_max:
@@ -462,7 +463,7 @@ def as_text(costs: Costs, rows: Iterable[Forecast]) -> str:
         for row in cells
     ]
     hardware = (
-        f"the {costs.cores} core{'s' * (costs.cores != 1)} of this machine for the workers and the driver"
+        f"the {plural(costs.cores, 'core')} of this machine for the workers and the driver"
         if costs.cores
         else "a core for each worker and the driver, workers on one host"
     )

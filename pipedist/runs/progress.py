@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from msgspec import Struct
 
+from pipedist.core.names import plural
 from pipedist.protocol import messages
 
 if TYPE_CHECKING:
@@ -361,8 +362,8 @@ def _fitting(details: list[str], width: int) -> list[str]:
 
 def _count(done: int, total: int | None, what: str) -> str:
     if total is not None:
-        return f"{done:,} of {total:,} {what}{'' if total == 1 else 's'}"
-    return f"{done:,} {what}{'' if done == 1 else 's'}"
+        return f"{done:,} of {plural(total, what)}"
+    return plural(done, what)
 
 
 def _rate(per_s: float, what: str) -> str:

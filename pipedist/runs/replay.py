@@ -17,6 +17,7 @@ import anyio
 from msgspec import Struct
 from msgspec.structs import replace
 
+from pipedist.core.names import plural
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
 from pipedist.datasets.sources import SourceError
@@ -347,7 +348,7 @@ def _pass(plan: Plan, key: CallKey) -> PassPlan:
 
 
 def _no_such_step(key: CallKey, pass_: PassPlan, steps: int | None) -> UsageError:
-    has = "ends earlier" if steps is None else f"has {steps} step{'s' * (steps != 1)}, numbered from 0"
+    has = "ends earlier" if steps is None else f"has {plural(steps, 'step')}, numbered from 0"
     return UsageError(f"there is no call {key}: {pass_.root} {has}")
 
 

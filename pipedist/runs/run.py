@@ -26,6 +26,7 @@ from pipedist.cluster.launchers.server import Spare
 from pipedist.coordinator import LogSink
 from pipedist.core.gpus import Supply
 from pipedist.core.misuse_hints import AsyncOnly
+from pipedist.core.names import plural
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError, RunCancelled, UsageError
 from pipedist.plan import Plan, compile_plan
@@ -465,7 +466,7 @@ class Run(AsyncOnly):
 
     def _ready(self) -> str:
         count = 0 if self._cluster is None else self._cluster.coordinator.workers_ready
-        return f"{count} worker{'' if count == 1 else 's'} ready"
+        return f"{plural(count, 'worker')} ready"
 
     def _log_outcome(self, error: BaseException | None) -> None:
         if isinstance(error, RunCancelled):

@@ -25,7 +25,7 @@ import anyio
 import anyio.to_thread
 
 from pipedist.coordinator.notices import LOGGER as CLUSTER_LOGGER
-from pipedist.coordinator.notices import printable
+from pipedist.coordinator.notices import as_line
 from pipedist.protocol.messages import LogLine
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class RunLog:
 
         `level` is that of the file. The logger gets it as information, because the caller of the run gets its errors.
         """
-        logging.getLogger(LOGGER).info("pipedist: %s", printable(text))
+        logging.getLogger(LOGGER).info("pipedist: %s", as_line(text))
         self.write(level, text)
 
     def write(self, level: int, text: str) -> None:
@@ -74,7 +74,7 @@ class RunLog:
 
     def notice(self, level: int, text: str) -> None:
         """Write a line about a worker or a retry, which was logged already."""
-        self._put(level, CLUSTER_LOGGER, "-", "driver", printable(text))
+        self._put(level, CLUSTER_LOGGER, "-", "driver", as_line(text))
 
     def line(self, worker: str, line: LogLine) -> None:
         """Write the output of a replica function."""

@@ -12,9 +12,8 @@ from typing import Any, NoReturn
 
 from msgspec import Struct, field
 
-from pipedist.core.names import nearest
+from pipedist.core.names import nearest, printable
 from pipedist.errors import Problem, SpecError
-from pipedist.spec.scalars import printable
 
 Path = tuple[str | int, ...]  # the keys and list indices that lead from the document's root to a value
 

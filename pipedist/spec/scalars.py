@@ -109,11 +109,6 @@ def as_text(value: str | int | float | bool | None) -> str:
     return repr(value)
 
 
-def printable(text: str) -> str:
-    """Return a text without the characters that control a terminal."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
-
-
 def as_yaml(value: object) -> str:
     """Return a tree of plain values as flow YAML.
 

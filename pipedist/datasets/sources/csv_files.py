@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from pipedist.core.names import plural
 from pipedist.core.types import Tree
 from pipedist.datasets.sources.base import Config, SourceError
 from pipedist.datasets.sources.columns import (
@@ -212,7 +213,7 @@ def _without_blank(
 
 
 def _wrong_count(count: int, fields: int) -> str:
-    return f"the row has {count} field{'s' * (count != 1)}, the header has {fields}"
+    return f"the row has {plural(count, 'field')}, the header has {fields}"
 
 
 def _check_returns(array: npt.NDArray[np.uint8], quotes: npt.NDArray[np.intp] | None) -> None:
