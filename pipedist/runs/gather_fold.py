@@ -151,6 +151,9 @@ class GatherFold(Fold):
                             return f"step {step}, replica {replica}: {problem}. Return plain dicts, one for each row"
                         if isinstance(part, list | tuple):
                             hint = "; a list is a tree of values: to return one array, use np.array(...)"
+                        for key, column in part.items() if isinstance(part, dict) else ():
+                            if isinstance(column, list | tuple) and f"leaf '{key}/" in str(fault):
+                                hint = f"; {key!r} is a list, a tree of values: to return one array, use np.array(...)"
                         return f"step {step}, replica {replica}: {fault}{hint}"
                 if not seen and part is not None:
                     seen, names = [part], [f"step {step}, replica {replica}"]

@@ -681,6 +681,21 @@ async def test_lists_that_are_no_records_are_reported_with_element_and_cause(par
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("part", "hint"),
+    [
+        (["a", "b"], "a list is a tree of values: to return one array, use np.array"),
+        ({"n": np.arange(2), "path": ["a", "b"]}, "'path' is a list, a tree of values: .*np.array"),
+        ({"n": np.array(2), "path": [np.arange(2)]}, "or reduce$"),  # the list is not the problem
+    ],
+)
+async def test_a_list_of_values_is_reported_with_the_array_to_return_instead(part: Any, hint: str) -> None:
+    fold = GatherFold("g", "run", 0, None)
+    with pytest.raises(ValueError, match=hint):
+        await fold.add(0, [[part]])
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("ending", ["csv", "parquet", "npy", "npz"])
 async def test_records_that_a_file_can_not_hold_are_reported_at_once(ending: str, tmp_path: Path) -> None:
     sink = open_sink(tmp_path / f"g.{ending}", shape="run", gather=True)
