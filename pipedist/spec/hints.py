@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from pipedist.spec.datasets import SOURCES, DatasetSpec
-from pipedist.spec.fields import Section, function_name, keys_of
+from pipedist.spec.fields import COLUMN_TYPES, Section, function_name, keys_of
 from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
 from pipedist.spec.scalars import as_yaml, listing
 from pipedist.spec.stages import OPS, STAGES
@@ -43,6 +43,15 @@ OPS_ELSEWHERE: Final = {
     "maximum": "max",
 }
 """What other systems call the ops of `reduce`."""
+
+TYPES_ELSEWHERE: Final = {
+    **dict.fromkeys(("int", "integer", "long"), "int64"),
+    "uint": "uint64",
+    **dict.fromkeys(("float", "double", "number"), "float64"),
+    **dict.fromkeys(("text", "object"), "str"),
+    **dict.fromkeys(("datetime", "datetime64"), "timestamp"),
+}
+"""What other systems call the types of columns. The nearest name of `int` would be `int8`, in which little fits."""
 
 _THE_SPEC: Final = "the spec itself"
 _SECTIONS: Final[Mapping[str, type[Section]]] = {
@@ -106,7 +115,9 @@ def source_of_path(dataset: Mapping[object, object]) -> str:
 
 
 def function_meant(text: str, expected: str) -> str:
-    """Return the name of a function, or of an op, that a text probably means, or ""; `expected`: of its key."""
+    """Return the function, op, or type of a column that a text probably means, or ""; `expected`: of its key."""
+    if expected.startswith(", ".join(COLUMN_TYPES[:2])):
+        return TYPES_ELSEWHERE.get(text.lower(), "")
     if "package.module:" not in expected:
         return ""
     if text in _COMBINERS and "combine" in expected:
