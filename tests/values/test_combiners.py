@@ -157,6 +157,9 @@ def test_sums_of_arrays_by_key_do_not_wrap() -> None:
         (lambda: top_k(top_k.of([1], 1), top_k.of([1], 2)), ValueError, "one k"),
         (lambda: top_k({}, {}), TypeError, "what top_k.of"),
         (lambda: by_key.of(["a"], [1, 2]), ValueError, "do not match values"),
+        (lambda: by_key_sum.of(["a"], {"n": [1]}), TypeError, "got a dict: np.column_stack"),
+        (lambda: by_key_sum.of(["a"], ["x"]), TypeError, "must be numbers or dates, got text"),
+        (lambda: by_key_max.of(["a"], np.array(["x"])), TypeError, "must be numbers or dates, got text"),
     ],
 )
 def test_misuse_is_an_error(call: Any, error: type[Exception], text: str) -> None:

@@ -408,6 +408,10 @@ def _rows_of(values: ArrayLike) -> NDArray[Any]:
     """Return values as an array; integers on both sides of 2**63 stay exact, and Python's dates are NumPy's."""
     if isinstance(values, list) and values and {int}.issuperset(map(type, values)):
         return _integers(values)
+    if isinstance(values, Mapping):
+        raise TypeError(
+            "values by key must be an array, got a dict: np.column_stack makes one of several columns"
+        )
     rows = np.asarray(values)
     found = dates_of(rows.tolist()) if rows.dtype.kind == "O" and rows.ndim == 1 else None
     return rows if found is None else found

@@ -177,6 +177,8 @@ def reduced_rows(ufunc: np.ufunc, grouping: Grouping, rows: NDArray[Any]) -> Col
                 else _extremes(ufunc, grouping, columns)
             )
         raise TypeError(f"values by key must be numbers or dates, got {_types_of(found)}")
+    if rows.dtype.kind in "SUT":
+        raise TypeError("values by key must be numbers or dates, got text")
     if rows.dtype.kind == "M" and ufunc is np.add:
         raise TypeError("dates can't be added: use by_key_min or by_key_max")
     if rows.dtype.kind == "b" and ufunc is np.add:
