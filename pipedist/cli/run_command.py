@@ -75,6 +75,10 @@ def execute(options: RunOptions) -> int:
             f"{option} and --restart exclude each other. {option} continues the run in the output folder, "
             "--restart discards it"
         )
+    if options.force_code and not options.resume:
+        raise UsageError(
+            "--force-code needs --resume or --reuse: it keeps results of functions that have changed"
+        )
     began = time.monotonic()
     if options.output == "":  # an unset shell variable; the current folder is `.`
         raise UsageError("--output is empty. Give a folder, such as --output out/NAME")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio.to_thread
 
 from pipedist.core.types import Tree
-from pipedist.errors import CallError, FoldError, JournalError, OutputError, RunCancelled
+from pipedist.errors import CallError, FoldError, JournalError, OutputError, RunCancelled, UsageError
 from pipedist.plan import Plan
 from pipedist.runs.identity import SpecSource
 from pipedist.runs.pass_folds import tables_of
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 Resume = bool | Literal["reuse"]
 """True: continue the run in the folder; "reuse": continue with the passes that have not changed."""
+
+_IN_PYTHON = (
+    'In Python: resume=True, resume="reuse", restart=True, force=True, force_code=True, output=FOLDER'
+)
 
 
 class RunFiles:
@@ -73,6 +77,14 @@ class RunFiles:
         Returns:
             The plan of the run, with what its journal keeps of an earlier one, and its id: a resumed run keeps its own.
         """
+        try:
+            return await self._open(plan, run_id, stack)
+        except (UsageError, JournalError) as error:
+            if "--" in str(error):  # options of the command line, which does not print notes
+                error.add_note(_IN_PYTHON)
+            raise
+
+    async def _open(self, plan: Plan, run_id: str, stack: AsyncExitStack) -> tuple[Plan, str]:
         spec = plan.spec
         path = Path("out") / spec.name if self._output is None else self._output
         if self._url:

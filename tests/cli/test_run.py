@@ -96,6 +96,9 @@ def test_a_failing_function(pipedist: Command, spec: Path, tmp_path: Path) -> No
     assert "holds the failed run" in plain.stderr
     assert "--resume continues it; --restart discards it" in plain.stderr
     assert plain.stderr.endswith("\n  pipedist run squares.yaml --resume\n")
+    forced = pipedist("run", "squares.yaml", "--restart", "--force-code")
+    assert (forced.returncode, forced.stdout) == (2, "")
+    assert "--force-code needs --resume or --reuse" in forced.stderr
     anew = pipedist("run", "squares.yaml", "--restart")
     assert (anew.returncode, anew.stdout) == (1, "")
 

@@ -159,8 +159,9 @@ def test_a_run_that_failed_leaves_no_file_and_is_not_replaced_unasked(tmp_path: 
     with pytest.raises(pipedist.CallError):
         pipedist.run(spec, workers=1, output=out)
     assert [path.name for path in out.iterdir()] == [".pipedist"]
-    with pytest.raises(pipedist.UsageError, match=r"holds the failed run \w+: --resume continues"):
+    with pytest.raises(pipedist.UsageError, match=r"holds the failed run \w+: --resume continues") as caught:
         pipedist.run(spec, workers=1, output=out)
+    assert "resume=True" in "".join(caught.value.__notes__)
     result = pipedist.run(spec, workers=1, output=out, restart=True)
     assert np.load(result["rows"]).tolist() == [*range(12), *range(12)]
 
