@@ -11,10 +11,12 @@ import click
 from pipedist.cli.command_group import CommandGroup
 from pipedist.cli.options import (
     FOLDER,
+    LIVE_OPTIONS,
     cluster_option,
     count,
     live_options,
     parameters_option,
+    reject,
     run_argument,
     spec_argument,
     trace_option,
@@ -176,6 +178,8 @@ def run(resume: bool, reuse: bool, **options: Any) -> None:
     Exit codes: 0 all elements committed; 1 the run failed; 2 the spec or the command line is wrong;
     3 finished, with quarantined elements; 129, 130, 143 interrupted by SIGHUP, SIGINT, SIGTERM.
     """
+    if not options["live"]:
+        reject(LIVE_OPTIONS, "needs --live")
     from pipedist.cli.run_command import RunOptions, execute
 
     _end(lambda: execute(RunOptions(resume="reuse" if reuse else resume, **options)))
@@ -184,7 +188,10 @@ def run(resume: bool, reuse: bool, **options: Any) -> None:
 @app.section_command(_START, "pipedist validate specs/*.yaml")
 @click.argument("specs", metavar="SPEC...", nargs=-1, required=True, type=click.Path())
 def validate(specs: tuple[str, ...]) -> None:
-    """Check spec files, without reading data or importing code."""
+    """Check spec files, without reading data or importing code.
+
+    Exit codes: 0 all are valid; 2 problems are listed.
+    """
     from pipedist.cli.commands import validate_specs
 
     _end(lambda: validate_specs(list(specs)))
@@ -226,14 +233,16 @@ def plan(
     """Check a spec, and print what would run.
 
     It opens the sources and imports the functions of the spec, but executes no call, except with --predict.
+
+    Exit codes: 0 the plan is printed; 2 problems are listed, or the command line is wrong.
     """
     from pipedist.cli.commands import predict_run, print_plan
 
     predicts, sample, measured = (prediction[name] for name in ("predict", "sample", "measured"))
     if predicts:
+        reject(("workers", "cluster"), "has no effect with --predict, which covers 1, 2, 4, ... workers")
         _end(lambda: predict_run(spec, form, sets, sample, measured))
-    if measured is not None:
-        raise click.UsageError("--from needs --predict")
+    reject(("sample", "measured"), "needs --predict")
     _end(lambda: print_plan(spec, form, workers, sets, cluster))
 
 
@@ -386,6 +395,8 @@ def watch(run: str, web: bool, **options: str) -> None:
 
     Exit codes: 0 the run has finished; 1 it failed or was interrupted; 2 there is no run.
     """
+    if not web:
+        reject(LIVE_OPTIONS, "needs --web")
     from pipedist.cli.watch_command import watch as watch_terminal
     from pipedist.cli.watch_command import watch_web
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -58,6 +59,18 @@ cluster_option = click.option(
     help="Launcher of the workers: local, connect, ray or dask, such as ray:auto or dask:tcp://10.0.0.1:8786; "
     "never changes a result. Default: from the spec.",
 )
+
+
+LIVE_OPTIONS = ("live_address", "live_token_file", "live_cert", "live_key")
+
+
+def reject(parameters: tuple[str, ...], reason: str) -> None:
+    """Raise a usage error if one of the parameters was given on the command line; `reason` ends its message."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if parameter.name in parameters and given:
+            raise click.UsageError(f"{parameter.opts[-1]} {reason}")
 
 
 def live_options(command: Callable[..., Any]) -> Callable[..., Any]:

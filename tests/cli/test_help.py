@@ -64,6 +64,25 @@ def test_a_wrong_command_gets_a_hint(args: list[str], hint: str) -> None:
     assert hint in done.output
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("run flights.yaml --live-address 127.0.0.1:0", "--live-address needs --live"),
+        ("run flights.yaml --live-key key.pem", "--live-key needs --live"),
+        ("run flights.yaml --restart --force-code", "--force-code needs --resume"),
+        ("watch out/flights --live-token-file token", "--live-token-file needs --web"),
+        ("plan flights.yaml --sample 3", "--sample needs --predict"),
+        ("plan flights.yaml --from out/flights", "--from needs --predict"),
+        ("plan flights.yaml --predict -w 3", "--workers has no effect with --predict"),
+        ("plan flights.yaml --predict --cluster ray", "--cluster has no effect with --predict"),
+    ],
+)
+def test_an_option_without_effect_is_rejected(args: str, message: str) -> None:
+    done = CliRunner().invoke(app, shlex.split(args))
+    assert done.exit_code == 2
+    assert message in done.output
+
+
 def test_short_options(pipedist: Command, spec: object) -> None:
     done = pipedist("run", "squares.yaml", "-w", "1", "-o", "short", "-p", "factor=2", "--json")
     assert done.returncode == 0, done.stderr
