@@ -380,7 +380,7 @@ function curves() {
     const name = line.name ? `${curve.stage}: ${line.name}` : curve.stage;
     return chart(`${name}, per ${curve.per}`, [{ name, points }], { from: 1, to: Math.max(2, points.at(-1)[0]), xText: count });
   })).filter(Boolean);
-  return charts.length ? section("Values over the training", el("div", { class: "charts" }, ...charts)) : null;
+  return charts.length ? section("Values per step or epoch", el("div", { class: "charts" }, ...charts)) : null;
 }
 
 // -- outputs, quarantine, log, environment -----------------------------------------------

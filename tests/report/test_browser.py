@@ -125,7 +125,7 @@ def test_the_report_is_drawn(browser: Chrome, report: Path, width: int, scheme: 
     titles = [each.text for each in browser.find_elements("tag name", "h2")]
     assert titles == [
         "Summary", "Plan", "Stages", "Timeline", "Over time", "Workers", "Deaths and retries",
-        "Values over the training", "Quarantine: 1 element", "Outputs", "Log", "How to reproduce it",
+        "Values per step or epoch", "Quarantine: 1 element", "Outputs", "Log", "How to reproduce it",
     ]  # fmt: skip
     assert browser.title == "job: finished", "markup in the data is text"
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width, "nothing overflows"
@@ -201,6 +201,11 @@ def test_the_live_page_follows_its_run_to_the_end(browser: Chrome, tmp_path: Pat
         WebDriverWait(browser, WAIT_S).until(lambda driver: driver.title == "waiting: running")
         assert browser.execute_script("return document.querySelector('.state').textContent") == "running"
         keep(browser, "live-1280-light")
+        emulate(browser, 400, "light")
+        rows = "return [...document.querySelectorAll('main tr')].map(each => each.offsetHeight)"
+        keep(browser, "live-400-light")
+        assert max(browser.execute_script(rows)) < 120, "no text is broken after each letter"
+        emulate(browser, 1280, "light")
         run.let_go()
         WebDriverWait(browser, WAIT_S).until(lambda driver: driver.title == "waiting: finished")
         assert "out.npy" in browser.find_element("tag name", "main").text
