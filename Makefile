@@ -153,7 +153,7 @@ dist: $(CHECKS)  ## Build the source archive and the wheel in dist, and check th
 .PHONY: site
 site: $(CHECKS)  ## Build the documentation site to build/site; broken links and anchors are errors.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "Open build/site/index.html, or serve it: $(BIN)/python -m http.server -d build/site"
+	@echo "Open build/site/index.html. The search needs a server: $(BIN)/python -m http.server -d build/site"
 
 .PHONY: gallery
 gallery: $(INSTALLED) $(FLIGHTS)  ## Run the jobs of the gallery, and write their outputs and pictures.

@@ -48,11 +48,8 @@ def _rows(context: click.Context, command: click.Command) -> Iterator[str]:
         record = option.get_help_record(context)
         if record is not None and record[1] and "--help" not in record[0]:
             names, text = record
-            yield f"| `{_cell(names)}` | {_cell(text).replace('[', BRACKET)} |"
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
+            meaning = text.replace("|", "\\|").replace("[", BRACKET)
+            yield f"| `{names}` | {' '.join(meaning.split())} |"  # a bar in code separates no cells
 
 
 def _text(text: str | None) -> str:

@@ -5,6 +5,7 @@ The description of a key is in its field; this module has only the texts that be
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from pydantic.fields import FieldInfo
@@ -19,6 +20,8 @@ from pipedist.spec.scalars import as_yaml
 from pipedist.spec.stages import STAGES, RunSpec
 from pipedist.spec.validation import section_in
 from pipedist.spec.yaml_text import DOCUMENT_BYTES_MAX, NODES_MAX
+
+LINK = re.compile(r"docs/([\w/-]+\.md)")  # of descriptions, which editors show too
 
 _INTRODUCTION = """\
 # The spec language, version 1
@@ -90,7 +93,7 @@ _DATASETS = """\
 ## Datasets
 
 A dataset has exactly one source key, and the keys below. Step s of an epoch has the elements
-[s*B, (s+1)*B) of the dataset in its (shuffled) order, where B is `batch`; a step never crosses an
+`[s*B, (s+1)*B)` of the dataset in its (shuffled) order, where B is `batch`; a step never crosses an
 epoch. A step of m elements is divided into shards of ceil(m / replicas), in replica order; the last
 ones are shorter or empty. Shard arrays are read-only and C-contiguous.
 """
@@ -179,7 +182,7 @@ dataset, or if an `until` may end the epochs early: there a chain is one call, w
 an error.
 If the values of a run can't leave their process, give the runs that read it the same `resources`.
 
-With `batch: B`, step s of an epoch is the elements [s*B, (s+1)*B) of the epoch in the dataset's order, and is divided
+With `batch: B`, step s of an epoch is the elements `[s*B, (s+1)*B)` of the epoch in the dataset's order, and is divided
 among the replicas as a step of a dataset is. An epoch's last step may be shorter. Elements that `drop_remainder`
 drops are not part of it, and an element that an earlier run quarantined leaves its place empty, so the step of every
 other element stays the same. Stages that read the run have its steps; a further `batch` divides them again. A
@@ -280,7 +283,8 @@ def _keys(
         if only is not None and key not in only:
             continue
         phrase = expected_phrase(field.annotation, field.metadata)
-        texts = [field.description, f"Expected: {phrase}." if phrase else "", _default(model, key, field)]
+        description = LINK.sub(r"[more](../\1)", field.description or "")
+        texts = [description, f"Expected: {phrase}." if phrase else "", _default(model, key, field)]
         yield f"{heading} {prefix}`{key}`"
         yield " ".join(text for text in texts if text)
         yield _example(key, field)

@@ -91,3 +91,15 @@ def test_pages_that_the_code_names_exist() -> None:
     named = set(re.findall(r"docs/[\w/-]+\.md", texts))
     assert named
     assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+@pytest.mark.parametrize("name", ["language", "command_line"])
+def test_a_generated_reference_shows_stars_and_bars_as_they_are(name: str) -> None:
+    found = importlib.util.spec_from_file_location(name, ROOT / "docs" / "site" / f"{name}.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    text = re.sub(r"```.*?```", "", module.reference(), flags=re.DOTALL)
+    assert re.findall(r"[^\s*]\*[^\s*]", re.sub(r"`[^`]*`", "", text)) == [], "it would be emphasis"
+    assert [code for code in re.findall(r"`[^`]*`", text) if "\\|" in code] == []
