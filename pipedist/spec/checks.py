@@ -387,7 +387,7 @@ class Checks:
     def _check_input(self, path: Path, verb: str, of: str) -> None:
         kinds = _READS[verb]
         readable = listing(map(_article, kinds))
-        allowed = [name for name, stage in self._stages.items() if stage.verb in kinds]
+        allowed = [name for name, stage in self._stages.items() if stage.verb in kinds and name != path[1]]
         if "dataset" in kinds:
             allowed = [*self._datasets, *allowed]
         stage = self._stages.get(of)
