@@ -83,7 +83,7 @@ def data_of(data: Any, columns: Mapping[str, str] | str | None) -> MapData:
     if isinstance(data, set | frozenset):
         raise TypeError("a set has no order: pass sorted(data)")
     if not isinstance(data, Iterable):
-        kind = "an async iterable" if hasattr(data, "__aiter__") else f"a {type(data).__qualname__}"
+        kind = "an async iterable" if hasattr(data, "__aiter__") else type(data).__qualname__
         raise TypeError(f"map() needs an array, a frame, an iterable or a path, got {kind}")
     if not hasattr(data, "__len__"):
         return MapData(

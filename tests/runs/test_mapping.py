@@ -198,7 +198,7 @@ def test_it_blocks_a_running_loop_as_in_a_notebook() -> None:
 def test_wrong_arguments_are_reported_before_workers_start() -> None:
     for data, options, text in (
         ({1, 2}, {}, r"a set has no order: pass sorted\(data\)"),
-        (3, {}, "needs an array, a frame, an iterable or a path, got a int"),
+        (3, {}, "needs an array, a frame, an iterable or a path, got int"),
         ([1], {"worker": 2}, "unexpected keyword argument 'worker'"),
         ([Point(1), threading.Lock()], {}, r"element 1, a lock, can't be sent"),
         ([1], {"columns": {"a": "int64"}}, "`columns` are for a path"),
