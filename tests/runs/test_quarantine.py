@@ -380,6 +380,17 @@ def test_the_command_line_reports_quarantined_elements_and_exits_with_3(
     assert again == 3, "of a run that is finished already, too"
 
 
+def test_the_command_line_points_to_the_function_if_nothing_was_committed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    doc = {"pipedist": 1, "dataset": {"range": 4, "batch": 2}}
+    doc["stages"] = {"v": {"run": "json:loads", "on_error": "quarantine"}, "rows": {"gather": 0, "of": "v"}}
+    spec = tmp_path / "rows.yaml"
+    spec.write_text(json.dumps(doc))
+    assert execute(RunOptions(str(spec), workers=1, output=str(tmp_path / "out"))) == 3
+    assert "no element was committed" in capfd.readouterr().err
+
+
 # -- timeouts without quarantine ------------------------------------------------------------------
 
 
