@@ -100,8 +100,8 @@ class RunFolder:
         path: the folder, absolute.
         lock: file descriptor that holds the lock.
         notice: a message to the user about how the folder was opened, or "".
-        found: "unfinished": the run in the folder is to be resumed; "other": it is of another spec, and
-            `take_over` keeps parts of it; "": the folder is ready for a new run.
+        found: "unfinished": the run in the folder can be resumed; "other": it is of another spec; `take_over`
+            continues it or keeps parts of it. "": the folder is ready for a new run.
         options: the options of the outputs of stages, as JSON.
     """
 
@@ -189,7 +189,6 @@ class RunFolder:
             options=dict(self._options),
         )
         write_record(self.path, self._record)
-        self.found = "unfinished"
 
     def staged(self, output: str) -> Path:
         """Return the path where an output is written until the run is complete."""
@@ -339,11 +338,8 @@ def open_folder(
         if resume and old is not None and is_there(path / PRIVATE / "journal" / "journal", label):
             is_same = old.spec == spec_hash and not is_finished
             if is_same or resume == "reuse":
-                folder = RunFolder(path, lock, old, found="other", options=options)
-                if is_same:
-                    folder.take_over(old.run, spec_hash, outputs, stages, stages)
                 stack.pop_all()  # RunFolder closes the lock
-                return folder
+                return RunFolder(path, lock, old, found="unfinished" if is_same else "other", options=options)
         notice = _decide(
             old, label, spec_hash=spec_hash, resume=resume, restart=restart, explain=explain, command=command
         )

@@ -22,7 +22,6 @@ from pipedist.runs.identity import (
     SpecSource,
     changed_modules,
     differences,
-    digest_of,
     listed,
     meaning,
 )
@@ -72,9 +71,7 @@ def open_journal(
     """
     history = read_history(folder.journal) if folder.found else None
     if history is None:  # no run, or one that was killed before its first record
-        if folder.found == "other":
-            folder.take_over(run_id, digest_of(meaning(plan.spec)), outputs, plan.spec.outputs, ())
-        return _created(plan, folder, header_of(plan, folder.run_id, source))
+        return _created(plan, folder, header_of(plan, run_id, source), outputs)
     if history.problems:
         raise JournalError(
             f"the journal in {folder.journal} is inconsistent, so the run can't be resumed:\n  "
@@ -91,11 +88,12 @@ def open_journal(
             and not there.spares
             and not any(x.progress != DurableProgress(0) for x in history.passes.values())
         ):
-            return _created(plan, folder, header_of(plan, folder.run_id, source))
+            return _created(plan, folder, header_of(plan, run_id, source), outputs)
         planned = with_passes(plan, there)
         code = [] if force_code else [*_changed_code(history, now, Path(plan.spec.code)), *used]
         gone = _gone(planned, folder, history)
         if not gone and not code and (force or not moved):
+            folder.take_over(now.run, now.digest, outputs, plan.spec.outputs, plan.spec.outputs)
             journal = Journal.reopen(folder.journal, history, code=now.code)
             run = RunJournal(journal, history, stamp_of(now))
             return run, planned, _resumed(history, now, moved)
@@ -110,7 +108,11 @@ def open_journal(
     return reuse_run(plan, folder, replace(now, run=run_id), outputs, history, () if force else moved)
 
 
-def _created(plan: Plan, folder: RunFolder, header: Header) -> tuple[RunJournal, Plan, str]:
+def _created(
+    plan: Plan, folder: RunFolder, header: Header, outputs: Sequence[str]
+) -> tuple[RunJournal, Plan, str]:
+    if folder.found:
+        folder.take_over(header.run, header.digest, outputs, plan.spec.outputs, ())
     return RunJournal(Journal.create(folder.journal, header), None, stamp_of(header)), plan, ""
 
 
@@ -205,5 +207,5 @@ def _gone(plan: Plan, folder: RunFolder, history: History) -> Path | None:
             files = plan.spec.files_of(name)
             is_there = found.complete and has_files(plan, folder, name)
             if files and not is_there and not can_write(plan, name, found, pass_.key):
-                return folder.staged(next(iter(files.values())))
+                return folder.path / next(iter(files.values()))
     return None

@@ -116,6 +116,19 @@ def test_a_refused_resume_does_not_make_an_unfinished_run_replaceable(tmp_path: 
     assert total(job) == sum(ELEMENTS) * (1000 if change == "module" else 1)
 
 
+def test_a_refused_resume_leaves_a_finished_run_as_it_is(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    assert job.run() == 0, job.stderr
+    record = tmp_path / "out/.pipedist/run.json"
+    before = record.read_bytes()
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(SPEC.replace("rows: rows.npy", "rows: others.npy"))
+    (tmp_path / "pack/last.py").write_text("TIMES = 1000\n")
+    assert job.run("--resume") == 2
+    assert "module pack.last has changed" in job.stderr
+    assert record.read_bytes() == before
+
+
 def test_forced_code_keeps_committed_steps(tmp_path: Path) -> None:
     import numpy as np
 

@@ -19,6 +19,9 @@ def start(
 ) -> RunFolder:
     folder = open_folder(path, run_id=run, spec_hash=spec, outputs=outputs or ["a.json"], **flags)
     assert isinstance(folder, RunFolder)
+    if folder.found == "unfinished":
+        stages = flags.get("stages", {})
+        folder.take_over(folder.run_id, spec, outputs or ["a.json"], stages, stages)
     return folder
 
 
