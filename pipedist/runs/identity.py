@@ -5,8 +5,8 @@ modules. Files of datasets are compared by size and modification time. Other fil
 `inputs` of a stage, and existing files whose paths are in its `with`. A file above DIGEST_BYTES_MAX, and all
 files after the first DIGESTS_BYTES_MAX, are compared by size, modification time and both ends only.
 
-The modules of a function are the modules that name and define it, and all modules below the code folder that
-they import, directly or not, as their source shows.
+The modules of a function are the modules that name and define it or, if it is sent by value, those below the code
+folder that it names, and all modules below the code folder that they import, directly or not, as their source shows.
 """
 
 from __future__ import annotations
