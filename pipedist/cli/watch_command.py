@@ -164,7 +164,9 @@ def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Renderabl
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for number, head in enumerate(heads):
-        table.add_column(head, justify="right" if number else "left")
+        table.add_column(
+            head, justify="right" if number else "left", overflow="fold"
+        )  # a cut number misleads
     for row in rows:
         table.add_row(*map(Text, row))
     return table

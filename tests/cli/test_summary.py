@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -189,3 +190,20 @@ def test_the_table_of_stages_keeps_replay_keys_and_many_stages_readable(
     if columns == 120:
         assert key in table
         assert "normalize_and_decode_11, 12 stages" in table
+
+
+def test_watch_cuts_no_number_in_a_narrow_terminal() -> None:
+    from rich.console import Console
+
+    from pipedist.cli.watch_command import screen_of
+
+    stage = {
+        "name": "a -> b", "calls": 7, "elements_per_s": 1725.0, "busy_s": 0.0391, "p50_s": 0.000211,
+        "slowest": "a/1/0", "max_s": 0.0248, "failed": 2,
+    }  # fmt: skip
+    process = {"stages": [stage], "workers": []}
+    console = Console(width=50, record=True, file=io.StringIO())
+    console.print(screen_of({"name": "job", "state": "failed", "status": None, "processes": [process]}))
+    text = console.export_text()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 50
