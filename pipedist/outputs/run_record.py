@@ -94,7 +94,9 @@ def existing_record(path: Path, note: str = "") -> RunRecord:
     """
     record = read_record(path, path)
     if record is None:
-        runs = [str(found) for folder in (path, Path("out")) for found in _runs_below(folder)]
+        runs = list(
+            dict.fromkeys(str(found) for folder in (path, Path("out")) for found in _runs_below(folder))
+        )
         such = ", ".join(runs[:NEAR_MAX]) or "out/NAME"
         raise UsageError(
             f"there is no run in {path}. RUN is the output folder of a run, such as {such}{note}"

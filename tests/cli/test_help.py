@@ -94,6 +94,8 @@ def test_short_options(pipedist: Command, spec: object) -> None:
     )
     near = pipedist("audit", ".")
     assert "such as short" in near.stderr
+    assert pipedist("run", "squares.yaml", "-w", "1", "-o", "out/named", "-q").returncode == 0
+    assert pipedist("audit", "out").stderr.endswith("such as out/named\n")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
