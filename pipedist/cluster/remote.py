@@ -27,7 +27,7 @@ class ConnectCluster(Cluster):
     """Workers that dial in over TCP, with the cluster's keys.
 
     Args:
-        listen: `tcp://ADDRESS:PORT`; None: `LISTEN`.
+        listen: `tcp://ADDRESS:PORT`; None: loopback, any free port.
         key_file: the cluster's keys; created (mode 0600) if there is no such file.
         workers: the number that is expected; the plan and the number of calls that are assigned in advance
             depend on it.
@@ -102,7 +102,7 @@ class ConnectCluster(Cluster):
         )
 
     async def gather(self) -> None:
-        """Wait for the workers that are expected, for GATHER_S.
+        """Wait up to 5 s for the workers that are expected.
 
         Those that kept results dial in at once.
         """

@@ -192,7 +192,7 @@ class TaskCluster(Cluster):
             UnsendableError: in the scheduling program: the result can't be serialized.
             RemoteError: in the others: the work has failed.
             RunCancelled: in the others: the scheduling program is gone, or the result is no longer kept: this program
-                is SHARED_VALUES_MAX calls behind, or has started that late.
+                is 1,024 calls behind, or has started that late.
         """
         async with self._turn:
             self._called += 1
