@@ -167,7 +167,11 @@ async def serve_status(folder: Path, status: Callable[[], bytes]) -> AsyncIterat
             with _socket_path(folder) as path, socket.socket(socket.AF_UNIX) as listening:
                 listening.bind(path)
                 answer = partial(_send_status, status, connections, over)
-                server = await asyncio.start_unix_server(answer, sock=listening.dup(), backlog=_BACKLOG_MAX)
+                # Not started at once, which waits: a cancellation would leave it open.
+                server = await asyncio.start_unix_server(
+                    answer, sock=listening.dup(), backlog=_BACKLOG_MAX, start_serving=False
+                )
+                await server.start_serving()
         yield server is not None
     finally:
         over.set()

@@ -297,6 +297,18 @@ async def test_a_client_that_does_not_read_delays_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.asyncio
+async def test_a_cancelled_start_leaves_no_socket_open(tmp_path: Path) -> None:
+    before = {*os.listdir("/proc/self/fd")}
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        async with serve_status(tmp_path / "live", lambda: b""):
+            await anyio.sleep_forever()
+    await asyncio.sleep(0)  # the loop closes a server's sockets
+    assert {*os.listdir("/proc/self/fd")} <= before
+    assert not (tmp_path / "live").exists()
+
+
+@pytest.mark.asyncio
 async def test_a_connection_during_shutdown_delays_nothing() -> None:
     over = asyncio.Event()
     over.set()
