@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -257,19 +258,13 @@ class Execution:
             durable=durable,
             recorder=self.measurements.recorder,
         )
-        execution.quarantine.on_quarantined = self._log_quarantined
+        execution.quarantine.on_quarantined = partial(_log_quarantined, self._log)  # no reference to `self`
         stack.callback(execution.leave)
         self._counts[pass_] = execution.handle
         self._quarantines[pass_] = execution.quarantine
         if self._draining:
             execution.handle.hold()
         return execution
-
-    def _log_quarantined(self, found: QuarantinedElement) -> None:
-        call = f"{found.stage}/{found.step}/{found.replica}"
-        self._log.event(
-            f"element {found.element} is quarantined, call {call}: {found.cause}", logging.WARNING
-        )
 
     def drain(self) -> None:
         """Stop issuing calls; `run` raises RunDrained after the running ones."""
@@ -417,6 +412,11 @@ class _Complete(Struct, frozen=True):
 
     counts: PassCounts
     steps_total: int
+
+
+def _log_quarantined(log: RunLog, found: QuarantinedElement) -> None:
+    call = f"{found.stage}/{found.step}/{found.replica}"
+    log.event(f"element {found.element} is quarantined, call {call}: {found.cause}", logging.WARNING)
 
 
 def _is_complete(handle: PassHandle | _Complete | None) -> bool:

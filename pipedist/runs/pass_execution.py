@@ -570,6 +570,8 @@ class PassExecution:
         self.handle.close()
         self.handle.release()
         self.leave_training()
+        # The callback refers to this pass: its values would stay in memory until a garbage collection.
+        self.on_taken = lambda: None
 
     def leave_training(self) -> None:
         """Leave the training and the readers, so that other passes need not wait for this one."""

@@ -143,13 +143,14 @@ class PassFolds:
             record=self._recorder.begin_pass(name, (), 1, self._pass.phase),
         )
         stack.callback(handle.close)
+        no_value = self._no_value(name)  # `call` does not refer to `self`, which has the fold that calls it
 
         async def call(groups: list[list[Tree]]) -> Tree:
             try:
                 slots = await handle.call_step([groups])
             except CallError as error:
                 if all(part is None for group in groups for part in group):
-                    raise FoldError(name, self._no_value(name)) from error
+                    raise FoldError(name, no_value) from error
                 raise
             return slots[0][COMBINED]
 

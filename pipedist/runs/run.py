@@ -379,6 +379,8 @@ class Run(AsyncOnly):
 
     async def _cancel_after_drain(self) -> None:
         await self._drained.wait()
+        if self._finished.is_set():
+            return
         with anyio.move_on_after(self._spec.cluster.grace_s) as waiting:
             await self._finished.wait()
         if waiting.cancelled_caught:
@@ -492,6 +494,9 @@ class Run(AsyncOnly):
             if (progress := self.progress()) is not None:
                 self._reporter.update(ProgressTotals.of(progress))
             self._reporter.close()
+        # The task that waits for it returns, and need not be cancelled: anyio keeps the frames of a cancelled task,
+        # and so this run with its results, until a garbage collection.
+        self._drained.set()
         self._finished.set()
         if self._subscription is not None:
             self._subscription.end()

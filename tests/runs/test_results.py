@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -469,3 +471,27 @@ async def test_progress_counts_the_calls_of_a_step_that_is_not_complete(tmp_path
         assert progress.activity in ("reducing t, 0 of 1 steps", "reducing t")
         (tmp_path / "join").touch()
         await run.results()
+
+
+@pytest.mark.asyncio
+async def test_values_of_a_run_are_freed_with_it_and_need_no_garbage_collection() -> None:
+    """A program that makes many runs has the results of one in memory, not those since the last collection."""
+    spec = document(
+        y={"run": f"{F}:fails_on_13", "on_error": "quarantine"},
+        rows={"gather": 0, "of": "y"},
+        merged={"reduce": f"{F}:larger", "of": "y"},
+        z={"run": f"{F}:first_of", "of": "y", "with": {"amount": "${stages.rows}"}},
+        last={"gather": 0, "of": "z"},
+    )
+    spec["dataset"] = {"range": {"start": 12, "stop": 36}, "batch": 4}
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        gc.disable()
+        try:
+            async with pipedist.open(spec, cluster=cluster) as run:
+                result = await run.results()
+            assert result.ledger.quarantined == 1
+            values = [ref(result[name]) for name in ("rows", "merged", "last")]
+            del run, result
+            assert [value() is None for value in values] == [True] * 3
+        finally:
+            gc.enable()
