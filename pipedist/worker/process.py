@@ -229,7 +229,7 @@ def _print_to_stderr(text: str) -> None:
 
 
 def main(arguments: Mapping[str, Any]) -> None:
-    """Run the worker process of a `pipedist.worker.supervisor.WorkerProcess`, then exit."""
+    """Run the worker process of a `pipedist.worker.supervised_process.WorkerProcess`, then exit."""
     die_with(int(arguments["parent"]))
     process_setup.life = int(arguments["life"])
     os.set_inheritable(process_setup.life, False)

@@ -33,14 +33,11 @@ import os
 import secrets
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from msgspec.structs import asdict
 
 from pipedist.core import gpus as accelerators
 from pipedist.core.temp_dirs import ScratchFolder
@@ -48,21 +45,19 @@ from pipedist.errors import PipedistError, ProtocolError, UsageError
 from pipedist.protocol.messages import Goodbye, Heartbeat, Refuse, Share, Stop, Welcome
 from pipedist.transport.dealer import ConnectionLost, Dealer
 from pipedist.transport.keys import ClientKeys, read_key_file
-from pipedist.worker import boot
 from pipedist.worker.boot import describe_exit
 from pipedist.worker.identity import new_name
 from pipedist.worker.process import ExitCode
 from pipedist.worker.process_setup import WorkerSettings, handle_signals
 from pipedist.worker.progress import CallProgress, Overdue, end_of
+from pipedist.worker.supervised_process import END_S, WorkerProcess
 
 HEARTBEAT_S = 1.0  # interval of heartbeats, until the scheduler sets another one
 POLL_S = 0.05  # how soon the end of the worker process is noticed
 LIVED_S = 10.0  # a worker process that ends sooner, and not in a call, counts as a failed start
 STARTS_FAILED_MAX = 5  # failed starts in a row before the supervisor gives up
 LEAVE_S = 10.0  # how long the worker process may take, after SIGTERM, to finish its call
-STOPPED_S_MAX = 3.0  # how long the worker process may be stopped (SIGSTOP) before it is killed
 
-_END_S = 2.0  # how long the worker process may take to end after SIGKILL, or after its Goodbye
 _STOP_S = 0.5  # how long a Stop may take to arrive after the worker process has lost its connection
 _PARENT_POLL_S = 0.5  # how soon the end of a parent process is noticed that has not closed standard input
 _STANDARD_INPUT = 0
@@ -232,7 +227,7 @@ class Supervisor:
                     return 1
                 if ending in _FINAL:
                     if self._task and ending is ExitCode.STOPPED:
-                        self._drain(_END_S)
+                        self._drain(END_S)
                     return _FINAL[ending]
                 lived = time.monotonic() - began >= LIVED_S or self._died_in_call
                 self._failed = 0 if lived else self._failed + 1
@@ -298,7 +293,7 @@ class Supervisor:
         if self._rejoin_s is None:
             return self._join_s
         since = 0.0 if self._gone_since is None else time.monotonic() - self._gone_since
-        return max(self._rejoin_s - since, _END_S)
+        return max(self._rejoin_s - since, END_S)
 
     def _watch(self, process: WorkerProcess, incarnation: int) -> ExitCode | None:
         """Report on a worker process until it ends; None: a crash or a kill."""
@@ -314,7 +309,7 @@ class Supervisor:
                         is_leaving = True
                         self._log(f"leaving: its call may take {self._leave_s:g} s more")
                         process.terminate()
-                if self._is_given_up(_END_S):  # the worker process is in a call, or would have ended
+                if self._is_given_up(END_S):  # the worker process is in a call, or would have ended
                     process.end()
                     return ExitCode.UNANSWERED
                 if process.is_stuck():
@@ -327,7 +322,7 @@ class Supervisor:
                 order = self._exchange(process, incarnation)
                 if isinstance(order, Stop):
                     self._log(f"stopped by the scheduler: {order.reason}")
-                    process.end(grace_s=_END_S)
+                    process.end(grace_s=END_S)
                     return ExitCode.STOPPED
                 if isinstance(order, Refuse):
                     self._log(f"evicted by the scheduler: {order.reason}")
@@ -440,7 +435,7 @@ class Supervisor:
         identity = f"supervisor.{self.worker}.{secrets.token_hex(8)}".encode()[:255]
         return Dealer(self._endpoint, identity=identity, keys=self._keys)
 
-    def _disconnect(self, linger_s: float = _END_S) -> None:
+    def _disconnect(self, linger_s: float = END_S) -> None:
         dealer, self._dealer = self._dealer, None
         if dealer is not None:
             dealer.close(linger_s)
@@ -449,107 +444,3 @@ class Supervisor:
         with contextlib.suppress(OSError):  # standard error is closed: no reason to leave
             sys.stderr.write(f"pipedist worker {self.worker}: {text}\n")
             sys.stderr.flush()
-
-
-class WorkerProcess:
-    """The worker process of a supervisor, from its start to its end.
-
-    `progress`, `cache` and `proof` are descriptors of memory: the running call, finished results for the next process,
-    and the proof of its name. `code` folders are appended to its `sys.path`.
-    """
-
-    def __init__(
-        self,
-        settings: WorkerSettings,
-        *,
-        progress: int,
-        cache: int,
-        proof: int,
-        code: tuple[str, ...] = (),
-        inherited: tuple[int, ...] = (),
-    ) -> None:
-        arguments = {
-            "parent": os.getpid(),
-            "progress": progress,
-            "cache": cache,
-            "proof": proof,
-            "code": code,
-            "settings": asdict(settings),
-        }
-        self._stopped_since: float | None = None  # when it was stopped (SIGSTOP); None while it runs
-        self._closed_since: float | None = None  # when its end of the pipe `_life` was closed
-        self._note = ""  # why it must be killed
-        self._life, held = os.pipe()  # an exec closes the worker's end, which its copies do not have
-        try:
-            os.set_blocking(self._life, False)
-            self._process = boot.start(
-                "pipedist.worker.process",
-                {**arguments, "life": held},
-                env=boot.environment(settings.threads),
-                death_signal=signal.SIGKILL,  # this thread ends the process before it ends
-                pass_fds=(progress, cache, proof, held, *inherited),
-            )
-        except BaseException:
-            os.close(self._life)
-            raise
-        finally:
-            os.close(held)
-
-    @property
-    def code(self) -> int | None:
-        """The exit code, as `Popen.returncode`; None while it runs."""
-        return self._process.poll()
-
-    def terminate(self) -> None:
-        """Let it end when its call is over."""
-        self._process.terminate()
-
-    def wait(self, timeout_s: float) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout_s)
-
-    def end(self, *, grace_s: float = 0.0) -> int:
-        """Kill it if it has not ended within `grace_s`, and what it has started; return its exit code."""
-        if grace_s:
-            self.wait(grace_s)
-        if self._process.poll() is None:
-            self._process.kill()
-        code = self._process.wait()
-        if self._life >= 0:
-            boot.kill_group(self._process.pid)
-            os.close(self._life)
-            self._life = -1
-        return code
-
-    def is_stuck(self) -> bool:
-        """Return whether it has been stopped for STOPPED_S_MAX, or another program has replaced it (exec)."""
-        now = time.monotonic()
-        if self._is_stopped(now):
-            self._note = f"stopped for {STOPPED_S_MAX:g} s"
-        elif self._is_closed(now):
-            self._note = "replaced by another program (exec)"
-        else:
-            self._note = ""
-        return bool(self._note)
-
-    def _is_closed(self, now: float) -> bool:
-        if self._closed_since is None:
-            with contextlib.suppress(BlockingIOError):  # the worker holds the other end
-                os.read(self._life, 1)
-                self._closed_since = now
-        return self._closed_since is not None and now - self._closed_since >= _END_S
-
-    def _is_stopped(self, now: float) -> bool:
-        if not hasattr(os, "waitid"):  # macOS: a stopped process is not noticed
-            return False
-        try:
-            change = os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
-        except ChildProcessError:  # it has just ended
-            return False
-        if change is not None:
-            self._stopped_since = now if change.si_code == os.CLD_STOPPED else None
-        return self._stopped_since is not None and now - self._stopped_since >= STOPPED_S_MAX
-
-    def describe(self, code: int) -> str:
-        text = describe_exit(code)
-        return f"{self._note}, then killed with {text}" if self._note else text

@@ -31,12 +31,12 @@ from pipedist.protocol.messages import (
 )
 from pipedist.transport.dealer import ConnectionLost
 from pipedist.transport.keys import write_key_file
-from pipedist.worker import boot
-from pipedist.worker import supervisor as supervisor_module
+from pipedist.worker import boot, supervised_process
 from pipedist.worker.process import ExitCode
 from pipedist.worker.process_setup import WorkerSettings
 from pipedist.worker.progress import CallProgress
-from pipedist.worker.supervisor import Supervisor, WorkerProcess, run_worker
+from pipedist.worker.supervised_process import WorkerProcess
+from pipedist.worker.supervisor import Supervisor, run_worker
 from tests import preloaded
 from tests.cluster.launchers.processes import children_of, ids_in, wait_gone, wait_state
 from tests.worker.fake_scheduler import FakeScheduler, program
@@ -265,7 +265,7 @@ async def test_a_process_that_goes_on_was_not_stopped_for_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(supervisor_module, "time", clock)
+    monkeypatch.setattr(supervised_process, "time", clock)
     monkeypatch.setattr(
         boot, "Popen", subprocess.Popen
     )  # it has one thread while it imports: all stops at once
