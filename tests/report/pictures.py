@@ -78,11 +78,11 @@ def flowers(folder: Path) -> dict[str, Any]:
         "dataset": {"range": 240, "batch": 12},
         "stages": {
             "scores": {
-                "run": "tests.report.pictures:score",
+                "run": "flowers:score",
                 "with": {"folder": str(folder)},
                 "on_error": "quarantine",
             },
-            "losses": {"run": "tests.report.pictures:loss", "of": "scores"},
+            "losses": {"run": "flowers:loss", "of": "scores"},
             "table": {"gather": 0, "of": "scores"},
             "curve": {"reduce": "sum", "of": "losses", "axis": None, "per": "step"},
         },
@@ -96,6 +96,7 @@ def main(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="pipedist-pictures-") as name, opened_browser() as browser:
         folder = Path(name)
+        shutil.copy(__file__, folder / "flowers.py")  # a module of the user, whose name the plan shows
         run(folder, target, browser)
         notebook(folder, target, browser)
         report(folder, target, browser)
