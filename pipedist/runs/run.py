@@ -110,6 +110,7 @@ class Run(AsyncOnly):
         self._spare = spare or Spare()
         self._stack = AsyncExitStack()
         self._tasks: anyio.abc.TaskGroup | None = None
+        self._host: asyncio.Task[Any] | None = None  # the task that entered the context
         self._subscription: Subscription | None = None
         self._has_begun = False
         self._finished = anyio.Event()
@@ -155,6 +156,7 @@ class Run(AsyncOnly):
     async def __aenter__(self) -> Run:
         if self._tasks is not None:
             raise UsageError("a run can be entered only once: create another one with `pipedist.open`")
+        self._host = asyncio.current_task()
         await self._stack.__aenter__()
         self._stack.callback(self._spare.end)
         try:
@@ -185,6 +187,13 @@ class Run(AsyncOnly):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if asyncio.current_task() is not self._host:  # where closing the task group would cancel the host
+            self.cancel()
+            self._drained.set()  # no task of the run is left
+            raise UsageError(
+                "a run was left in another task than the one that opened it, as happens to an async generator "
+                "that a loop leaves early. Close it where it is read: `async with contextlib.aclosing(...) as items`"
+            )
         if not self._finished.is_set():
             self._end(RunCancelled("the context of the run was left before the run ended"))
         if self._tasks is not None:

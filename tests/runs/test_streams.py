@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +313,24 @@ async def test_a_run_that_was_left_before_it_began_raises() -> None:
         with pytest.raises(pipedist.UsageError, match="a run can be entered only once"):
             await run.__aenter__()
         await still_works(cluster)
+
+
+@pytest.mark.asyncio
+async def test_a_run_in_a_generator_that_is_left_early_ends_and_its_reader_goes_on() -> None:
+    """asyncio closes such a generator in another task."""
+
+    async def steps(cluster: pipedist.LocalCluster) -> AsyncGenerator[object, None]:
+        async with pipedist.open(document(n=1_000_000), cluster=cluster) as run:
+            async for step in run.steps("y"):
+                yield step
+
+    async with asyncio.timeout(100), pipedist.LocalCluster(workers=1) as cluster:
+        items = steps(cluster)
+        await anext(items)
+        with pytest.raises(pipedist.UsageError, match=r"another task.*aclosing"):
+            await asyncio.create_task(items.aclose())
+        await still_works(cluster)
+        assert not {"run stream", "end of stream"} & {task.get_name() for task in asyncio.all_tasks()}
 
 
 @pytest.mark.asyncio
