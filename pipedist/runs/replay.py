@@ -30,7 +30,7 @@ from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.protocol.program import Shards
 from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
 from pipedist.runs.gather_fold import GatherFold
-from pipedist.runs.identity import SpecSource, differences, listed
+from pipedist.runs.identity import SpecSource, differences, listed, meaning
 from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_feeds import SpoolFeed, feed_of
 from pipedist.runs.pass_folds import restore_pass
@@ -98,7 +98,9 @@ def open_replay(folder: Path, key: CallKey, elements: Sequence[int] = ()) -> Ite
         spec = SpecSource(header.source, tuple(header.sets), header.params).load()
         plan = compile_plan(spec, workers=spec.replicas)  # a gang with GPUs needs as many
         stack.callback(plan.close)
-        now = header_of(plan, header.run, SpecSource(), header, ended_ns(folder / PRIVATE / "journal"))
+        now = header_of(
+            plan, meaning(plan.spec), header.run, SpecSource(), header, ended_ns(folder / PRIVATE / "journal")
+        )
         if changed := changes(header, now):
             raise UsageError(
                 f"call {key} of the run {header.run} can't be replayed, because something has changed:"

@@ -8,9 +8,9 @@ another spec's run that the changes do not affect, see `pipedist.runs.reuse`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -23,7 +23,6 @@ from pipedist.runs.identity import (
     changed_modules,
     differences,
     listed,
-    meaning,
 )
 from pipedist.runs.pass_folds import can_write, has_files
 from pipedist.runs.pass_journal import RunJournal
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
 def open_journal(
     plan: Plan,
+    meant: Mapping[str, Any],
     folder: RunFolder,
     run_id: str,
     outputs: Sequence[str],
@@ -56,6 +56,7 @@ def open_journal(
     """Open the journal of a run in its folder.
 
     Args:
+        meant: the meaning of the spec.
         run_id: the id of the run, if it is a new one.
         outputs: all files that the run may write into its folder, as for `open_folder`.
         reuse: if something has changed, continue with what it does not affect.
@@ -71,7 +72,7 @@ def open_journal(
     """
     history = read_history(folder.journal) if folder.found else None
     if history is None:  # no run, or one that was killed before its first record
-        return _created(plan, folder, header_of(plan, run_id, source), outputs)
+        return _created(plan, folder, header_of(plan, meant, run_id, source), outputs)
     if history.problems:
         raise JournalError(
             f"the journal in {folder.journal} is inconsistent, so the run can't be resumed:\n  "
@@ -79,7 +80,7 @@ def open_journal(
             + "\nUse --restart to discard the run"
         )
     there, ended = history.header, ended_ns(folder.journal, finished=history.ended is not None)
-    now = header_of(plan, folder.run_id, source, there, ended)
+    now = header_of(plan, meant, folder.run_id, source, there, ended)
     changed, moved = changes(there, now), platform_changes(there)
     used = list(changed_inputs(there, now, "stages."))
     if not changed and folder.found == "unfinished":
@@ -88,7 +89,7 @@ def open_journal(
             and not there.spares
             and not any(x.progress != DurableProgress(0) for x in history.passes.values())
         ):
-            return _created(plan, folder, header_of(plan, run_id, source), outputs)
+            return _created(plan, folder, header_of(plan, meant, run_id, source), outputs)
         planned = with_passes(plan, there)
         code = [] if force_code else [*_changed_code(history, now, Path(plan.spec.code)), *used]
         gone = _gone(planned, folder, history)
@@ -149,18 +150,18 @@ def _changed_code(history: History, now: Header, code: Path) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def explain(plan: Plan, journal: Path) -> str:
-    """Return the differences between a plan's spec and a journal's, or ""."""
+def explain(meant: Mapping[str, Any], journal: Path) -> str:
+    """Return the differences between the meaning of a spec and a journal's, or ""."""
     there = _header_there(journal)
-    return "" if there is None else ":" + listed(differences(there.spec, meaning(plan.spec)))
+    return "" if there is None else ":" + listed(differences(there.spec, meant))
 
 
-def since(plan: Plan, journal: Path) -> tuple[list[str], list[str]]:
+def since(plan: Plan, meant: Mapping[str, Any], journal: Path) -> tuple[list[str], list[str]]:
     """Return the inputs and modules, and the platform traits, changed since a run."""
     there = _header_there(journal)
     if there is None:
         return [], []
-    now = header_of(plan, "", SpecSource(), there, ended_ns(journal, finished=True))
+    now = header_of(plan, meant, "", SpecSource(), there, ended_ns(journal, finished=True))
     modules = changed_modules(there.code, now.code, now.code, Path(plan.spec.code))
     moved = [f"the run used {line}" for line in platform_changes(there)]
     return [*changed_inputs(there, now, ""), *modules], moved

@@ -95,22 +95,22 @@ class RunFiles:
         if self._output is None and not (spec.outputs or self._resume or self._restart):
             return plan, run_id  # the run writes nothing
         from pipedist.outputs import FinishedRun, open_folder  # most embedded runs write no files
-        from pipedist.runs.identity import digest
+        from pipedist.runs.identity import digest_of, meaning
         from pipedist.runs.resume import explain, open_journal, since
 
-        outputs = files_of(spec)
+        outputs, meant = files_of(spec), meaning(spec)  # it may read arrays of gigabytes
         opened = open_folder(
             path,
             run_id=run_id,
-            spec_hash=digest(spec),
+            spec_hash=digest_of(meant),
             outputs=outputs,
             stages=spec.outputs,
             options={key: sink.options_text for key, sink in spec.sinks.items() if sink.options_text},
             resume=self._resume,
             restart=self._restart,
             accept=self._force_code,
-            explain=lambda folder: explain(plan, folder),
-            since=lambda folder: since(plan, folder),
+            explain=lambda folder: explain(meant, folder),
+            since=lambda folder: since(plan, meant, folder),
             command=self.source.command(self._url or ("" if self._output is None else str(self._output))),
         )
         if isinstance(opened, FinishedRun):
@@ -121,6 +121,7 @@ class RunFiles:
         self.folder = stack.enter_context(opened)
         self.journal, plan, self._journal_notice = open_journal(
             plan,
+            meant,
             opened,
             run_id,
             outputs,

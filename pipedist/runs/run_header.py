@@ -24,7 +24,6 @@ from pipedist.runs.identity import (
     code_of,
     differences,
     digest_of,
-    meaning,
     modules_of,
     stamps,
 )
@@ -41,13 +40,19 @@ def ended_ns(journal: Path, *, finished: bool = False) -> int:
 
 
 def header_of(
-    plan: Plan, run_id: str, source: SpecSource, before: Header | None = None, ended: int = 0
+    plan: Plan,
+    meant: Mapping[str, Any],
+    run_id: str,
+    source: SpecSource,
+    before: Header | None = None,
+    ended: int = 0,
 ) -> Header:
     """Return the header of a new journal.
 
-    `before` is that of an earlier run in the folder, and `ended` when it ended, ns since 1970.
+    `meant` is the meaning of the spec, `before` the header of an earlier run in the folder, and `ended` when that run
+    ended, ns since 1970.
     """
-    meant, modules = meaning(plan.spec), modules_of(plan)
+    modules = modules_of(plan)
     inputs = stamps(plan) if before is None else stamps(plan, before.inputs, before.spec, ended)
     return Header(
         format=FORMAT,
