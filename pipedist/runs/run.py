@@ -87,6 +87,8 @@ class Run(AsyncOnly):
             raise UsageError(
                 "`params` and `sets` can't be applied to a spec that is already loaded: pass them to `load`"
             )
+        if resume not in (False, True, "reuse"):
+            raise UsageError(f"`resume` must be True, False or 'reuse', got {resume!r}")
         self._spec = spec if isinstance(spec, Spec) else load(spec, params=params, sets=sets)
         self._files = RunFiles(
             output,

@@ -309,6 +309,12 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_misspelt_resume_is_refused(tmp_path: Path) -> None:
+    document = {"pipedist": 1, "dataset": {"range": 4, "batch": 2}, "stages": {"y": {"run": len}}}
+    with pytest.raises(pipedist.UsageError, match="`resume` must be True, False or 'reuse', got 'reused'"):
+        pipedist.run(document, output=tmp_path, resume="reused")  # type: ignore[arg-type]
+
+
 def test_runs_in_two_threads_leave_the_import_path_as_it_was(tmp_path: Path) -> None:
     """The functions' folders are on it during a run, so that functions can import other modules late."""
 
