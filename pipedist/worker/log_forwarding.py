@@ -13,6 +13,8 @@ records of loggers without handlers. Text that a `logging.StreamHandler` of the 
 Only one thread at a time uses the socket: the one that holds the driver's lock. A thread that prints does not
 wait for the lock: the line is sent at once if the socket is free, else by the thread that uses it.
 
+As in a terminal, a carriage return overwrites the line before it: a progress bar is one line, its last state.
+
 Limits: a line is cut at `line_chars_max`; above `lines_per_s_max` (after a burst of the same size) lines are
 dropped, and a line of its own reports their number. A record is cut at `record_chars_max`, and counts as one
 line. At most LOG_LINES_WAITING_MAX lines wait for the socket.
@@ -55,6 +57,11 @@ class OutputLimits(Struct, frozen=True):
     record_chars_max: int = 16 * 1024  # the rest of a `logging` record is cut
     lines_per_s_max: int = 500  # a burst may have the same number at once
     origins_max: int = 256  # calls with an unfinished line at one time
+
+
+def _visible(line: str) -> str:
+    """Return what a terminal shows of a line: the text after its last carriage return, unless that ends it."""
+    return line[line.rstrip("\r").rfind("\r") + 1 :]
 
 
 class OutputCapture:
@@ -102,6 +109,7 @@ class OutputCapture:
                 if len(self._partial) >= self._limits.origins_max:
                     oldest = next(iter(self._partial))
                     self._line(*oldest, self._partial.pop(oldest))
+                rest = _visible(rest)
                 self._partial[place] = rest[: self._limits.line_chars_max + 1]  # the rest is cut anyway
 
     def write_record(self, record: logging.LogRecord, text: str) -> None:
@@ -126,7 +134,7 @@ class OutputCapture:
             self._report_dropped(self._dropped_of)
 
     def _line(self, origin: _Origin, stream: str, line: str) -> None:
-        self._send_limited(origin, line, self._limits.line_chars_max, 0, stream)
+        self._send_limited(origin, _visible(line).rstrip("\r"), self._limits.line_chars_max, 0, stream)
 
     def _send_limited(self, origin: _Origin, text: str, chars_max: int, level: int, logger: str) -> None:
         if not self._rate.allows():

@@ -62,6 +62,16 @@ def test_a_long_line_is_cut() -> None:
     assert lines[1].text == "short"
 
 
+def test_a_progress_bar_is_one_line_in_its_last_state() -> None:
+    """As in a terminal, a carriage return overwrites the text before it."""
+    out, lines, _ = capture(line_chars_max=10)
+    for percent in range(0, 101, 5):
+        out.write(f"\r{percent}%")
+        out.write("\r" if percent % 2 else "")
+    out.write("\ndone\r\n")
+    assert [line.text for line in lines] == ["100%", "done"]
+
+
 def test_lines_above_the_rate_are_dropped_and_counted() -> None:
     out, lines, clock = capture(lines_per_s_max=3)
     out.write("a\n" * 10)
