@@ -80,9 +80,6 @@ def execute(options: RunOptions) -> int:
             "--force-code needs --resume or --reuse: it keeps results of functions that have changed"
         )
     began = time.monotonic()
-    if options.output == "":  # an unset shell variable; the current folder is `.`
-        raise UsageError("--output is empty. Give a folder, such as --output out/NAME")
-
     if options.verbose and options.quiet:
         raise UsageError("--verbose and --quiet exclude each other. Give one of them")
     if options.live:

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio.to_thread
 
 from pipedist.core.types import Tree
-from pipedist.errors import CallError, FoldError, JournalError, OutputError, RunCancelled, UsageError
+from pipedist.errors import (
+    CallError,
+    FoldError,
+    JournalError,
+    OutputError,
+    RunCancelled,
+    UsageError,
+)
 from pipedist.plan import Plan
 from pipedist.runs.identity import SpecSource
 from pipedist.runs.pass_folds import tables_of
@@ -57,6 +64,8 @@ class RunFiles:
         force: bool,
         force_code: bool,
     ) -> None:
+        if output == "":  # an unset variable of a shell; the current folder is `.`
+            raise UsageError("--output is empty. Give a folder, such as --output out/NAME")
         self.source = source
         self.folder: RunFolder | None = None
         self.journal: RunJournal | None = None

@@ -315,6 +315,13 @@ def test_a_misspelt_resume_is_refused(tmp_path: Path) -> None:
         pipedist.run(document, output=tmp_path, resume="reused")  # type: ignore[arg-type]
 
 
+def test_an_empty_output_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    document = {"pipedist": 1, "dataset": {"range": 4, "batch": 2}, "stages": {"y": {"run": len}}}
+    with pytest.raises(pipedist.UsageError, match="--output is empty"):
+        pipedist.run(document, output="", workers=1)
+
+
 def test_runs_in_two_threads_leave_the_import_path_as_it_was(tmp_path: Path) -> None:
     """The functions' folders are on it during a run, so that functions can import other modules late."""
 
