@@ -6,6 +6,7 @@ removed after it. After the first failed system call nothing more is written.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -284,10 +285,12 @@ class Journal:
 
     def broke(self, error: OSError) -> JournalError:
         """Return the error of a failed system call, which every later write raises too."""
-        self._broken = (
-            f"the journal in {self.folder} can't be written: {error.strerror or error}. The run has stopped; "
-            "all committed steps are safe. Fix the problem, then rerun with --resume."
-        )
+        if isinstance(error, FileNotFoundError) and not os.path.exists(self.folder):
+            cause, outlook = "was removed", "its steps are lost. Start it again."
+        else:
+            cause = f"can't be written: {error.strerror or error}"
+            outlook = "all committed steps are safe. Fix the problem, then rerun with --resume."
+        self._broken = f"the journal in {self.folder} {cause}. The run has stopped; {outlook}"
         return JournalError(self._broken)
 
 

@@ -162,7 +162,11 @@ class RunFiles:
     @property
     def resumable(self) -> bool:
         """Whether the journal has committed steps, which a resumed run skips."""
-        return self.journal is not None and self.journal.holds_steps
+        if self.folder is None or self.journal is None or not self.journal.holds_steps:
+            return False
+        with contextlib.suppress(OSError):
+            return self.folder.journal.exists()  # the user may have removed the folder
+        return True
 
     def abandon(self) -> None:
         """Mark the folder of a run that could not begin as failed, unless a run there can be resumed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,16 @@ def test_only_committed_values_are_restored(tmp_path: Path) -> None:
     ((entry, frames),) = read_log(tmp_path / "0-d.rows.log", end)
     assert entry.meta == [1, 2]
     assert decode(frames)[0] == "first"
+
+
+def test_a_journal_whose_folder_was_removed_is_not_called_safe(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    journal = Journal.create(folder, HEADER)
+    shutil.rmtree(folder)
+    with pytest.raises(JournalError, match=r"was removed.*Start it again"):
+        journal.log("rows.log")
+    journal.close()
 
 
 @pytest.mark.parametrize("room", [0, 1, 20, 200, 5000, 30_000])

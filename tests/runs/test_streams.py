@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import subprocess
 import sys
@@ -331,6 +332,18 @@ async def test_a_run_in_a_generator_that_is_left_early_ends_and_its_reader_goes_
             await asyncio.create_task(items.aclose())
         await still_works(cluster)
         assert not {"run stream", "end of stream"} & {task.get_name() for task in asyncio.all_tasks()}
+
+
+@pytest.mark.asyncio
+async def test_a_run_whose_folder_was_removed_can_not_be_resumed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    async with asyncio.timeout(100), pipedist.open(document(n=100_000), workers=1, output=out) as run:
+        waiting = asyncio.ensure_future(run.results())
+        while not run.resumable:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        shutil.rmtree(out)
+        assert not run.resumable
+        waiting.cancel()
 
 
 @pytest.mark.asyncio
