@@ -84,7 +84,7 @@ class RunFiles:
         """Open the folder until `stack` is closed, if the run has one.
 
         Returns:
-            The plan of the run, with what its journal keeps of an earlier one, and its id: a resumed run keeps its own.
+            The plan of the run, with what its journal keeps of an earlier run, and its id, which such a run keeps.
         """
         try:
             return await self._open(plan, run_id, stack)
@@ -126,7 +126,7 @@ class RunFiles:
             tables = tables_of(plan, opened.document["results"])
             self.result = await anyio.to_thread.run_sync(restored, spec, opened, tables)
             await self._upload(opened.run_id, list(opened.files))  # it may not be complete
-            return plan, run_id
+            return plan, opened.run_id
         self.folder = stack.enter_context(opened)
         self.journal, plan, self._journal_notice = open_journal(
             plan,

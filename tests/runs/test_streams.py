@@ -231,7 +231,9 @@ async def test_invalid_streams_are_refused(tmp_path: Path) -> None:
         async with pipedist.open(filed, cluster=cluster, output=tmp_path / "o", resume=True) as run:
             with pytest.raises(pipedist.UsageError, match="is finished, so there is nothing to stream"):
                 await anext(run.steps("t"))
-            assert (await run.results()).notice
+            result = await run.results()
+            assert result.notice
+            assert run.id == result.run_id
 
 
 @pytest.mark.asyncio
