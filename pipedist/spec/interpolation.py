@@ -139,8 +139,8 @@ class Interpolation:
     ) -> bool:
         if name not in params:
             message = f"the spec has no parameter `{name}`"
-            expected = setting_meant(name, value)
-            expected = expected or (listing(params) if params else "a spec with `params`; this one has none")
+            declared = f"a name in `params`: {listing(params)}" if params else ""
+            expected = setting_meant(name, value) or declared or "a spec with `params`; this one has none"
             self._problems.add_outside(where, message, expected=expected, allowed=params, given=name)
         return name in params
 

@@ -134,7 +134,7 @@ def test_bad_settings_are_usage_errors(setting: str, message: str) -> None:
     [
         ("replicas=2", "a parameter: `params: {replicas: 2}`, which `replicas: ${params.replicas}` reads"),
         ("workers=2", "`--workers 2`: it is not a parameter"),
-        ("rows=2", "rate"),
+        ("rows=2", "a name in `params`: rate"),
     ],
 )
 def test_a_setting_of_no_parameter_gets_a_hint(setting: str, expected: str) -> None:
