@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 from abc import ABC, abstractmethod
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 WORKERS_MAX = 4096
 
+DESCRIPTORS = 32  # open files of a driver that has no local workers
+DESCRIPTORS_OF_WORKER = 10  # sockets, a pidfd, ledgers and shared memory: 9 on average with 100 workers
+DESCRIPTORS_OF_USER = 256  # open files that the raised limit leaves to the user's program
+
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -43,6 +48,27 @@ def checked_count(workers: object) -> int:
     if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= WORKERS_MAX:
         raise UsageError(f"`workers` must be an integer from 1 to {WORKERS_MAX}, got {workers!r}")
     return workers
+
+
+def allow_descriptors(workers: int) -> None:
+    """Raise the soft limit of open files if the driver of local workers needs more.
+
+    Without a descriptor for a new connection, ZeroMQ aborts the process; a usual limit is 1024.
+
+    Raises:
+        UsageError: the hard limit is too low.
+    """
+    needed = DESCRIPTORS + DESCRIPTORS_OF_WORKER * workers
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    if hard < needed:
+        raise UsageError(
+            f"{workers} workers need about {needed:,} open files, and the limit of this process is {hard:,}: use fewer "
+            "workers, or raise the hard limit (`ulimit -Hn`)"
+        )
+    wanted = min(hard, 2 * needed + DESCRIPTORS_OF_USER)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, limits[1]))
 
 
 class Cluster(AsyncOnly, ABC):
@@ -170,8 +196,8 @@ class LocalCluster(Cluster):
             workers see what this process sees, and own none.
 
     Raises:
-        UsageError: a number is out of range; (on entering) there are too few GPUs for one worker, or the cluster
-            is open already.
+        UsageError: a number is out of range; (on entering) there are too few GPUs for one worker, the limit of open
+            files is too low, or the cluster is open already.
 
     Example:
         async with pipedist.LocalCluster(workers=4) as cluster:  # serves any number of runs
@@ -199,6 +225,7 @@ class LocalCluster(Cluster):
         self._shared_memory = SharedMemory.of_cluster(self._workers) if shared_memory else None
 
     async def __aenter__(self) -> Self:
+        allow_descriptors(self._workers)
         with prepare(self._threads):
             return await super().__aenter__()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -86,3 +88,28 @@ async def test_of_no_such_worker() -> None:
             cluster.cut(7)
         with pytest.raises(UsageError, match="'w7' was started here"):
             await cluster.restart(7)
+
+
+FEW_DESCRIPTORS = """
+import asyncio, resource
+from pipedist import LocalCluster, errors
+
+async def opened(workers, soft, hard):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    async with LocalCluster(workers=workers) as cluster:
+        await cluster.ready()
+
+asyncio.run(opened(6, 40, 200))
+try:
+    asyncio.run(opened(17, 40, 200))
+except errors.UsageError as error:
+    print(error)
+"""
+
+
+def test_more_workers_than_the_soft_limit_of_open_files_allows() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_DESCRIPTORS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "17 workers need about 202 open files, and the limit of this process is 200" in done.stdout
