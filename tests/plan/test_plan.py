@@ -128,6 +128,20 @@ def shown(plan: Plan) -> dict[str, str]:
     }
 
 
+def test_the_text_has_the_shard_of_a_source_whose_elements_are_no_arrays(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("{}\n")
+    for source, shard in (
+        ("text", "a list of n texts"),
+        ("jsonl", "a list of n objects"),
+        ("files", "{path: list[str], bytes: list[bytes]}"),
+    ):
+        dataset = {source: {"path": str(tmp_path / "a.txt")}, "batch": 1}
+        stages = {"rows": {"gather": 0, "of": "dataset"}}
+        plan = planned({"pipedist": 1, "dataset": dataset, "stages": stages})
+        assert f"  a shard of n elements is {shard}\n" in as_text(plan)
+        plan.close()
+
+
 @pytest.mark.parametrize("document", [TWO_PHASES, TRAINING, STREAM], ids=["two", "training", "stream"])
 @pytest.mark.parametrize("ending", ["txt", "mmd", "json"])
 def test_views(document: dict[str, Any], ending: str) -> None:
