@@ -244,7 +244,7 @@ def explain_run(run: str, *, as_json: bool) -> int:
 
 def _resume_command(header: Header, folder: Path) -> list[str]:
     """Return the line with the command that resumes a run, if there is one."""
-    from pipedist.runs.identity import SpecSource
+    from pipedist.runs.spec_source import SpecSource
 
     output = "" if folder.absolute() == (Path("out") / header.name).absolute() else str(folder)
     command = SpecSource(header.source, tuple(header.sets), header.params).command(output)

@@ -36,7 +36,7 @@ class Header(Struct, frozen=True):
         pipedist: version of the program that created it.
         spec: everything in the spec that decides results, as plain values.
         digest: of `spec`.
-        inputs: by path in the spec, path -> stamp of each file that it names (`pipedist.runs.identity`).
+        inputs: by path in the spec, path -> stamp of each file that it names (`pipedist.runs.input_stamps`).
         code: name -> SHA-256 of the modules of the functions.
         replicas: call number = step * replicas + replica.
         platform: fields of the `Platform` that the run began on; bits depend on it.

@@ -23,7 +23,8 @@ from pipedist.report.data import read_json
 from pipedist.report.file_differences import Chosen, Differences, Rows, compare_files, compare_trees
 from pipedist.runs.about import FAILURE_FILE
 from pipedist.runs.about import FILE as ABOUT
-from pipedist.runs.identity import changed_files, differences
+from pipedist.runs.identity import differences
+from pipedist.runs.input_stamps import changed_files
 from pipedist.runs.quarantine import FILE as QUARANTINE
 
 FORMAT = 1

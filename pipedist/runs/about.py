@@ -18,7 +18,7 @@ from pipedist.outputs.encoding import to_json
 from pipedist.outputs.run_record import write_json
 from pipedist.plan import Plan
 from pipedist.plan.view import as_json
-from pipedist.runs.identity import SpecSource
+from pipedist.runs.spec_source import SpecSource
 from pipedist.spec import GatherSpec, ReduceSpec
 
 FILE = "about.json"

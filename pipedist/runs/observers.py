@@ -15,7 +15,8 @@ from pipedist.plan import Plan
 from pipedist.runs import telemetry
 from pipedist.runs.about import write_about
 from pipedist.runs.execution import Execution
-from pipedist.runs.identity import SpecSource, digest
+from pipedist.runs.identity import digest
+from pipedist.runs.spec_source import SpecSource
 from pipedist.runs.timings import (
     INTERVAL_S,
     SAVING_S_MAX,

@@ -30,7 +30,7 @@ from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.protocol.program import Shards
 from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
 from pipedist.runs.gather_fold import GatherFold
-from pipedist.runs.identity import SpecSource, differences, listed, meaning
+from pipedist.runs.identity import differences, listed, meaning
 from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_feeds import SpoolFeed, feed_of
 from pipedist.runs.pass_folds import restore_pass
@@ -53,6 +53,7 @@ from pipedist.runs.run_header import (
     platform_changes,
     with_passes,
 )
+from pipedist.runs.spec_source import SpecSource
 from pipedist.runs.state_history import states_of
 from pipedist.spec import GatherSpec
 

@@ -18,12 +18,8 @@ from pipedist.errors import JournalError, UsageError
 from pipedist.journal.history import DurableProgress, Header, History, read_history
 from pipedist.journal.writer import Journal
 from pipedist.plan import Plan
-from pipedist.runs.identity import (
-    SpecSource,
-    changed_modules,
-    differences,
-    listed,
-)
+from pipedist.runs.code_modules import changed_modules
+from pipedist.runs.identity import differences, listed
 from pipedist.runs.pass_folds import can_write, has_files
 from pipedist.runs.pass_journal import RunJournal
 from pipedist.runs.reuse import reuse_run
@@ -36,6 +32,7 @@ from pipedist.runs.run_header import (
     stamp_of,
     with_passes,
 )
+from pipedist.runs.spec_source import SpecSource
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder

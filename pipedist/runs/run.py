@@ -34,11 +34,11 @@ from pipedist.plan.compiler import needs_gpus, supply_for
 from pipedist.protocol import messages as msg
 from pipedist.runs import telemetry
 from pipedist.runs.execution import Execution
-from pipedist.runs.identity import SpecSource
 from pipedist.runs.pass_folds import per_of, tables_of
 from pipedist.runs.progress import REFRESH_S, ProgressTotals, Reporter, is_interactive, open_reporter
 from pipedist.runs.result import Ledger, Progress, Result
 from pipedist.runs.run_files import Resume, RunFiles
+from pipedist.runs.spec_source import SpecSource
 from pipedist.runs.subscription import Part, Step, Stream, Subscription
 from pipedist.runs.timings import Measured
 from pipedist.spec import Spec, load, with_cluster

@@ -21,7 +21,6 @@ from pipedist.errors import (
     UsageError,
 )
 from pipedist.plan import Plan
-from pipedist.runs.identity import SpecSource
 from pipedist.runs.pass_folds import tables_of
 from pipedist.runs.programs import is_reduced, origin_of, replay_of
 from pipedist.runs.quarantine import FILE as QUARANTINE
@@ -29,6 +28,7 @@ from pipedist.runs.quarantine import QuarantinedElement, write_file
 from pipedist.runs.result import Result, files_of, restored
 from pipedist.runs.run_log import FILE as LOG_FILE
 from pipedist.runs.run_log import RunLog
+from pipedist.runs.spec_source import SpecSource
 
 if TYPE_CHECKING:
     from pipedist.outputs import RunFolder

@@ -18,15 +18,10 @@ from pipedist.core import platform_id
 from pipedist.core.platform_id import Platform
 from pipedist.journal.history import FORMAT, NAME, Header
 from pipedist.plan import PassPlan, Plan
-from pipedist.runs.identity import (
-    SpecSource,
-    changed_files,
-    code_of,
-    differences,
-    digest_of,
-    modules_of,
-    stamps,
-)
+from pipedist.runs.code_modules import code_of, modules_of
+from pipedist.runs.identity import differences, digest_of
+from pipedist.runs.input_stamps import changed_files, stamps
+from pipedist.runs.spec_source import SpecSource
 
 LAST_WRITES_S = 10  # longest time that functions of a killed run write after its last commit, in seconds
 

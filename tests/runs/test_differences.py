@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist.runs.identity import changed_files, differences, meaning
+from pipedist.runs.identity import differences, meaning
+from pipedist.runs.input_stamps import changed_files
 from pipedist.spec import load
 
 

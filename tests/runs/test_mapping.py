@@ -17,8 +17,8 @@ import pytest
 
 import pipedist
 from pipedist.plan.compiler import compile_plan
-from pipedist.runs import api, identity
-from pipedist.runs.identity import modules_of
+from pipedist.runs import api, pickle_digest
+from pipedist.runs.code_modules import modules_of
 from pipedist.spec import load
 from pipedist.worker.mapped import mapped
 from tests.preloaded import run_module
@@ -361,7 +361,7 @@ def test_a_function_of_a_script_is_the_same_in_each_process(tmp_path: Path) -> N
 )
 def test_functions_that_capture_other_values_have_other_digests(values: tuple[object, object]) -> None:
     def digest(value: object) -> str:
-        return identity._digest_of_pickle(cloudpickle.dumps(lambda: value))
+        return pickle_digest.digest_of_pickle(cloudpickle.dumps(lambda: value))
 
     assert digest(values[0]) != digest(values[1])
 
@@ -370,7 +370,7 @@ def test_code_that_was_typed_in_is_known_whatever_the_process_and_the_number_of_
     def digest_in(file: str) -> str:
         names: dict[str, Any] = {}
         exec(compile("def f(x):\n    return x", file, "exec"), names)
-        return identity._digest_of_pickle(cloudpickle.dumps(names["f"]))
+        return pickle_digest.digest_of_pickle(cloudpickle.dumps(names["f"]))
 
     assert digest_in("/tmp/ipykernel_11/7.py") == digest_in("/tmp/ipykernel_12/8.py")
     assert (
@@ -430,9 +430,9 @@ def test_a_function_that_captures_very_many_objects_is_known_by_its_bytes(
 ) -> None:
     words = {"a", "b", "c"}
     pickled = cloudpickle.dumps(lambda x: x in words)
-    read = identity._digest_of_pickle(pickled)
-    monkeypatch.setattr(identity, "_OPCODES_MAX", 10)
-    assert identity._digest_of_pickle(pickled) == hashlib.sha256(pickled).hexdigest() != read
+    read = pickle_digest.digest_of_pickle(pickled)
+    monkeypatch.setattr(pickle_digest, "OPCODES_MAX", 10)
+    assert pickle_digest.digest_of_pickle(pickled) == hashlib.sha256(pickled).hexdigest() != read
 
 
 def test_ctrl_c_without_a_folder_has_no_note(tmp_path: Path) -> None:

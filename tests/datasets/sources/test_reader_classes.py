@@ -20,7 +20,7 @@ from pipedist.datasets.sources.paths import hindrance
 from pipedist.errors import PlanError
 from pipedist.plan.compiler import compile_plan
 from pipedist.plan.view import as_text
-from pipedist.runs.identity import changed_files, stamps
+from pipedist.runs.input_stamps import changed_files, stamps
 from pipedist.runs.replay import CallKey, open_replay
 from pipedist.spec import load
 from pipedist.testing import check_source
