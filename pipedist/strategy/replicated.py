@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import deque
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
+from weakref import finalize
 
 import anyio
 import anyio.lowlevel
@@ -16,7 +18,7 @@ from msgspec.structs import replace
 from pipedist.collectives.options import CommunicationOptions
 from pipedist.core import trees
 from pipedist.core.arguments import check_int
-from pipedist.core.misuse_hints import AsyncOnly
+from pipedist.core.misuse_hints import AsyncOnly, running_loop
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import CallError, LocalProtocolError
 from pipedist.protocol.codec import UnsendableError, encode
@@ -30,6 +32,8 @@ from pipedist.strategy.variables import CapturedVariables, Transaction, used
 from pipedist.values import Partial, reduce_components
 
 if TYPE_CHECKING:
+    import asyncio
+
     from pipedist.cluster.resolvers import ClusterResolver
     from pipedist.coordinator import Coordinator, Slots
 
@@ -289,6 +293,8 @@ class Strategy(AsyncOnly, BaseStrategy):
                 communication=self._communication,
                 jax=self._jax,
             )
+            if (loop := running_loop()) is not None:  # a cluster may serve any number of strategies
+                finalize(self, _release_later, loop, self._passes, self.unused_spaces).atexit = False
         return self._passes
 
     def run_steps(
@@ -364,3 +370,17 @@ def _devices(devices: Sequence[str] | None) -> tuple[str, ...]:
     if not devices:
         raise ValueError("devices is empty: name one for each replica, or omit it")
     return tuple(devices)
+
+
+def _release_later(
+    loop: asyncio.AbstractEventLoop, passes: FunctionPasses, unused_spaces: deque[int]
+) -> None:
+    """Drop what a strategy has on its cluster, in the cluster's loop: a finalizer may run in any thread."""
+
+    def release() -> None:
+        passes.close()
+        while unused_spaces:
+            passes.coordinator.states.drop(unused_spaces.popleft())
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed, and the cluster with it
+        loop.call_soon_threadsafe(release)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from typing import Any
 
 import numpy as np
@@ -219,3 +221,26 @@ async def test_one_device_has_plain_values() -> None:
         assert await strategy.run(lambda x: v.assign_add(x), args=(2.0,)) == 3
         assert await strategy.update(v, lambda copy, x: copy.assign(x), args=(7.0,)) == 7
         assert strategy.local_results(v) == (7.0,)
+
+
+async def test_a_cluster_keeps_nothing_of_strategies_that_are_gone() -> None:
+    async def use(cluster: pipedist.LocalCluster, number: int) -> None:
+        strategy = pipedist.Strategy(cluster, replicas=2)
+        with strategy.scope():
+            total = pipedist.Variable(0, aggregation="sum")
+        await strategy.run(lambda: total.assign_add(number))
+        assert total.numpy() == 2 * number
+        assert list(await strategy.run(lambda x: x, args=(number,))) == [number] * 2
+
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        for number in range(3):
+            await use(cluster, number)
+        assert cluster.coordinator._passes.handles
+        gc.collect()
+        await asyncio.sleep(0)
+        assert not cluster.coordinator._passes.handles
+        assert not cluster.coordinator.states._spaces
+        assert not any(peer.held for peer in cluster.coordinator._pool)
+        await use(cluster, 5)
+    gc.collect()  # there is no cluster any more
+    await asyncio.sleep(0)
