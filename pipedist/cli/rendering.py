@@ -83,7 +83,10 @@ def render(
     console = Console(
         file=page, force_terminal=_is_terminal(), highlight=False, width=PLAIN_WIDTH if plain else None
     )
-    console.print(table, *below, sep="\n")
+    if listed:
+        console.print(table, *below, sep="\n")
+    else:
+        console.print(Text("The spec has no reduce, gather or update, so the run has no results."))
     console.print()
     kinds = ", ".join(f"{ledger[kind]:,} {kind}" for kind in ("committed", "quarantined", "lost"))
     console.print(Text(f"{plural(ledger['elements'], 'element')}: {kinds}"))

@@ -98,8 +98,9 @@ def existing_record(path: Path, note: str = "") -> RunRecord:
             dict.fromkeys(str(found) for folder in (path, Path("out")) for found in _runs_below(folder))
         )
         such = ", ".join(runs[:NEAR_MAX]) or "out/NAME"
+        place = path.resolve() if path.name in ("", "..") else path  # "in .." would end like a sentence
         raise UsageError(
-            f"there is no run in {path}. RUN is the output folder of a run, such as {such}{note}"
+            f"there is no run in {place}. RUN is the output folder of a run, such as {such}{note}"
         )
     return record
 

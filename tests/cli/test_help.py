@@ -93,6 +93,7 @@ def test_short_options(pipedist: Command, spec: object) -> None:
         "there is no run in squares.yaml. RUN is the output folder of a run, such as out/NAME" in lost.stderr
     )
     near = pipedist("audit", ".")
+    assert "there is no run in /" in near.stderr
     assert "such as short" in near.stderr
     assert pipedist("run", "squares.yaml", "-w", "1", "-o", "out/named", "-q").returncode == 0
     assert pipedist("audit", "out").stderr.endswith("such as out/named\n")

@@ -142,6 +142,14 @@ def test_the_table(
     assert capsys.readouterr().out == ""
 
 
+def test_a_run_without_results_says_why() -> None:
+    assert render([], LEDGER, {}).splitlines() == [
+        "The spec has no reduce, gather or update, so the run has no results.",
+        "",
+        "4,096 elements: 4,000 committed, 96 quarantined, 0 lost",
+    ]
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl", ".json"])
 def test_a_streamed_table_shows_its_rows(tmp_path: Path, suffix: str) -> None:
     sink = open_sink(tmp_path / f"a{suffix}", shape="run", gather=True)
