@@ -219,9 +219,10 @@ class RunFolder:
         self._record = replace(self._record, state="committing", files=written, then=then)
         write_record(self.path, self._record)
         self._record = _move_all(self.path, self._record)
-        for earlier in self.values.parent.glob("*"):
-            if earlier != self.values:
-                shutil.rmtree(earlier, onerror=_unless_missing)
+        with writing(self.values.parent):
+            for earlier in self.values.parent.glob("*"):
+                if earlier != self.values:
+                    shutil.rmtree(earlier, onerror=_unless_missing)
         return {name: self.path / name for name in written}
 
     def fail(self, *, resumable: bool) -> None:

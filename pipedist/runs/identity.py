@@ -75,7 +75,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return hashlib.sha256(value).hexdigest()
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        if all(type(key) is str for key in value):
+            return {key: _plain(item) for key, item in value.items()}
+        return [type(value).__name__, [[_plain(key), _plain(item)] for key, item in value.items()]]
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, np.ndarray):

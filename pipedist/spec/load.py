@@ -95,7 +95,10 @@ def load(
 
     Raises:
         SpecError: the spec has problems; it lists all of them, in the order of their places.
+        UsageError: `params` is not a mapping.
     """
+    if params is not None and not isinstance(params, Mapping):
+        raise UsageError(f"`params` must be a dict from names to values, got {params!r}")
     if isinstance(source, Mapping):
         problems = Problems(Document("", dict(source)))
         folder, stem = os.getcwd(), "spec"

@@ -425,3 +425,21 @@ def test_an_output_that_was_not_announced(tmp_path: Path) -> None:
     with start(tmp_path / "x") as folder, pytest.raises(ValueError, match="other"):
         folder.staged("other.json")
     assert run_folder.PRIVATE == ".pipedist"
+
+
+def test_values_of_the_run_before_that_cannot_be_removed_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    (out / ".pipedist/values/r0").mkdir(parents=True)
+
+    remove = run_folder.shutil.rmtree
+
+    def refuse(path: Path, **options: Any) -> None:
+        if Path(path).name == "r0":
+            raise PermissionError(13, "Permission denied", str(path))
+        remove(path, **options)
+
+    monkeypatch.setattr(run_folder.shutil, "rmtree", refuse)
+    with pytest.raises(OutputError, match=r"can't write .*values: Permission denied"):
+        complete(out)

@@ -31,6 +31,16 @@ def test_a_dataclass_is_another_parameter_if_one_number_of_an_array_is() -> None
     assert line.startswith("stages.y.with.model[1].weights[2]: ")
 
 
+def test_a_number_is_another_key_than_its_text() -> None:
+    def meant(keys: dict[Any, int]) -> dict[str, Any]:
+        stage = {"run": "m:f", "with": {"names": keys}}
+        document = {"pipedist": 1, "dataset": {"range": 4, "batch": 2}, "stages": {"y": stage}}
+        return meaning(load(document))
+
+    assert meant({1: 5}) == meant({1: 5})
+    assert meant({1: 5}) != meant({"1": 5})
+
+
 @pytest.mark.parametrize(("there", "now"), [(1, 1.0), (True, 1), (0, False), (0.0, -0.0), ("1", 1)])
 def test_values_that_python_calls_equal_are_other_parameters(there: Any, now: Any) -> None:
     assert list(differences({"with": {"k": there}}, {"with": {"k": now}})) == [

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedist.errors import Problem, SpecError
+from pipedist.errors import Problem, SpecError, UsageError
 from pipedist.spec import RunSpec, StageRef, StateRef, load
 from pipedist.spec.interpolation import read_setting
 from pipedist.spec.scalars import ScalarError
@@ -148,6 +148,11 @@ def test_unknown_given_parameters_are_rejected() -> None:
         load(document({}, {"rate": 1}), params={"rats": 2})
     (problem,) = caught.value.problems
     assert (problem.where, problem.nearest) == ("params", "rate")
+
+
+def test_parameters_that_are_no_mapping_are_rejected() -> None:
+    with pytest.raises(UsageError, match=r"`params` must be a dict from names to values, got \['rate'\]"):
+        load(document({}, {"rate": 1}), params=["rate"])  # type: ignore[arg-type]
 
 
 def test_one_bad_parameter_is_one_problem() -> None:
