@@ -6,7 +6,8 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -123,6 +124,10 @@ class ServerSocket:
         except BaseException:
             self._context.destroy(linger=0)
             raise
+        # A context that is collected before its sockets would wait for them for ever.
+        sockets = [self._socket, self._monitor, *([] if self._zap is None else [self._zap.socket])]
+        self._abandoned = weakref.finalize(self, _abandon, self._context, sockets)
+        self._abandoned.atexit = False
 
     def start(self) -> None:
         if self._zap is not None:
@@ -161,6 +166,7 @@ class ServerSocket:
     async def close(self) -> None:
         """Send what waits, for about the linger time, and close; incoming messages are ignored."""
         self._is_open = False
+        self._abandoned.detach()
         try:
             with anyio.move_on_after(self._settings.linger_s, shield=True):
                 if self._waiting:
@@ -332,6 +338,13 @@ class ServerSocket:
         self._pump.look_again()
 
 
+def _abandon(context: zmq.Context[zmq.Socket[bytes]], sockets: Sequence[zmq.Socket[bytes]]) -> None:
+    """Close the sockets of a server that was never closed, and is garbage."""
+    for each in sockets:
+        each.close(linger=0)
+    context.term()
+
+
 class ZapHandler:
     """Lets in the keys (Z85) of a fixed set, each under its own name (`User-Id`: the key); see RFC 27, ZAP.
 
@@ -348,10 +361,10 @@ class ZapHandler:
         self._allowed = allowed
         self._on_refuse = on_refuse
         self._request: list[bytes] = []
-        self._socket = context.socket(zmq.REP)
-        self._socket.linger = 0
-        self._socket.bind(_ZAP_ENDPOINT)
-        self._pump = Pump(self._socket, self._take, frames_per_wake_up=256)
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind(_ZAP_ENDPOINT)
+        self._pump = Pump(self.socket, self._take, frames_per_wake_up=256)
 
     def start(self) -> None:
         self._pump.start()
@@ -359,7 +372,7 @@ class ZapHandler:
     def close(self) -> None:
         """Stop; from now on every client is rejected."""
         self._pump.stop()
-        self._socket.close()
+        self.socket.close()
 
     def _take(self, frame: zmq.Frame, more: bool) -> None:
         if len(self._request) < _ZAP_FRAMES_MAX:
@@ -371,7 +384,7 @@ class ZapHandler:
                 self._on_refuse(reason)
             reply = (b"400", b"refused", b"", b"") if reason else (b"200", b"OK", user, b"")
             request_id = request[1] if len(request) > 1 else b""
-            self._socket.send_multipart([b"1.0", request_id, *reply], zmq.DONTWAIT)
+            self.socket.send_multipart([b"1.0", request_id, *reply], zmq.DONTWAIT)
             self._pump.look_again()
 
     def _decide(self, request: list[bytes]) -> tuple[bytes, str]:

@@ -351,3 +351,24 @@ def test_the_kernels_count_of_processes_killed_for_want_of_memory(tmp_path: Path
         (mount / file).write_text("low 0\noom_kill 4\n")
         assert kills.grew()
         assert not kills.grew()
+
+
+def test_a_cluster_that_is_never_left_does_not_block_the_garbage_collection() -> None:
+    script = """
+import asyncio, gc
+import pipedist
+
+async def main():
+    cluster = pipedist.LocalCluster(workers=1)
+    await cluster.__aenter__()
+    await cluster.ready()
+
+gc.disable()
+asyncio.run(main())
+gc.collect()
+print("collected")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "collected\n"
