@@ -242,8 +242,9 @@ class SpoolFeed(Feed):
     def separable(self, call: int) -> int:
         """Return the number of rows of a call's value, if that consists of arrays with one row per element."""
         held, part = self._held[call // self._replicas], call % self._replicas
-        rows = len(held.ids(part))
-        return rows if all(has_rows(shard.value, len(shard.ids)) for shard, *_ in held.shards[part]) else 0
+        # other shards were quarantined as a whole, and have no value
+        made = [shard for shard, *_ in held.shards[part] if len(shard.ids)]
+        return len(held.ids(part)) if all(has_rows(shard.value, len(shard.ids)) for shard in made) else 0
 
     def release(self, before: int) -> None:
         for step in [step for step in self._held if step < before]:

@@ -230,6 +230,21 @@ async def test_elements_are_sent_separately_if_values_have_a_row_for_each() -> N
 
 
 @pytest.mark.asyncio
+async def test_elements_are_separable_beside_an_input_shard_of_which_nothing_remains() -> None:
+    feed = live_feed()
+    put(feed, 0)
+    feed.put(0, 2, 8, kept_shards([range(0)], [None], 2, 1))
+    feed.end()
+    await feed.pull(1)
+    assert feed.separable(0) == 2
+    read = feed.request(0, 1, local=True, elements=[(1, 2)])
+    assert callable(read)
+    shards: Shards = read()
+    assert [list(ids) for ids in shards.ids or ()] == [[1]]
+    assert [value.tolist() for value in shards.values or ()] == [[1]]
+
+
+@pytest.mark.asyncio
 async def test_values_without_a_row_per_element_end_the_pass_with_the_stage() -> None:
     feed = live_feed()
     put(feed, 0, 1, value=7)
