@@ -336,7 +336,7 @@ class _Job:
 
     def _spec(self) -> dict[str, Any]:
         options, data = self._options, self._data
-        fn = self._function()
+        fn, batch = self._function(), options.get("batch")
         stage: dict[str, Any] = {"run": fn, "with": dict(options.get("with_", {}))}
         stage |= {name: options[name] for name in _OF_STAGE if options.get(name) is not None}  # type: ignore[literal-required]
         if self._per_element and not self._loops:
@@ -348,7 +348,7 @@ class _Job:
             "pipedist": 1,
             "name": _name(fn),
             "seed": options.get("seed", 0),
-            "dataset": {**data.source, "batch": options.get("batch") or data.batch},
+            "dataset": {**data.source, "batch": data.batch if batch is None else batch},
             "stages": stages,
         }
         if self._is_kept:

@@ -213,6 +213,8 @@ def test_wrong_arguments_are_reported_before_workers_start() -> None:
             pipedist.map(len, data, **options)  # type: ignore[call-overload]
     with pytest.raises(pipedist.SpecError, match="retries"):
         pipedist.map(len, [1], retries=-1)
+    with pytest.raises(pipedist.SpecError, match="batch"):
+        pipedist.map(len, [b"x"], batch=0)
     with pytest.raises(pipedist.PlanError, match=r"noted\(.*can't be called as"):
         pipedist.map(functions.noted, [1], per_element=True, workers=1)
 
