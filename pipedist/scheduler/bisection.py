@@ -139,7 +139,9 @@ class Probe(CallHistory, eq=False):
 
 class CulpritSearch(Struct, eq=False):
     cause: Cause
-    culprits: tuple[tuple[int, str], ...] = ()  # those that are known from the start: no others are searched
+    culprits: tuple[
+        tuple[int, str], ...
+    ] = ()  # those that the stage named: others are searched if the rest fails
     bisection: Bisection | None = None  # None until the number of elements is known
 
 

@@ -228,8 +228,11 @@ class Outcomes:
         probe.raised[stage] += 1
         if probe.is_single and probe.raised[stage] <= raised.retries:
             self._back_off(pass_, probe.raised[stage], probe)
-        else:
-            self.quarantine.failed(pass_, probe, raised.cause if raised.quarantine else None)
+            return
+        cause = raised.cause
+        if probe.is_single and raised.culprits:  # as it is named in a call of several elements
+            cause = cmd.Cause(stage, raised.culprits[0][1])
+        self.quarantine.failed(pass_, probe, cause if raised.quarantine else None)
 
     def _charge_probe(self, pass_: Pass, probe: Probe, worker: str, death: Death) -> None:
         if death.timed_out:
@@ -263,10 +266,14 @@ class Outcomes:
         culprits: tuple[tuple[int, str], ...] = (),
     ) -> None:
         """Fail calls [lo, hi) permanently, one call or a gang, or quarantine elements."""
-        if lo in pass_.searches.cleared:
+        cleared = pass_.searches.cleared.get(lo)
+        if cleared is not None and not cleared.culprits:
             self.quarantine.quarantine_all(pass_, lo, hi, cause, "not separable: the rest still fails")
         elif not quarantine:
+            pass_.searches.forget(lo)
             self._fail(pass_, lo, hi, failures)
+        elif cleared is not None:
+            self.quarantine.search_rest(pass_, lo, cleared, cause, culprits)
         elif pass_.settings.gang:
             self.quarantine.quarantine_all(pass_, lo, hi, cause, "a gang's step is all or nothing")
         else:

@@ -6,6 +6,9 @@
                                                      '--> all quarantined <------------ | --------'
                                                                               the culprits are quarantined
 
+A stage that is called with single elements names its culprits, and the call is executed without them before any
+probe. If then another stage fails, the search goes on (`search_rest`).
+
 During the search the call itself does not wait, is not leased, and is not done. Its probes are leased one
 by one, to idle workers.
 """
@@ -38,6 +41,32 @@ class Quarantine:
     ) -> None:
         pass_.searches.calls[call] = CulpritSearch(cause, culprits)
         self._out.append(cmd.SizeCall(pass_.id, call))
+
+    def search_rest(
+        self,
+        pass_: Pass,
+        call: int,
+        search: CulpritSearch,
+        cause: cmd.Cause,
+        culprits: tuple[tuple[int, str], ...],
+    ) -> None:
+        """Go on with a call that failed in another stage, without the culprits that the first one named.
+
+        `culprits` are positions in the rest. If the other stage names none, the whole call is bisected.
+        """
+        bisection = search.bisection
+        assert bisection is not None  # set when it was cleared
+        rest = [at for lo, hi in bisection.healthy for at in range(lo, hi)]
+        found = {rest[at]: cmd.Cause(cause.stage, text) for at, text in culprits if at < len(rest)}
+        if not found:
+            pass_.quarantined -= len(bisection.culprits)  # they are found again
+            pass_.searches.forget(call)
+            self.begin(pass_, call, cause)
+            return
+        bisection.culprits.update(found)
+        for each in found.values():
+            self._found(pass_, call, each)
+        self._conclude(pass_, call, search, bisection)
 
     def sized(self, pass_: Pass, call: int, elements: int) -> None:
         search = pass_.searches.calls.get(call)

@@ -58,6 +58,13 @@ def _note_attempt(notes: Path) -> None:
         file.write(b".")
 
 
+def reject(x: int, culprits: Sequence[int]) -> int:
+    """Return an element or a shard as it is, unless it is or has one of the culprits."""
+    if set(culprits) & set(np.atleast_1d(x).tolist()):
+        raise ValueError("indigestible")
+    return x
+
+
 async def poison_async(x: np.ndarray, how: str, culprits: Sequence[int], ctx: Any) -> dict[str, Any]:
     """The same, among other calls on one event loop."""
     await asyncio.sleep(0.001)

@@ -210,6 +210,19 @@ async def streamed(doc: dict[str, Any]) -> list[Any]:
         return [step["a"].components async for step in run.steps("a")]
 
 
+@pytest.mark.parametrize("second", ["element", None])
+def test_each_stage_of_a_call_has_its_own_culprits(second: str | None) -> None:
+    doc = document([17], run="reject", per="element")
+    del doc["stages"]["a"]["with"]["how"]
+    doc["stages"]["b"] = {"run": f"{F}:reject", "of": "a", "with": {"culprits": [5, 19]}, "per": second}
+    doc["stages"]["b"]["on_error"] = "quarantine"
+    doc["stages"]["all"]["of"] = "b"
+    result = pipedist.run(doc, workers=2)
+    assert result["all"].tolist() == [i for i in range(N) if i not in (5, 17, 19)]
+    found = [(x["element"], x["stage"], x["cause"]) for x in result.quarantined]
+    assert found == [(i, stage, CAUSES["raises"]) for i, stage in ((5, "b"), (17, "a"), (19, "b"))]
+
+
 @pytest.mark.asyncio
 async def test_a_shard_of_which_nothing_remains_is_none_in_a_stream() -> None:
     first, second = await streamed(document(list(range(16))))

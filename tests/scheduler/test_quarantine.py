@@ -111,6 +111,57 @@ def test_all_elements_are_quarantined_if_the_rest_still_fails() -> None:
     scenario(raised(4), whole("the rest still fails"), cmd.StepsReady(1, 0, 1))
 
 
+def cleared_of_named(**pass_: Any) -> Scenario:
+    """Return a scenario in which call 0, of 4 elements, is executed without element 1, which its stage named."""
+    scenario = Scenario(LIMITS).with_workers("w0").with_pass(PassSettings(1, pulled=False, **pass_))
+    scenario.setup(ev.StepsAvailable(1, 0, 1, 1), raised(1, culprits=((1, "ValueError: no"),)))
+    scenario(ev.CallSized(1, 0, 4), cmd.SendAssign("w0", 2, 1, 0, 1, 1, ((0, 1), (2, 4))))
+    return scenario
+
+
+def test_culprits_that_the_next_stage_names_are_skipped_too() -> None:
+    scenario = cleared_of_named()
+    scenario(
+        raised(2, culprits=((2, "ValueError: no"),)),  # the third one of the rest
+        cmd.SendAssign("w0", 3, 1, 0, 1, 2, ((0, 1), (2, 3))),
+    )
+    scenario(
+        done(3),
+        cmd.CallsQuarantined(1, 0, 1, ((1, NO), (3, NO)), remains=True),
+        cmd.AcceptResults(1, 0, 1, "w0"),
+        cmd.StepsReady(1, 0, 1),
+    )
+
+
+def test_the_next_stage_may_name_all_other_elements() -> None:
+    scenario = cleared_of_named()
+    named = tuple((at, "ValueError: no") for at in range(3))
+    scenario(
+        raised(2, culprits=named),
+        cmd.CallsQuarantined(1, 0, 1, tuple((at, NO) for at in range(4))),
+        cmd.StepsReady(1, 0, 1),
+    )
+
+
+def test_the_call_is_bisected_if_the_next_stage_names_no_culprits() -> None:
+    scenario = cleared_of_named(quarantine_max=2)
+    scenario(raised(2), cmd.SizeCall(1, 0))
+    scenario(ev.CallSized(1, 0, 4), probe(3, 0, 2))
+    scenario(raised(3, culprits=((1, "ValueError: no"),)), probe(4, 0, 1))
+    scenario(done(4), probe(5, 1, 2))
+    scenario(raised(5, culprits=((0, "ValueError: no"),)), probe(6, 2, 4))
+    scenario(raised(6), probe(7, 2, 3))
+    scenario(done(7), probe(8, 3, 4))
+    scenario(raised(8), cmd.SendAssign("w0", 9, 1, 0, 1, 2, ((0, 1), (2, 3))))
+    scenario(raised(9), whole("the rest still fails"), cmd.StepsReady(1, 0, 1))
+
+
+def test_the_rest_fails_if_the_next_stage_does_not_quarantine() -> None:
+    scenario = cleared_of_named()
+    scenario(ev.CallFailed("w0", 0, 2, 0), cmd.StepFailed(1, 0, (cmd.Failure(0, 2, "w0"),)))
+    assert not scenario.scheduler._passes[1].searches.cleared
+
+
 def test_elements_that_cannot_be_separated_are_quarantined_together() -> None:
     scenario = suspected()
     scenario(
