@@ -61,7 +61,7 @@ from pipedist.reduction.keyed.combiners import (
     array_of,
     check_real,
 )
-from pipedist.reduction.keyed.keys import Key, group, values_of
+from pipedist.reduction.keyed.keys import Key, common_dtype, group, values_of
 from pipedist.reduction.keyed.keys import encode_text as encode_text
 from pipedist.reduction.keyed.table import KeyedTable as KeyedTable
 from pipedist.reduction.keyed.values import MOMENTS, largest_first, merged_moments, variance
@@ -190,8 +190,12 @@ class TopK:
         if a["k"] != b["k"]:
             raise ValueError(f"top_k of k={a['k']} and k={b['k']} can't be combined: use one k")
         (left, right), treedef = trees.same_structure([a["rows"], b["rows"]])
+        if not len(a["values"]) or not len(b["values"]):  # an empty list has the dtype of floats
+            return self.of(**(b if len(b["values"]) else a))
+        dtype = common_dtype([a["values"], b["values"]])
         rows = [ragged.concatenate(pair) for pair in zip(left, right, strict=True)]
-        return self.of(np.concatenate([a["values"], b["values"]]), a["k"], trees.unflatten(treedef, rows))
+        values = np.concatenate([a["values"], b["values"]], dtype=dtype)
+        return self.of(values, a["k"], trees.unflatten(treedef, rows))
 
 
 class ByKey:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,9 @@ from pipedist.combiners import (
     by_key_sum,
     by_key_top_k,
     counter,
+    encode_text,
     moments,
+    top_k,
 )
 from pipedist.outputs import summary
 from pipedist.outputs.encoding import to_json
@@ -236,6 +239,92 @@ def test_buckets_are_ordered_and_near_their_values() -> None:
     assert found[~finite].tolist()[:2] == [-np.inf, np.inf]
     assert np.isnan(by_key_quantiles.of(["a", "a"], [1.0, np.nan])["a"]["p50"])
     assert by_key_quantiles.of(["a", "b"], [1.0, np.nan], skip_missing=True)["a"]["count"] == 1
+
+
+DATES = st.sampled_from(["NaT", "1969-12-31", "2020-01-01", "2020-01-02", "2020-02-01", "2021-01-01"])
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("Dsh"), st.lists(st.tuples(DATES, st.integers(0, 23)), min_size=1)),
+        min_size=2,
+        max_size=5,
+    ),
+    st.integers(2, 4),
+)
+def test_dates_of_several_units_and_nat_are_keys_in_every_range(parts: Any, count: int) -> None:
+    tables, expected = [], Counter[Any]()
+    for unit, rows in parts:
+        keys = np.array([np.datetime64(day) + np.timedelta64(hour, "h") for day, hour in rows], f"M8[{unit}]")
+        tables.append(counter.of(keys))
+        expected.update(None if np.isnat(key) else key.astype("M8[s]").item() for key in keys)
+    whole = merge([tables])
+    ranges = Ranges(tables, count)
+    joined = ranges.join([merge([ranges.cut(place)]) for place in range(count)])
+    assert list(joined.items()) == list(whole.items())
+    found = {key and np.datetime64(key, "s").item(): value for key, value in whole.items()}
+    assert found == expected
+    assert [whole[key] for key in whole] == list(whole.values())
+
+
+def test_rows_without_a_date_are_one_key() -> None:
+    keys = np.array(["NaT", "2020-01-01", "NaT", "2021-01-01", "NaT"], "M8[D]")
+    sums = by_key_sum.of(keys, [1, 2, 3, 4, 5])
+    assert sums[datetime.date(2020, 1, 1)] == 2
+    assert sums[None] == sums[np.datetime64("NaT")] == 9
+    values = [1, 1, 2, 1, 2]
+    assert by_key_counter.of(keys, values)[None] == {1: 1, 2: 2}
+    assert dict(by_key_nunique.of(keys, values)) == {
+        None: 2,
+        datetime.date(2020, 1, 1): 1,
+        datetime.date(2021, 1, 1): 1,
+    }
+    assert by_key_top_k.of(keys, values, k=2)[None]["value"].tolist() == [2, 2]
+    assert by_key_quantiles.of(keys, values)[None]["count"] == 3
+    assert list(counter.of(np.array(["2020-01-01", "1960-01-01"], ">M8[D]"))) == [
+        datetime.date(1960, 1, 1),
+        datetime.date(2020, 1, 1),
+    ]
+
+
+def test_values_that_no_table_has_are_absent() -> None:
+    sums = by_key_sum.of([1, 2, 3], [1.0, np.nan, 3.0])
+    assert not any(key in sums for key in (np.nan, np.inf, np.str_("1"), None))
+    assert sums.largest(3) == [(3, 3.0), (1, 1.0)]
+
+
+@pytest.mark.parametrize("keys", [["a", "b"], encode_text(["a", "b"]), np.array(["a", "b"]), [2**63, 1]])
+@pytest.mark.parametrize("dtype", ["f2", "f8", ml_dtypes.bfloat16])
+def test_quantiles_skip_missing_values_of_any_column(keys: Any, dtype: Any) -> None:
+    found = by_key_quantiles.of(keys, np.array([1, np.nan], dtype), skip_missing=True)
+    assert [each["count"] for each in found.values()] == [1]
+    with pytest.raises(TypeError, match="some keys are text"):
+        by_key_quantiles.of([1, "a"], np.array([1, np.nan]), skip_missing=True)
+
+
+def test_values_are_neither_rounded_nor_wrapped_by_other_components() -> None:
+    large = 2**53 + 1
+    assert top_k(top_k.of([], 2), top_k.of([large], 2))["values"].tolist() == [large]
+    assert top_k(top_k.of([large], 2), top_k.of([], 2))["values"].tolist() == [large]
+    unsigned = np.array([1], np.uint64)
+    with pytest.raises(TypeError, match="int64 and uint64"):
+        top_k(top_k.of(unsigned, 2), top_k.of([large], 2))
+    with pytest.raises(TypeError, match="int64 and uint64"):
+        by_key_top_k(by_key_top_k.of([1], unsigned, k=2), by_key_top_k.of([1], [large], k=2))
+    with pytest.raises(TypeError, match="<U1 and int64"):
+        by_key_top_k(
+            by_key_top_k.of([1], [1], 2, {"a": [7]}),
+            by_key_top_k.of([1], [1], 2, {"a": ["x"]}),
+        )
+    with pytest.raises(OverflowError, match=r"datetime64\[ns\]"):
+        counter(counter.of(np.array(["9999-12-31"], "M8[D]")), counter.of(np.array(["2020-01-01"], "M8[ns]")))
+    years = np.array([200 * 365] * 2, "m8[D]").astype("m8[ns]")
+    with pytest.raises(OverflowError, match="a sum of durations"):
+        by_key_sum.of([1, 1], years)
+    with pytest.raises(OverflowError, match="a sum of durations"):
+        by_key_sum(by_key_sum.of([1], years[:1]), by_key_sum.of([1], years[:1]))
+    assert np.isnat(by_key_sum.of([1, 1], np.array([1, "NaT"], "m8[s]"))[1])
 
 
 def test_columns_whose_ranges_together_exceed_64_bits_are_merged() -> None:

@@ -17,6 +17,7 @@ from pipedist.reduction.keyed.table import NUMBERS, KeyedTable, merge
 from pipedist.reduction.keyed.texts import Texts, of_strings
 from pipedist.reduction.keyed.values import (
     MOMENTS,
+    NAN_BUCKET,
     Columns,
     buckets_of,
     largest_by_key,
@@ -344,12 +345,15 @@ class QuantilesByKey(NestedCombiner):
         """
         rows = np.asarray(values)
         check_real("by_key_quantiles", rows)
-        if skip_missing and rows.dtype.kind == "f" and (missing := np.isnan(rows)).any():
-            names, columns = columns_of(keys, self._base)
-            kept = [np.asarray(array_of(column))[~missing] for column in columns]
-            keys, rows = dict(zip(names, kept, strict=True)), rows[~missing]
-            return super().of(keys, buckets_of(rows))
-        return super().of(keys, buckets_of(rows))
+        table = super().of(keys, buckets_of(rows))
+        if not skip_missing:
+            return table
+        there = np.asarray(table.key_columns[-1]) != NAN_BUCKET
+        return replace(
+            table,
+            key_columns=[with_codes(column, np.flatnonzero(there)) for column in table.key_columns],
+            value_columns={name: column[there] for name, column in table.value_columns.items()},
+        )
 
     def _of_dict(self, value: Mapping[Any, Any]) -> KeyedTable:
         raise TypeError("by_key_quantiles combines what by_key_quantiles.of(...) returned, not dicts")

@@ -131,8 +131,8 @@ def _rank(values: Iterable[Any] | Texts | TextColumn) -> tuple[Texts | NDArray[A
     if kind in "OT":
         return _rank(array.tolist())
     if kind == "M":
-        distinct, codes = _rank(array.view(np.int64))
-        assert isinstance(distinct, np.ndarray)
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        distinct, codes = _rank_integers(array.view(np.int64))
         return distinct.view(array.dtype), codes
     if kind == "f" and not array.size:
         array = array.astype(np.int64)
@@ -399,7 +399,7 @@ def merge_columns(parts: Sequence[KeyColumn]) -> Ranked:
             found = np.concatenate([column.codes for column in columns if column.codes is not None])
         return Ranked(found.astype(np.int64), len(union), partial(_chosen, union))
     column = _concatenated([part for part in parts if isinstance(part, np.ndarray)])
-    numbers = column.view(np.int64) if column.dtype.kind == "M" else column
+    numbers = numbers_of(column)
     low = int(numbers.min())
     size = int(numbers.max()) - low + 1
     if size <= _PACKED_MAX:
@@ -408,6 +408,11 @@ def merge_columns(parts: Sequence[KeyColumn]) -> Ranked:
         )
     distinct, codes = _rank_integers(numbers)
     return Ranked(codes, len(distinct), lambda codes: distinct[codes].view(column.dtype))
+
+
+def numbers_of(column: NDArray[Any]) -> NDArray[Any]:
+    """Return integers that compare as the keys do: those of dates, among which NaT is equal to itself and the first."""
+    return column.view(np.int64) if column.dtype.kind == "M" else column
 
 
 def _placed(column: TextColumn, places: Ints) -> NDArray[np.int32]:
@@ -422,8 +427,28 @@ def _concatenated(arrays: Sequence[NDArray[Any]], together: Concatenate = in_mem
         if any(array.dtype == np.int64 and array.min() < 0 for array in arrays):
             raise TypeError("some keys are negative, and others exceed int64: convert them to text")
         arrays = [array.astype(np.uint64) for array in arrays]
-    dtype = np.result_type(*arrays)
+    dtype = common_dtype(arrays)
     return together(array.astype(dtype, copy=False) for array in arrays)
+
+
+def common_dtype(arrays: Sequence[NDArray[Any]]) -> np.dtype[Any]:
+    """Return the dtype of arrays together.
+
+    Raises:
+        TypeError: values would be rounded, or become text.
+        OverflowError: a date or duration does not fit the unit of others, which NumPy does not notice.
+    """
+    found = np.result_type(*arrays)
+    kinds = {array.dtype.kind for array in arrays}
+    if (found.kind == "f" and kinds <= set("iu")) or (found.kind in "US" and kinds != {found.kind}):
+        names = " and ".join(sorted({str(array.dtype) for array in arrays}))
+        raise TypeError(f"values of dtypes {names} can't be combined: convert them to one dtype")
+    for array in arrays:
+        if found.kind not in "mM" or array.dtype == found:
+            continue
+        if (array.astype(found).astype(array.dtype) != array)[~np.isnat(array)].any():
+            raise OverflowError(f"a value of {array.dtype} does not fit {found}: convert them to one unit")
+    return found
 
 
 def joined(parts: Sequence[KeyColumn], together: Concatenate) -> KeyColumn:
@@ -466,15 +491,22 @@ def span(column: KeyColumn, key: object, lo: int, hi: int) -> tuple[int, int]:
         rows: NDArray[Any] = column.codes[lo:hi]
         left = lo + int(np.searchsorted(rows, np.int32(place)))
         return left, lo + int(np.searchsorted(rows, np.int32(place), side="right")) if is_there else left
-    rows = column[lo:hi]
+    rows = numbers_of(column[lo:hi])
     if column.dtype.kind == "M":
-        if not isinstance(key, datetime.date | np.datetime64):
+        if not isinstance(key, datetime.date | np.datetime64 | None):
             return lo, lo
-        wanted: Any = np.datetime64(key).astype(column.dtype)
-        if wanted != np.datetime64(key):
-            return lo, lo
+        date = np.datetime64("NaT" if key is None else key)  # `values_of` returns None for NaT
+        found = date.astype(column.dtype)
+        wanted: Any = found.view(np.int64)
+        if found != date and not np.isnat(date):  # of a finer unit
+            place = lo + int(np.searchsorted(rows, wanted, side="right" if found < date else "left"))
+            return place, place
     else:
-        if not isinstance(key, int | float | np.generic) or key != (number := int(key)):
+        if (
+            not isinstance(key, int | float | np.number | np.bool_)
+            or not np.isfinite(key)
+            or key != (number := int(key))
+        ):
             return lo, lo
         limits = np.iinfo(column.dtype)
         if not limits.min <= number <= limits.max:

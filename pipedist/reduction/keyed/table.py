@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedist.reduction.keyed import keys
-from pipedist.reduction.keyed.keys import KeyColumn, TextColumn
+from pipedist.reduction.keyed.keys import KeyColumn, TextColumn, common_dtype
 from pipedist.reduction.keyed.texts import Concatenate, Ints, in_memory
 from pipedist.reduction.keyed.values import (
     MOMENTS,
@@ -34,6 +34,7 @@ from pipedist.reduction.keyed.values import (
     in_tree,
     integers_of,
     largest_by_key,
+    largest_first,
     merged_moments,
     of_runs,
     quantile_summary,
@@ -148,6 +149,8 @@ class KeyedTable(Mapping[Any, Any]):
     def largest(self, count: int) -> list[tuple[Any, Any]]:
         """Return the keys with the largest values, and these, the largest first; of equal ones the first key.
 
+        Keys whose value is NaN are skipped.
+
         Raises:
             TypeError: the values are not single numbers.
         """
@@ -155,10 +158,9 @@ class KeyedTable(Mapping[Any, Any]):
         numbers = columns[0]
         if len(columns) > 1 or numbers.ndim > 1 or self.kind == "top_k":
             raise TypeError(f"only counters and numbers by key have largest values, not {self.kind}")
-        backwards = np.argsort(numbers[::-1], kind="stable")[: -count - 1 : -1]
         return [
             (self._keys(at, at + 1)[0], self._cells(at, at + 1)[0])
-            for at in (len(numbers) - 1 - backwards).tolist()
+            for at in largest_first(numbers)[:count].tolist()
         ]
 
     def _span(self, key: object) -> tuple[int, int]:
@@ -177,7 +179,7 @@ class KeyedTable(Mapping[Any, Any]):
         fresh = np.zeros(self.rows, bool)
         fresh[:1] = True
         for column in self.key_columns[: len(self.names)]:
-            codes = column.codes if isinstance(column, TextColumn) else column
+            codes = column.codes if isinstance(column, TextColumn) else keys.numbers_of(column)
             assert codes is not None  # a text of its own for each row is that of a key with one row
             fresh[1:] |= codes[1:] != codes[:-1]
         return np.flatnonzero(fresh)
@@ -383,7 +385,7 @@ def _concatenated(parts: Sequence[Columns], together: Concatenate) -> Columns:
         shapes = sorted({array.shape[1:] for array in arrays})
         if len(shapes) > 1:
             raise ValueError(f"values by key of shapes {shapes[0]} and {shapes[1]} can't be combined")
-        dtype = np.result_type(*arrays)
+        dtype = common_dtype(arrays)
         found[name] = together(array.astype(dtype, copy=False) for array in arrays)
     return found
 

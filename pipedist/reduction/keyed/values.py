@@ -32,7 +32,7 @@ _INT64 = np.iinfo(np.int64)
 RELATIVE_ERROR: Final = 1 / 128
 
 _SHIFT: Final = 46  # bits of the fraction that are not part of a bucket
-_NAN: Final = 1 << 20  # the bucket of NaN, after all others
+NAN_BUCKET: Final = 1 << 20  # the bucket of NaN, after all others
 _LEVELS: Final = {"p1": 0.01, "p5": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "p99": 0.99}
 
 _FLOAT_EXACT_MAX = 1 << 53  # integers up to this are exact in float64
@@ -69,7 +69,14 @@ def of_runs(ufunc: np.ufunc, columns: Columns, runs: Runs) -> Columns:
         if ufunc is np.add:
             return _exact_sums(columns, runs.order, runs.starts)
         return {"value": ufunc.reduceat(value.take(runs.order, axis=0), runs.starts, axis=0)}
-    return in_tree(lambda a, b: {"value": ufunc(a["value"], b["value"])}, columns, runs)
+
+    def merged(a: Columns, b: Columns) -> Columns:
+        found = ufunc(a["value"], b["value"])
+        if ufunc is np.add and found.dtype.kind == "m":
+            _check_durations(found, _floats(a["value"]) + _floats(b["value"]))
+        return {"value": found}
+
+    return in_tree(merged, columns, runs)
 
 
 def in_tree(combine: Callable[[Columns, Columns], Columns], columns: Columns, runs: Runs) -> Columns:
@@ -198,7 +205,20 @@ def reduced_rows(ufunc: np.ufunc, grouping: Grouping, rows: NDArray[Any]) -> Col
     runs = _runs_of(grouping)
     dtype = np.result_type(rows.dtype, np.float32) if rows.dtype.kind in "fcV" else rows.dtype
     with np.errstate(all="ignore"):
-        return {"value": np.add.reduceat(rows.astype(dtype)[runs.order], runs.starts, axis=0)}
+        sums = np.add.reduceat(rows.astype(dtype)[runs.order], runs.starts, axis=0)
+    if dtype.kind == "m":
+        _check_durations(sums, np.add.reduceat(_floats(rows)[runs.order], runs.starts, axis=0))
+    return {"value": sums}
+
+
+def _floats(durations: NDArray[Any]) -> NDArray[np.float64]:
+    return np.where(np.isnat(durations), np.nan, durations.view(np.int64).astype(np.float64))
+
+
+def _check_durations(sums: NDArray[Any], approximate: NDArray[np.float64]) -> None:
+    """Raise OverflowError if sums of durations, which NumPy adds modulo 2**64, are far from the floats' sums."""
+    if (np.abs(sums.view(np.int64) - approximate) > 1 << 62).any():  # not for NaN, the sum with a NaT
+        raise OverflowError(f"a sum of durations does not fit {sums.dtype}: return them in a coarser unit")
 
 
 def _types_of(cells: list[Any]) -> str:
@@ -331,7 +351,7 @@ def buckets_of(values: NDArray[Any]) -> Ints:
     """Return the bucket of each number, int64; buckets are ordered as their numbers."""
     x = values.astype(np.float64)
     size = (np.abs(x).view(np.int64) >> _SHIFT).astype(np.int64)
-    return np.where(np.isnan(x), _NAN, np.where(x < 0, -size, size))
+    return np.where(np.isnan(x), NAN_BUCKET, np.where(x < 0, -size, size))
 
 
 def middles(buckets: Ints) -> NDArray[np.float64]:
@@ -340,7 +360,7 @@ def middles(buckets: Ints) -> NDArray[np.float64]:
     half = np.where(size == 0, 0, 1 << (_SHIFT - 1))  # the bucket of 0 has numbers below 1e-307 too
     x = ((size << _SHIFT) + half).view(np.float64)
     x = np.where(size == 0x7FF << (52 - _SHIFT), np.inf, x)
-    return np.where(buckets == _NAN, np.nan, np.where(buckets < 0, -x, x))
+    return np.where(buckets == NAN_BUCKET, np.nan, np.where(buckets < 0, -x, x))
 
 
 def quantile(buckets: Ints, counts: Ints, starts: Ints, levels: Sequence[float]) -> NDArray[np.float64]:
@@ -358,7 +378,7 @@ def quantile(buckets: Ints, counts: Ints, starts: Ints, levels: Sequence[float])
     before = total[starts] - counts[starts]
     size = total[ends - 1] - before
     values = middles(buckets)
-    has_nan = buckets[ends - 1] == _NAN
+    has_nan = buckets[ends - 1] == NAN_BUCKET
     found = np.empty((len(starts), len(levels)))
     for place, level in enumerate(levels):
         rank = np.floor(level * (size - 1)).astype(np.int64)
