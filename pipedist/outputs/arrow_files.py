@@ -186,7 +186,11 @@ class TableSink(RowSink):
             table = self._arrow.concat_tables(tables, promote_options="permissive").combine_chunks()
             if self._schema is None:
                 self._begin(self._typed(table.schema))
-            return table if self._schema == table.schema else table.cast(self._schema)
+            if self._schema == table.schema:
+                return table
+            # `cast` alone would make texts of numbers, and True of 5
+            self._arrow.unify_schemas([self._schema, table.schema], promote_options="permissive")
+            return table.cast(self._schema)
         except (self._arrow.ArrowException, ValueError) as error:
             raise OutputError(
                 f"{self.label}: the values of a column have several types: {error}. Convert them, or write .jsonl."

@@ -176,10 +176,11 @@ def test_a_table_that_pipedist_did_not_write_stays(tmp_path: Path, kind: str) ->
         open_sink(tmp_path / "r.json", shape="run", gather=True, kind=kind, name="t", options=options)
 
 
-def append(path: Path, value: Any, **how: Any) -> None:
+def append(path: Path, *pieces: Any, **how: Any) -> None:
     sink = open_sink(path, shape="run", gather=True, **how)
     try:
-        sink.append(value)
+        for piece in pieces:
+            sink.append(piece)
         sink.finish()
     finally:
         sink.abort()
@@ -232,6 +233,21 @@ def test_values_that_do_not_fit_leave_nothing(
     with pytest.raises(OutputError, match=message):
         append(tmp_path / name, value, **how)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.duckdb"])
+@pytest.mark.parametrize(
+    ("first", "later"), [(True, 5), (5, True), ("a", 5), (None, 5), (1.5, True), (5, "12")]
+)
+def test_values_of_later_groups_are_not_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, first: Any, later: Any
+) -> None:
+    from pipedist.outputs import arrow_files
+
+    monkeypatch.setattr(arrow_files, "GROUP_ROWS_MAX", 2)
+    with pytest.raises(OutputError, match="the values of a column have several types"):
+        append(tmp_path / name, [{"x": first}], [{"x": first}], [{"x": later}])
+    append(tmp_path / name, [{"x": 1.5}], [{"x": None}], [{"x": 2}])
 
 
 def test_row_groups_end_at_the_same_rows_whatever_the_pieces_are(monkeypatch: pytest.MonkeyPatch) -> None:
