@@ -128,6 +128,7 @@ def no_such_column(name: str, there: Sequence[str], file: str) -> SourceError:
 _TIMES = {"date": np.dtype("datetime64[D]"), "timestamp": np.dtype("datetime64[us]")}
 _INFERRED = ("int64", "float64", "bool", "date", "timestamp")  # the first that fits all cells; else "str"
 _NEARLY = 0.9  # the part of a column's cells that must fit a type for the others to be called exceptions
+_WHOLE = re.compile(rb"\s*[+-]?\d{16,400}\s*")
 _LEADING_ZERO = re.compile(rb"\s*[+-]?0\d")
 
 
@@ -137,11 +138,17 @@ def dtype_of(kind: str) -> np.dtype[Any]:
 
 
 def inferred_type(cells: Cells) -> str:
-    """Return the type that fits cells of text: numbers, then dates, else "str"; numbers with leading zeros are text."""
+    """Return the type that fits cells of text: numbers, then dates, else "str".
+
+    Numbers with leading zeros are text, and so are whole numbers that neither int64 nor float64 has.
+    """
     texts = [text for text in cells.texts() if text.strip() not in MISSING]
     if not texts or any(map(_LEADING_ZERO.match, texts)):
         return "str"
+    is_exact = all(float(text) == int(text) for text in texts if _WHOLE.fullmatch(text))
     for kind in _INFERRED:
+        if kind == "float64" and not is_exact:  # long numbers of accounts, of which one is missing
+            continue
         try:
             column_of_cells(cells, kind)
         except CellError:

@@ -252,6 +252,7 @@ BLOCK_BYTES = 1 << 21  # size of the blocks that are scanned
 ROW_BYTES_MAX = 1 << 28  # the longest line; a longer one shows that the file does not consist of lines
 LINE_FEED, CARRIAGE_RETURN, QUOTE, COMMA = 10, 13, 34, 44
 
+NEVER_CLOSED = "a quoted field of this row is never closed"
 BARE_RETURN = "a carriage return without a line feed; rows must end with LF or CRLF"
 
 # Yields the data in blocks that end with a line feed (the last one may not).
@@ -338,7 +339,7 @@ def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> Offsets:
         start += len(block)
         last = block[-1:]
     if inside:
-        raise RowError(opened_at, "a quoted field of this row is never closed")
+        raise RowError(opened_at, NEVER_CLOSED)
     if begin < start and (rules.keep_blank or start - begin > 1 or last != b"\r"):
         found.append(np.array([begin], np.int64))
     found.append(np.array([start], np.int64))
@@ -381,14 +382,15 @@ def lenient_rows(blocks: Iterator[bytes], start: int, rules: RowRules) -> Iterat
 
     The fields are the bytes of the file as Latin-1, which preserves any byte.
     """
-    stop = start
+    stop, is_over = start, False
 
     def lines() -> Iterator[str]:
-        nonlocal stop
+        nonlocal stop, is_over
         for block in blocks:
             for line in io.BytesIO(block):  # bytes.splitlines would also split at carriage returns
                 stop += len(line)
                 yield line.decode("latin-1")
+        is_over = True
 
     csv = csv_of_long_fields(ROW_BYTES_MAX)
     quoting = csv.QUOTE_MINIMAL if rules.quoted else csv.QUOTE_NONE
@@ -403,6 +405,8 @@ def lenient_rows(blocks: Iterator[bytes], start: int, rules: RowRules) -> Iterat
             # the module's message is about the mode in which a file was opened
             why = BARE_RETURN if "new-line character" in str(error) else f"not valid csv: {error}"
             raise RowError(begin, why) from error
+        if is_over:  # the module closes the field at the end
+            raise RowError(begin, NEVER_CLOSED)
         if fields:
             yield begin, fields
     yield stop, []

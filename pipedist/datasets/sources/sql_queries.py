@@ -127,6 +127,10 @@ def _sqlite_column(values: Sequence[Any], kind: str) -> Column:
             value is None and wanted is float
         ):
             raise CellError(row, f"{value!r} is not of type {kind}: cast it in the query")
+        if wanted is float and isinstance(value, int) and float(value) != value:
+            raise CellError(
+                row, f"{value!r} does not fit {kind}, the type of its column: cast it in the query"
+            )
     return np.array([float("nan") if value is None else value for value in values], kind)
 
 

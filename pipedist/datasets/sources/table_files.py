@@ -320,4 +320,6 @@ def _all(texts: Sequence[str], is_plain: Callable[[str], bool]) -> bool:
 
 def _partition(text: str, kind: str) -> Column:
     """Return the value of a column in a path as an array of one row."""
+    if kind == "str":  # the folder of `NA` is not that of a missing value
+        return np.array([text])
     return column_of_cells(Cells.of([text.encode()]), kind)

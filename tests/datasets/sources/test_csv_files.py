@@ -272,6 +272,7 @@ def test_rows_that_are_not_rows(tmp_path: Path, table: str, text: str, scattered
         ("", "the file is empty"),
         ("\n\r\n", "the file is empty"),
         ('a,b\n1,2\n3,"4\n5\n', "t.csv:3: a quoted field of this row is never closed"),
+        ('a,b\n1,6" pipe\n3,"4\n5,6\n', "t.csv:3: a quoted field of this row is never closed"),
         ('a,b\n1,2"\n3\r4,5\n', "t.csv:3: a carriage return without a line feed"),
         ("a,b\r1,2\r3,4\r", "t.csv:1: a carriage return without a line feed"),
         (b"\xff\xfea\0,\0b\0\n\0", "UTF-16"),
@@ -372,6 +373,9 @@ def test_types_are_inferred_from_the_first_rows(tmp_path: Path, monkeypatch: pyt
     assert source.note == "the types of columns were inferred from the first 2 rows of t.csv"
     assert described(source.element_spec).startswith("{at: datetime64[us], day: datetime64[D], flag: bool")
     assert read_elsewhere(source, range(2))["name"].tolist() == ["a b", "c,d"]
+    long = f"a,b,c,d\n{2**53 + 1},{2**53},{2**64 - 1},{2**53 + 1}\n,,1,1\n"
+    found = dict(_open(tmp_path, {}, long).config["columns"])
+    assert found == {"a": "str", "b": "float64", "c": "str", "d": "int64"}, "no number is rounded"
     monkeypatch.setattr(csv_files, "INFERRED_ROWS", 1)
     source = _open(tmp_path, {}, "n;m\n1;1\n1.5;2\n", delimiter=";")
     with pytest.raises(SourceError, match=r"t\.csv:3:1: column 'n': '1\.5' is not of type int64"):

@@ -68,6 +68,14 @@ def test_rows_are_read_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     check_source(ByIds(source), make=lambda: ByIds(make()))
 
 
+def test_integers_beside_nulls_are_not_rounded(tmp_path: Path) -> None:
+    sqlite(tmp_path / "a.db", [(1, 0, "", b"", None), (0, 0, "", b"", 2**53 + 1)])
+    source = opened(tmp_path, "sqlite:///a.db")
+    with pytest.raises(SourceError, match=r"row 1 of the query: 9007199254740993 does not fit float64"):
+        source.read(range(2))
+    source.close()
+
+
 def test_wrong_queries_and_values_are_located(tmp_path: Path) -> None:
     sqlite(tmp_path / "a.db")
     with pytest.raises(SourceError, match=r"a\.db: no such column: idd") as caught:

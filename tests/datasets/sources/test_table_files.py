@@ -117,6 +117,14 @@ def test_folders_with_keys_are_columns(hive: Path) -> None:
     assert found["year"].tolist() == ["2023"] * 5 + ["2024"]
 
 
+def test_texts_of_folders_are_no_missing_values(tmp_path: Path) -> None:
+    for country in ("NA", "NaN", "NZ"):
+        (tmp_path / f"country={country}").mkdir()
+        pq.write_table(pa.table({"n": [1]}), tmp_path / f"country={country}" / "part-0.parquet")
+    source = opened(tmp_path, "parquet", "**/*.parquet")
+    assert sorted(source.read(range(3))["country"].tolist()) == ["NA", "NZ", "NaN"]
+
+
 def test_folders_that_do_not_fit_are_errors(hive: Path) -> None:
     with pytest.raises(
         SourceError, match=r"month=__HIVE.*: column 'month' of its path: a value of type int8"
