@@ -229,6 +229,9 @@ def stack_padded(elements: Sequence[Tree]) -> Tree:
             continue
         shape = [max(sizes) for sizes in zip(*(np.shape(leaf) for leaf in column), strict=True)]
         block = np.zeros((len(column), *shape), np.result_type(*[np.asarray(leaf).dtype for leaf in column]))
+        if block.dtype.kind == "O":  # zeros are no texts
+            cell = next((cell for leaf in column for cell in leaf.flat if cell is not None), None)
+            block[...] = type(cell)() if isinstance(cell, str | bytes) else None
         for row, leaf in enumerate(column):
             place = tuple(slice(size) for size in np.shape(leaf))
             block[row, ...][place] = leaf  # `...`: a view also of a scalar
@@ -247,7 +250,17 @@ def _columns(elements: Sequence[Tree]) -> tuple[list[list[Any]], trees.Treedef]:
                 "can't batch elements of different structures: "
                 f"{trees.describe(first)} and {trees.describe(treedef)}"
             )
-    return [list(column) for column in zip(*(leaves for leaves, _ in flattened), strict=True)], first
+    columns = [list(column) for column in zip(*(leaves for leaves, _ in flattened), strict=True)]
+    for index, column in enumerate(columns):
+        wanted, *others = dict.fromkeys(np.asarray(leaf).dtype for leaf in column)
+        # NumPy would make floats or text of integers, in some batches only.
+        for other in others:
+            if not ragged.fit(other, wanted):
+                name = trees.treedef_paths(first)[index]
+                raise ValueError(
+                    f"can't batch elements of dtypes {wanted} and {other}{_at(name)}: convert them to one dtype"
+                )
+    return columns, first
 
 
 def common_rows(element: Tree) -> int:

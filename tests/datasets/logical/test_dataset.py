@@ -99,6 +99,24 @@ def test_batching_unequal_shapes_names_the_leaf_and_padding_fills() -> None:
     assert rows.padded_batch(2).element_spec["ones"] == ArraySpec(np.int64, [None, None])
 
 
+@pytest.mark.parametrize(
+    "values", [[1, 2.5], [2.5, 2**53 + 1], [1, "a"], [True, 2], [np.int64(1), np.uint64(2)]]
+)
+def test_elements_of_different_dtypes_are_not_converted(values: list[Any]) -> None:
+    dataset = Dataset.from_generator(lambda: [{"x": each} for each in values])
+    for batched in (dataset.batch(2), dataset.padded_batch(2)):
+        with pytest.raises(ValueError, match=r"can't batch elements of dtypes .* \(leaf 'x'\)"):
+            list(batched)
+    texts = Dataset.from_generator(lambda: ["a", "bcd", "x\0"]).batch(3)
+    assert next(iter(texts)).tolist() == ["a", "bcd", "x\0"]
+
+
+def test_texts_are_padded_with_empty_ones() -> None:
+    rows = [np.array(["a", None], object), np.array(["b"], object)]
+    (block,) = Dataset.from_generator(lambda: rows).padded_batch(2)
+    assert block.tolist() == [["a", None], ["b", ""]]
+
+
 def test_padded_batch_accepts_scalars() -> None:
     rows = Dataset.range(4).map(lambda t: {"ones": np.repeat(t, t), "label": t, "name": f"n{t}"})
     _, second = rows.padded_batch(2)
