@@ -96,6 +96,10 @@ class Feed(Protocol):
     def ids(self, step: int) -> list[Tree]:
         """Return the element ids of each non-empty shard of a step."""
 
+    def removed(self, step: int) -> list[NDArray[np.int64]]:
+        """Return the positions of elements that `ids` lacks, by shard, because an earlier pass quarantined them."""
+        return []
+
     async def aclose(self) -> None:
         """End reads that were cancelled, so that the source can be closed; waits at most CLOSE_S for them."""
         return

@@ -54,22 +54,18 @@ class Spool:
         *,
         elements: int,
         epoch: int,
-        skipped: Sequence[int] = (),
         removed: Sequence[tuple[int, NDArray[np.int64]]] = (),
     ) -> None:
         """Append the values of the next step.
 
         Args:
-            parts: values of the shards that are not empty, possibly followed by those of empty shards.
+            parts: values of the shards that are not empty, possibly followed by those of empty shards; None for a
+                shard that was quarantined as a whole.
             ids: the element ids of the shards that are not empty.
-            skipped: the replicas among them without a value, because their whole shard was quarantined.
             removed: replicas with quarantined elements, and their positions in the shard.
         """
-        values = list(parts)
-        for hole in skipped:
-            values.insert(hole, None)
-        tree = [list(ids), values, *([[list(each) for each in removed]] if removed else [])]
-        self._index(self._log.append(tree, [len(ids), elements, epoch, *skipped]))
+        tree = [list(ids), list(parts), *([[list(each) for each in removed]] if removed else [])]
+        self._index(self._log.append(tree, [len(ids), elements, epoch]))
 
     async def restore(self, entries: Iterable[LogEntry]) -> None:
         """Restore the steps of a log, in a thread, because all of it is read and checked."""

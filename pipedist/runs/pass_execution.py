@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pipedist.runs.pass_journal import PassJournal, PendingSnapshot, RunJournal, Versioned
 
 
-Places = tuple[list[Tree], tuple[int, ...], list[tuple[int, NDArray[np.int64]]]]
+Places = tuple[list[Tree], list[tuple[int, NDArray[np.int64]]]]
 """The ids, skipped replicas and removed positions of a step; see `PassQuarantine.ids`."""
 
 LATE_S_MAX = 2.0  # longest time, in seconds, that an ending pass waits for workers to drop its calls
@@ -520,17 +520,27 @@ class PassExecution:
     ) -> None:
         """Append steps to the spools, in a thread; nothing else uses the spools meanwhile."""
         for name, spool in self._spools.items():
-            for at, parts in enumerate(parts_of(slot_of(self._plan, name), steps)):
-                ids, skipped, removed = places[at]
-                spool.append(parts, ids, elements=counts[at], epoch=epoch, skipped=skipped, removed=removed)
+            for at, parts in enumerate(self._by_replica(name, steps, places)):
+                ids, removed = places[at]
+                spool.append(parts, ids, elements=counts[at], epoch=epoch, removed=removed)
         for name, spool in list(self._stored.items()):
             for at, found in enumerate(parts_of(stored_slot(name), steps)):
                 if len(found) < len(steps[at]) or spool.bytes(0, len(spool)) > STORED_BYTES_MAX:
                     del self._stored[name]
                     self._not_stored.append(name)
                     break
-                ids, *_ = places[at]
-                spool.append([value for (value,) in found], ids, elements=counts[at], epoch=epoch)
+                ids, removed = places[at]
+                values = [value for (value,) in found]
+                spool.append(values, ids, elements=counts[at], epoch=epoch, removed=removed)
+
+    def _by_replica(
+        self, name: str, steps: Sequence[list[Slots]], places: list[Places]
+    ) -> Iterator[list[Tree]]:
+        """Yield the values of each step by replica, None for quarantined shards."""
+        slot = slot_of(self._plan, name)
+        for at, parts in enumerate(parts_of(slot, steps)):
+            shards = len(places[at][0])
+            yield parts if len(parts) >= shards else [slots.get(slot) for slots in steps[at][:shards]]
 
     def _hand_over(
         self,
@@ -542,10 +552,8 @@ class PassExecution:
     ) -> None:
         """Give the values of steps to the passes of the phase that read them."""
         for name, feeds in self._readers.items():
-            for at, parts in enumerate(parts_of(slot_of(self._plan, name), steps)):
-                ids, skipped, removed = places[at]
-                for hole in skipped:
-                    parts.insert(hole, None)
+            for at, parts in enumerate(self._by_replica(name, steps, places)):
+                ids, removed = places[at]
                 shards = kept_shards(ids, parts, counts[at], self._replicas, removed)
                 for feed in feeds:
                     feed.put(epoch, counts[at], step_bytes, shards)

@@ -11,6 +11,7 @@ import anyio
 import anyio.to_thread
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from pipedist.core import trees
 from pipedist.core.types import Tree
@@ -260,6 +261,10 @@ class SpoolFeed(Feed):
         held = self._held[step]
         return [held.ids(part) for part in range(held.parts)]
 
+    def removed(self, step: int) -> list[NDArray[np.int64]]:
+        held = self._held[step]
+        return [held.removed(part) for part in range(held.parts)]
+
     async def aclose(self) -> None:
         self._closed = True
         self._ahead.clear()
@@ -428,6 +433,9 @@ class GatedFeed(Feed):
 
     def ids(self, step: int) -> list[Tree]:
         return self._feed.ids(step)
+
+    def removed(self, step: int) -> list[NDArray[np.int64]]:
+        return self._feed.removed(step)
 
     async def aclose(self) -> None:
         await self._feed.aclose()

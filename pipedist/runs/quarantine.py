@@ -153,27 +153,28 @@ class PassQuarantine:
                 for each in self._by_step[step]
             ]
 
-    def ids(self, step: int) -> tuple[list[Tree], tuple[int, ...], list[tuple[int, NDArray[np.int64]]]]:
-        """Return the ids of shards, the replicas without a value, and the removed positions of other replicas.
+    def ids(self, step: int) -> tuple[list[Tree], list[tuple[int, NDArray[np.int64]]]]:
+        """Return the ids of shards, and the removed positions of those of which some remain, by replica.
 
-        Quarantined ids are removed. Call this once for each step, which is pulled and not released.
+        Quarantined ids are removed, those of earlier passes too. Call this once for each step, which is pulled and not
+        released.
         """
         if self._feed is None:
             raise LocalProtocolError("a pass that was already complete has its ids in its spools")
         ids = self._feed.ids(step)
-        skipped: list[int] = []
-        positions: list[tuple[int, NDArray[np.int64]]] = []
+        positions = dict(enumerate(self._feed.removed(step)))
         for replica in range(len(ids)):
             call = step * self._replicas + replica
             if call in self._removed:
                 removed = self._removed.pop(call)
                 if removed is None:
-                    skipped.append(replica)
                     ids[replica] = range(0)
-                else:
-                    ids[replica] = np.delete(np.asarray(ids[replica], np.int64), removed)
-                    positions.append((replica, removed))
-        return ids, tuple(skipped), positions
+                    continue
+                before = positions.get(replica, removed[:0])
+                places = np.delete(np.arange(len(ids[replica]) + len(before)), before)
+                ids[replica] = np.delete(np.asarray(ids[replica], np.int64), removed)
+                positions[replica] = np.sort(np.concatenate([before, places[removed]]))
+        return ids, [(at, gone) for at, gone in positions.items() if len(gone) and len(ids[at])]
 
     def steps(self) -> dict[int, int]:
         return {each.element: step for step, found in self._by_step.items() for each in found}

@@ -94,6 +94,16 @@ class KeptStep(Struct, frozen=True):
         found = [shard.ids[slice(*shard.rows(lo, hi))] for shard, lo, hi in self.shards[replica]]
         return found[0] if len(found) == 1 else np.concatenate([np.asarray(ids, np.int64) for ids in found])
 
+    def removed(self, replica: int) -> NDArray[np.int64]:
+        """Return the positions of quarantined elements in a shard, ascending."""
+        found, at = [np.empty(0, np.int64)], 0
+        for shard, lo, hi in self.shards[replica]:
+            if shard.removed is not None:
+                gone = shard.removed[slice(*np.searchsorted(shard.removed, (lo, hi)))]
+                found.append(gone - lo + at)
+            at += hi - lo
+        return np.concatenate(found)
+
     def is_whole(self, replica: int) -> bool:
         """Return whether a shard is one of the input, so that its value is used as it is."""
         if replica >= len(self.shards):

@@ -223,6 +223,28 @@ def test_each_stage_of_a_call_has_its_own_culprits(second: str | None) -> None:
     assert found == [(i, stage, CAUSES["raises"]) for i, stage in ((5, "b"), (17, "a"), (19, "b"))]
 
 
+@pytest.mark.parametrize("first", [[0], [0, 1], [4, 5], [2, 3, 6]])
+@pytest.mark.parametrize("second", [[], [2], [6, 7, 9]])
+@pytest.mark.parametrize("after", ["", "x"])
+def test_quarantined_elements_keep_their_places_in_every_later_batch(
+    first: list[int], second: list[int], after: str
+) -> None:
+    doc = document([])
+    doc["dataset"] = {"range": 12, "batch": 12}
+    doc["stages"] = {}
+    for name, of, batch, culprits in (("a", "", 0, first), ("b", "a", 4, second), ("c", "b", 3, [])):
+        stage = {"run": f"{F}:reject", "with": {"culprits": culprits}, "on_error": "quarantine"}
+        doc["stages"][name] = stage | ({"of": of, "batch": batch} if of else {})
+    doc["stages"]["x"] = {"gather": 0, "of": "b"}
+    if after:  # in a later phase, which reads stored values
+        doc["stages"]["c"]["after"] = after
+    doc["stages"]["steps"] = {"gather": 0, "of": "c", "per": "step"}
+    result = pipedist.run(doc, workers=2)
+    rest = [[i for i in range(at, at + 3) if i not in (*first, *second)] for at in range(0, 12, 3)]
+    assert [[] if step is None else step.tolist() for step in result["steps"]] == rest
+    assert result.ledger.quarantined == len({*first, *second})
+
+
 @pytest.mark.asyncio
 async def test_a_shard_of_which_nothing_remains_is_none_in_a_stream() -> None:
     first, second = await streamed(document(list(range(16))))
