@@ -159,6 +159,8 @@ class CommandExecutor:
         if (command.attempt or command.twin) and not command.elements:
             for line in handle.failed.on_repeated(lo, hi, worker, command.attempt, slow=command.twin > 0):
                 self._notices.add(line)
+        if command.elements:
+            handle.elements.divide(lo)
         self._assign(handle, [command], send, command.elements)
 
     def _send_gang(self, handle: PassHandle, command: cmd.SendGang) -> None:

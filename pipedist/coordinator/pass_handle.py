@@ -107,7 +107,7 @@ class PassHandle:
         self._store = ResultStore(in_order=feed is not None)
         self._step_results: dict[int, list[Slots]] = {}
         """The results of gangs that ended, by step, until their caller gets them; without a feed."""
-        self.elements = ElementStore()
+        self.elements = ElementStore(program.stages)
         self._quarantined: dict[int, QuarantinedCall] = {}  # by call, until read; without their results
         self._restored: dict[int, Chunk] = {}  # by call, until offered; from an earlier process
         self.keeps_results = False

@@ -20,6 +20,7 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame, decode
 from pipedist.protocol.columns import SlotValues
+from pipedist.protocol.program import StageProgram
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.commands import CallsQuarantined
 
@@ -192,18 +193,30 @@ class ElementStore:
     """Results of elements of calls that are not over yet, of stages with `per: element`.
 
     Another attempt of the call gets them with its lease, so that it executes only the other elements. `FailedElement`s
-    are those that have no attempt left.
+    are those that have no attempt left. In a call that is executed without some elements, a function of whole shards
+    returns other values for the rest, so results that were made from its values are dropped.
+
+    Args:
+        stages: of the program.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stages: Sequence[StageProgram] = ()) -> None:
         self.added = 0  # the number of results that were added
         self._calls: dict[int, dict[tuple[int, int], Tree]] = {}
+        alone: set[int] = set()
+        for at, stage in enumerate(stages):
+            if stage.per_element and (stage.of < 0 or stage.of in alone):
+                alone.add(at)
+        self._alone = frozenset(alone)  # the stages whose results depend on no other element
+        self._divided: set[int] = set()  # the calls that are executed without some elements
 
     @property
     def count(self) -> int:
         return sum(map(len, self._calls.values()))
 
     def add(self, call: int, stage: int, element: int, result: Tree) -> None:
+        if call in self._divided and stage not in self._alone:
+            return
         self.added += 1
         self._calls.setdefault(call, {})[stage, element] = result
 
@@ -217,9 +230,17 @@ class ElementStore:
             for at, result in self._calls.get(call, {}).items()
         ] or None
 
+    def divide(self, call: int) -> None:
+        """Drop the results of a call that depend on other elements, and keep no more of them."""
+        self._divided.add(call)
+        found = self._calls.pop(call, {})
+        if kept := {at: result for at, result in found.items() if at[0] in self._alone}:
+            self._calls[call] = kept
+
     def drop(self, lo: int, hi: int) -> None:
-        for call in range(lo, hi) if self._calls else ():
+        for call in range(lo, hi) if self._calls or self._divided else ():
             self._calls.pop(call, None)
+            self._divided.discard(call)
 
     def all(self) -> dict[tuple[int, int, int], Tree]:
         """Return the results by (call, stage, element)."""
@@ -227,6 +248,7 @@ class ElementStore:
 
     def clear(self) -> None:
         self._calls.clear()
+        self._divided.clear()
 
 
 def key_of(stamp: str, program: Sequence[Frame]) -> str:

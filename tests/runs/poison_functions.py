@@ -58,6 +58,10 @@ def _note_attempt(notes: Path) -> None:
         file.write(b".")
 
 
+def plus_sum(x: np.ndarray) -> np.ndarray:
+    return x + x.sum()
+
+
 def reject(x: int, culprits: Sequence[int]) -> int:
     """Return an element or a shard as it is, unless it is or has one of the culprits."""
     if set(culprits) & set(np.atleast_1d(x).tolist()):

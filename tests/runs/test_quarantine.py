@@ -223,6 +223,18 @@ def test_each_stage_of_a_call_has_its_own_culprits(second: str | None) -> None:
     assert found == [(i, stage, CAUSES["raises"]) for i, stage in ((5, "b"), (17, "a"), (19, "b"))]
 
 
+def test_elements_are_executed_again_if_their_values_depend_on_a_culprit() -> None:
+    doc = document([9], run="reject", per="element", of="sums", replicas=1)
+    del doc["stages"]["a"]["with"]["how"]
+    doc["stages"]["sums"] = {"run": f"{F}:plus_sum"}
+    doc["stages"]["values"] = {"gather": 0, "of": "sums"}
+    doc["dataset"] = {"range": 4, "batch": 4}
+    result = pipedist.run(doc, workers=1)
+    assert [x["element"] for x in result.quarantined] == [3]
+    assert result["values"].tolist() == [3, 4, 5]
+    assert result["all"].tolist() == [3, 4, 5]
+
+
 @pytest.mark.parametrize("first", [[0], [0, 1], [4, 5], [2, 3, 6]])
 @pytest.mark.parametrize("second", [[], [2], [6, 7, 9]])
 @pytest.mark.parametrize("after", ["", "x"])
