@@ -288,6 +288,21 @@ def test_rows_without_a_date_are_one_key() -> None:
     ]
 
 
+def test_parts_of_microseconds_are_not_dropped() -> None:
+    import pandas
+
+    times = [pandas.Timestamp(1, unit="ns"), pandas.Timestamp(2, unit="ns"), pandas.NaT]
+    spans = [pandas.Timedelta(1, unit="ns"), datetime.timedelta(1)]
+    with pytest.raises(TypeError, match=r"no whole number of microseconds: .*to_numpy"):
+        counter.of(times)
+    with pytest.raises(TypeError, match="no whole number of microseconds"):
+        counter.of([np.datetime64(1, "ns"), datetime.datetime(2020, 1, 1)])
+    with pytest.raises(TypeError, match="no whole number of microseconds"):
+        by_key_sum.of([1, 1], spans)
+    assert len(counter.of(pandas.Series(times).to_numpy())) == 3
+    assert counter.of([pandas.Timestamp("2020-01-01"), pandas.NaT])[datetime.datetime(2020, 1, 1)] == 1
+
+
 def test_values_that_no_table_has_are_absent() -> None:
     sums = by_key_sum.of([1, 2, 3], [1.0, np.nan, 3.0])
     assert not any(key in sums for key in (np.nan, np.inf, np.str_("1"), None))

@@ -207,13 +207,13 @@ def dates_of(cells: list[Any]) -> NDArray[Any] | None:
     A cell that is None is NaT. Dates are days, and microseconds if one has a time.
 
     Raises:
-        TypeError: a time has a time zone.
+        TypeError: a time has a time zone, or a part of a microsecond.
     """
     types = set(map(type, cells)) - {type(None)}
     if types and all(issubclass(cls, datetime.timedelta | np.timedelta64) for cls in types):
-        return np.array(
-            cells, "m8[us]" if any(issubclass(cls, datetime.timedelta) for cls in types) else "m8"
-        )
+        if not any(issubclass(cls, datetime.timedelta) for cls in types):
+            return np.array(cells, "m8")
+        return _microseconds(cells, "m8[us]")
     if not types or not all(issubclass(cls, datetime.date | np.datetime64) for cls in types):
         return None
     if not any(issubclass(cls, datetime.datetime) for cls in types):
@@ -224,9 +224,21 @@ def dates_of(cells: list[Any]) -> NDArray[Any] | None:
             f"{zoned} has a time zone: t.astimezone(datetime.UTC).replace(tzinfo=None) is the same time in UTC, "
             "without one"
         )
-    return np.array(
-        [None if cell != cell else cell for cell in cells], "M8[us]"
-    )  # pandas has a NaT of its own
+    return _microseconds(cells, "M8[us]")
+
+
+def _microseconds(cells: list[Any], dtype: str) -> NDArray[Any]:
+    known = [None if cell != cell else cell for cell in cells]  # pandas has a NaT of its own
+    found = np.array(known, dtype)
+    for cell, rounded in zip(known, found, strict=True):
+        # Times of pandas have nanoseconds, which those of Python lack.
+        rest = getattr(cell, "nanosecond", 0) or getattr(cell, "nanoseconds", 0)
+        if rest or (isinstance(cell, np.datetime64 | np.timedelta64) and rounded != cell):
+            raise TypeError(
+                f"{cell!r} is no whole number of microseconds: pass an array with the unit ns, as with "
+                "series.to_numpy()"
+            )
+    return found
 
 
 # -- integers ----------------------------------------------------------------------------------------
