@@ -227,7 +227,7 @@ class Run(AsyncOnly):
         try:
             if self._on_log is not None and not self._finished.is_set():
                 self._on_log(worker, line)
-        except Exception as error:
+        except BaseException as error:  # SystemExit would stop the event loop in the middle of its work
             self._end(error)
             self._main_scope.cancel()
 

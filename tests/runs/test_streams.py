@@ -430,6 +430,33 @@ async def test_a_log_function_that_raises_ends_its_own_run_only() -> None:
         await still_works(cluster)
 
 
+def test_a_log_function_that_exits_leaves_no_process(tmp_path: Path) -> None:
+    script = tmp_path / "exits.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, sys
+        import pipedist
+        def speak(x):
+            print("a line")
+            return x
+        def leave(worker, line):
+            sys.exit("left")
+        spec = {"pipedist": 1, "dataset": {"range": 40, "batch": 4}, "stages": {"y": {"run": speak}}}
+        try:
+            pipedist.run(spec, workers=2, on_log=leave)
+        except SystemExit as error:
+            try:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                print(error, "without children")
+            else:
+                print("a child is left", pid)
+        """)
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert (done.stdout, done.returncode) == ("left without children\n", 0), done.stderr
+
+
 @pytest.mark.asyncio
 async def test_a_dataset_that_blocks_does_not_hold_who_leaves() -> None:
     reading, free = threading.Event(), threading.Event()
