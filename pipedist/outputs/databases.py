@@ -136,7 +136,8 @@ class Table:
         try:
             yield
         except BaseException:
-            self._connection.execute("ROLLBACK")
+            with contextlib.suppress(Exception):  # on a full disk, SQLite has ended the transaction by itself
+                self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")
 

@@ -16,6 +16,7 @@ import pytest
 
 from pipedist.errors import OutputError
 from pipedist.outputs import open_sink
+from pipedist.outputs.databases import Table
 from pipedist.report.file_differences import files_in
 from tests import preloaded
 
@@ -354,3 +355,13 @@ def test_libraries_read_what_the_sinks_wrote(whole: Path) -> None:
         assert file["k"].dtype == np.int64
     with Image.open(out / "pictures/1/i7.png") as image:
         assert (image.size, image.getpixel((0, 0))) == ((5, 4), (7, 7, 7))
+
+
+def test_a_full_database_is_named_as_the_cause(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "a.sqlite", isolation_level=None)
+    table = Table(connection, "t", "run", "a.sqlite")
+    table.create("(x)")
+    connection.execute("PRAGMA max_page_count = 1")  # no more pages than it has
+    with pytest.raises(sqlite3.OperationalError, match="is full"):
+        table.commit(lambda: connection.execute(f"INSERT INTO {table.filling} VALUES (zeroblob(1000000))"), 1)
+    connection.close()
