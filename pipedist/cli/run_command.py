@@ -91,7 +91,8 @@ def execute(options: RunOptions) -> int:
     if options.trace is not None:
         from pathlib import Path
 
-        if not options.trace or Path(options.trace).is_dir() or not Path(options.trace).parent.is_dir():
+        path = Path(options.trace)
+        if not options.trace or (path.exists() and not path.is_file()) or not path.parent.is_dir():
             raise UsageError(f"can't write --trace {options.trace!r}: give a file in a folder that exists")
 
     def show(text: str) -> None:

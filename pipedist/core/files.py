@@ -11,6 +11,7 @@ Everything here raises OSError; the caller turns it into an error that names the
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -41,10 +42,13 @@ def is_file_at(path: str | Path, descriptor: int) -> bool:
 class AtomicFile:
     """A file that appears at its path (in an existing folder) complete, on `commit`, or not at all.
 
-    A process that is killed before `commit` leaves at most a hidden `.NAME.*.partial`.
+    A process that is killed before `commit` leaves at most a hidden `.NAME.*.partial`. Raises OSError if a device or
+    a pipe is there, such as /dev/null: root could replace it, for all processes of the system.
     """
 
     def __init__(self, path: Path) -> None:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise FileExistsError(errno.EEXIST, "it is a device or a pipe", str(path))
         self.path = path
         self._temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
         self.file: BinaryIO = os.fdopen(os.open(self._temporary, _NEW_FLAGS, 0o666), "w+b")

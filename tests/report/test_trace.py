@@ -217,6 +217,16 @@ def test_a_trace_that_cannot_be_written_is_named_before_the_run(tmp_path: Path) 
     assert "can't write --trace 'no/where.json'" in done.stderr
 
 
+def test_neither_a_trace_nor_a_report_replaces_a_pipe_or_a_device(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "fails.json").write_text(json.dumps(FAILING))
+    os.mkfifo(tmp_path / "pipe")
+    for words in (("report", job), ("run", "fails.json")):
+        done = run_module("pipedist", *words, "--trace", "pipe", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "can't write" in done.stderr
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_the_command_report_writes_the_trace_of_a_folder(job: Path, tmp_path: Path) -> None:
     done = run_module("pipedist", "report", job, "--trace", "t.json", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "t.json\n"), done.stderr
