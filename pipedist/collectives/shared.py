@@ -37,7 +37,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedist.collectives.channel import ENDED, Exchanged, MemberEnded, StallPolicy, agree
+from pipedist.collectives.channel import ENDED, Exchanged, GangAborted, MemberEnded, StallPolicy, agree
 from pipedist.collectives.folding import DtypeGroup, FusedUpdate, LeafLayout, Pack, Vector, quietly
 from pipedist.collectives.segment import GangSegment
 from pipedist.collectives.steps import Steps
@@ -108,7 +108,10 @@ class SharedChannel:
                 break
             stream.write(self._own_packs())
             steps.arrive()
-            steps.await_others(policy)
+            for member in steps.await_others(policy, may_end=True):
+                # One that returned before this exchange reaches none of its steps.
+                if words[member] is not ENDED:
+                    raise GangAborted(f"member {member} left during a collective")
         brought: list[Sequence[Frame]] = [()] * self.members
         brought[self.member] = frames
         for member, stream_in in incoming.items():

@@ -273,6 +273,23 @@ def test_raising_after_a_collective_does_not_take_its_result_from_the_others(
         assert [type(outcome) for outcome in outcomes] == [KeyError, KeyError]
 
 
+@pytest.mark.parametrize("transfer", TRANSFERS)
+@pytest.mark.parametrize("sizes", [[1, 1], [1, 1, 1]])
+def test_one_returns_while_others_wait_with_more_than_fits_into_a_pack(
+    sizes: list[int], transfer: str
+) -> None:
+    def step(replica: Replica) -> Any:
+        if replica.number == 0:
+            return "early"
+        return replica.broadcast(np.zeros(5000), source=1)
+
+    first, *others = run_gang(sizes, step, transfer=transfer, pack_bytes=4096)
+    assert first == "early"
+    for outcome in others:
+        assert isinstance(outcome, CollectiveMismatchError)
+        assert "replica 0: returned, and calls nothing more" in str(outcome)
+
+
 @spread
 def test_after_a_mismatch_that_is_caught_the_gang_goes_on(sizes: list[int], transfer: str) -> None:
     def function(replica: Replica) -> Any:
