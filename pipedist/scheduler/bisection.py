@@ -139,9 +139,8 @@ class Probe(CallHistory, eq=False):
 
 class CulpritSearch(Struct, eq=False):
     cause: Cause
-    culprits: tuple[
-        tuple[int, str], ...
-    ] = ()  # those that the stage named: others are searched if the rest fails
+    # Those that the stage named; others are searched if the rest fails
+    culprits: tuple[tuple[int, str], ...] = ()
     bisection: Bisection | None = None  # None until the number of elements is known
 
 
