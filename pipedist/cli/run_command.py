@@ -91,8 +91,10 @@ def execute(options: RunOptions) -> int:
     if options.trace is not None:
         from pathlib import Path
 
+        from pipedist.core.files import is_replaceable
+
         path = Path(options.trace)
-        if not options.trace or (path.exists() and not path.is_file()) or not path.parent.is_dir():
+        if not options.trace or path.is_dir() or not path.parent.is_dir() or not is_replaceable(path):
             raise UsageError(f"can't write --trace {options.trace!r}: give a file in a folder that exists")
 
     def show(text: str) -> None:

@@ -39,6 +39,12 @@ def is_file_at(path: str | Path, descriptor: int) -> bool:
         return False
 
 
+def is_replaceable(path: Path) -> bool:
+    """Return whether root may put a file there without harm: not for a device, a pipe, or a link as /dev/stdout."""
+    is_special = path.exists() and not path.is_file() and not path.is_dir()
+    return not is_special and os.path.realpath(path.parent) != "/dev"
+
+
 class AtomicFile:
     """A file that appears at its path (in an existing folder) complete, on `commit`, or not at all.
 
@@ -47,7 +53,7 @@ class AtomicFile:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.exists() and not path.is_file() and not path.is_dir():
+        if not is_replaceable(path):
             raise FileExistsError(errno.EEXIST, "it is a device or a pipe", str(path))
         self.path = path
         self._temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")

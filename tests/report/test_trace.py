@@ -26,6 +26,7 @@ from pipedist.coordinator.measurements import (
     DriverWork,
     Mark,
 )
+from pipedist.core.files import is_replaceable
 from pipedist.errors import UsageError
 from pipedist.report import trace_of
 from pipedist.report.trace import in_order, lanes, trace
@@ -215,6 +216,15 @@ def test_a_trace_that_cannot_be_written_is_named_before_the_run(tmp_path: Path) 
     done = run_module("pipedist", "run", "fails.json", "--trace", "no/where.json", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert "can't write --trace 'no/where.json'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "is_so"), [("/dev/null", False), ("/dev/stdout", False), ("new.json", True), ("link", True)]
+)
+def test_no_device_nor_link_of_the_system_is_replaced(tmp_path: Path, path: str, is_so: bool) -> None:
+    (tmp_path / "there").touch()
+    (tmp_path / "link").symlink_to("there")
+    assert is_replaceable(tmp_path / path) is is_so
 
 
 def test_neither_a_trace_nor_a_report_replaces_a_pipe_or_a_device(job: Path, tmp_path: Path) -> None:
