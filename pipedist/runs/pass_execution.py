@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 Places = tuple[list[Tree], list[tuple[int, NDArray[np.int64]]]]
-"""The ids, skipped replicas and removed positions of a step; see `PassQuarantine.ids`."""
+"""The ids and the removed positions of a step; see `PassQuarantine.ids`."""
 
 LATE_S_MAX = 2.0  # longest time, in seconds, that an ending pass waits for workers to drop its calls
 
