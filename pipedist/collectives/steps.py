@@ -8,8 +8,9 @@ words:
     2        FLAG      serial << 32 | step: an event in that step (a fold has overflowed)
     8        SLEEPS    not 0 while it sleeps on another member's ARRIVAL word
     16, 24   its note of parity 0, 1: its part of an exchange (word: 2 words, bytes, frames)
-    32..47   ENDED     at 32 + serial % 16: serial << 32 | 1 (its replicas returned) or 2 (one failed or was
-                       aborted); covers members that are up to 15 attempts ahead
+    32..47   ENDED     at 32 + serial % 16: serial << 32 | n << 2 | 1 (its replicas returned) or 2 (one failed or
+                       was aborted), after n arrivals with that at step 0; covers members that are up to 15
+                       attempts ahead
 
 Rules
 - In step s a member writes only data of parity s % 2 (its note, its replicas' packs, its slice of the
@@ -24,7 +25,9 @@ Rules
   it never enters, it is stalled, its process is killed, and the next attempt has another group and
   segment.
 - A member that sees another one in a LATER attempt reads BEFORE, to know whether that one had arrived,
-  and ENDED, to know whether it returned. If neither, this attempt is over: GangAborted.
+  and ENDED, to know that of one which is two attempts ahead, and whether it returned. If neither, this attempt is
+  over: GangAborted. The data of a member that had arrived is still there: it writes in no attempt before all have
+  entered that.
 - A failed member has its own ENDED value. It aborts others only if its part is missing: a waiting member
   that sees it checks once more whether all have arrived. The member may have failed after arriving, and
   whether the others get the result must not depend on timing.
@@ -57,7 +60,7 @@ _ARRIVAL, _BEFORE, _FLAG, _SLEEPS, _NOTES, _NOTE_WORDS, _ENDED = 0, 1, 2, 8, 16,
 ATTEMPTS_REMEMBERED: Final = 16  # whose ENDED words are kept; more than `gangs_queued_max`
 _FIRST_BLOCK: Final = 4096 // 8
 _BLOCK: Final = BLOCK_BYTES // 8
-_RETURNED, _FAILED = 1, 2
+_RETURNED, _FAILED, _CODE_MASK = 1, 2, 3
 _SPINS: Final = 150  # loads before yielding the core; one takes about 50 ns
 _YIELDS: Final = 150  # yields before sleeping
 _STEP_MASK: Final = 0xFFFFFFFF
@@ -133,7 +136,8 @@ class Steps:
     def end(self, *, returned: bool) -> None:
         """Announce that this member reaches no further step."""
         words = self._words
-        words[self._mine + self._ended] = self._begin | (_RETURNED if returned else _FAILED)
+        arrivals = self.step + 1 if self._has_entered else 0
+        words[self._mine + self._ended] = self._begin | arrivals << 2 | (_RETURNED if returned else _FAILED)
         fence()
         for sleeps in self._sleeps:  # as `_wake`
             if words[sleeps]:
@@ -220,9 +224,14 @@ class Steps:
                 raise GangAborted(self._over())
         if target <= value <= self._last:
             return True
-        if ended == self._begin | _RETURNED:
-            return False
-        if value > self._last or ended > self._begin | _FAILED:
+        if self._begin < ended <= self._last:
+            if (
+                ended & _STEP_MASK
+            ) >> 2 > target - self._begin:  # it is two attempts ahead, or has just arrived
+                return True
+            if ended & _CODE_MASK == _RETURNED:
+                return False
+        if value > self._last or ended > self._last:
             raise GangAborted(self._over())
         return None
 
@@ -232,7 +241,8 @@ class Steps:
         if words[ABORT_AT // 8] >= self.serial:
             return f"attempt {self.serial} of the gang was aborted by the scheduler"
         for other, arrival in zip(self._others, self._arrivals, strict=True):
-            if words[arrival + self._ended] == self._begin | _FAILED:
+            ended = words[arrival + self._ended]
+            if self._begin < ended <= self._last and ended & _CODE_MASK == _FAILED:
                 return f"a replica of member {other} failed"
         return None
 

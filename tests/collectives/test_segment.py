@@ -304,6 +304,27 @@ def test_who_has_arrived_may_be_in_the_next_attempt_already(owner: SegmentOwner)
     segment.close()
 
 
+def test_who_has_arrived_may_be_two_attempts_ahead(owner: SegmentOwner) -> None:
+    """Member 0 returns, and the attempt after that is aborted before member 1 has looked."""
+    segment = attach(owner.where)
+    both = [steps.Steps(segment, serial=1, member=m, members=2) for m in range(2)]
+    for member in both:
+        segment.words[512 + 64 * member.member] = 1 << 32
+        member._has_entered = True
+        member.arrive()
+    assert both[0].await_others(policy()) == []
+    both[0].end(returned=True)
+    for serial in (2, 3):
+        both[0].begin(serial)
+        with pytest.raises(TimeoutError):
+            both[0].enter(policy(0.01))
+        both[0].end(returned=False)
+    assert both[1].await_others(policy(), may_end=True) == []
+    both[1].arrive()
+    assert both[1].await_others(policy(), may_end=True) == [0]
+    segment.close()
+
+
 def test_abort_is_for_the_attempts_up_to_it(owner: SegmentOwner) -> None:
     segment = attach(owner.where)
     owner.abort(7)
