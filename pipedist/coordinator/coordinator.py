@@ -167,6 +167,7 @@ class Coordinator:
             await self._pool.stop_all("the cluster is closed", LEAVING_S)
         finally:
             self._closed = True
+            self.states.close()  # strategies that are collected later have nothing to drop
             await self._stack.__aexit__(kind, error, trace)
 
     @property

@@ -431,6 +431,10 @@ class StateVersions:
             if peer.held.pop(space, None) is not None:
                 self._pool.send(peer.worker, msg.DropState(space))
 
+    def close(self) -> None:
+        """Drop all states here: the workers are gone."""
+        self._spaces.clear()
+
     def send(self, worker: str, states: Mapping[str, Sequence[int]]) -> None:
         """Send a worker the versions that a lease reads and the worker lacks."""
         for name, (space, version) in states.items():

@@ -224,13 +224,14 @@ async def test_one_device_has_plain_values() -> None:
 
 
 async def test_a_cluster_keeps_nothing_of_strategies_that_are_gone() -> None:
-    async def use(cluster: pipedist.LocalCluster, number: int) -> None:
+    async def use(cluster: pipedist.LocalCluster, number: int) -> pipedist.Strategy:
         strategy = pipedist.Strategy(cluster, replicas=2)
         with strategy.scope():
             total = pipedist.Variable(0, aggregation="sum")
         await strategy.run(lambda: total.assign_add(number))
         assert total.numpy() == 2 * number
         assert list(await strategy.run(lambda x: x, args=(number,))) == [number] * 2
+        return strategy
 
     async with pipedist.LocalCluster(workers=1) as cluster:
         for number in range(3):
@@ -241,6 +242,10 @@ async def test_a_cluster_keeps_nothing_of_strategies_that_are_gone() -> None:
         assert not cluster.coordinator._passes.handles
         assert not cluster.coordinator.states._spaces
         assert not any(peer.held for peer in cluster.coordinator._pool)
-        await use(cluster, 5)
-    gc.collect()  # there is no cluster any more
+        last = await use(cluster, 5)
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: errors.append(context))
+    del last  # there is no cluster any more
+    gc.collect()
     await asyncio.sleep(0)
+    assert errors == []
