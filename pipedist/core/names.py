@@ -1,4 +1,4 @@
-"""Words of messages: plurals, the name that a mistyped one means, and what a terminal can show."""
+"""Words of messages: plurals, lists, the name that a mistyped one means, and what a terminal can show."""
 
 from __future__ import annotations
 
@@ -42,3 +42,13 @@ def plural(count: int, noun: str) -> str:
 def printable(text: str) -> str:
     """Return a text without the characters that control a terminal."""
     return "".join(each if each.isprintable() else "\ufffd" for each in text)
+
+
+LISTED_MAX = 12  # lines
+
+
+def listed(lines: Iterable[str]) -> str:
+    """Return at most LISTED_MAX lines, indented, and the number of the others."""
+    shown = list(lines)
+    rest = [f"... and {len(shown) - LISTED_MAX} more"] if len(shown) > LISTED_MAX else []
+    return "".join(f"\n    {line}" for line in shown[:LISTED_MAX] + rest)

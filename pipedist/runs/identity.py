@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -129,13 +129,3 @@ def _excerpt(value: Any) -> str:
         return "nothing"
     text = repr(value)
     return text if len(text) <= TEXT_MAX else text[: TEXT_MAX - 3] + "..."
-
-
-LINES_MAX = 12
-
-
-def listed(lines: Iterable[str]) -> str:
-    """Return at most LINES_MAX lines, indented, and the number of the others."""
-    shown = list(lines)
-    rest = [f"... and {len(shown) - LINES_MAX} more"] if len(shown) > LINES_MAX else []
-    return "".join(f"\n    {line}" for line in shown[:LINES_MAX] + rest)

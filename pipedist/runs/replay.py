@@ -17,7 +17,7 @@ import anyio
 from msgspec import Struct
 from msgspec.structs import replace
 
-from pipedist.core.names import plural
+from pipedist.core.names import listed, plural
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
 from pipedist.datasets.sources import SourceError
@@ -30,7 +30,7 @@ from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.protocol.program import Shards
 from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
 from pipedist.runs.gather_fold import GatherFold
-from pipedist.runs.identity import differences, listed, meaning
+from pipedist.runs.identity import differences, meaning
 from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_feeds import SpoolFeed, feed_of
 from pipedist.runs.pass_folds import restore_pass

@@ -12,9 +12,9 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from pipedist.core import html
+from pipedist.core.names import listed
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError, UsageError
-from pipedist.runs.identity import listed
 from pipedist.runs.quarantine import FILE as QUARANTINE
 from pipedist.runs.timings import Timings, brief
 from pipedist.spec import RunSpec, Spec

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from pipedist.core.names import listed
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.history import DurableProgress, Header, History, read_history
 from pipedist.journal.writer import Journal
 from pipedist.plan import Plan
 from pipedist.runs.code_modules import changed_modules
-from pipedist.runs.identity import differences, listed
+from pipedist.runs.identity import differences
 from pipedist.runs.pass_folds import can_write, has_files
 from pipedist.runs.pass_journal import RunJournal
 from pipedist.runs.reuse import reuse_run

@@ -30,11 +30,12 @@ from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from pipedist.core.files import link_or_copy
+from pipedist.core.names import listed
 from pipedist.journal.history import Header, History, PassHistory, read_history
 from pipedist.journal.writer import Journal, file_name
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.code_modules import changed_modules, modules_of
-from pipedist.runs.identity import differences, listed
+from pipedist.runs.identity import differences
 from pipedist.runs.input_stamps import changed_files
 from pipedist.runs.pass_folds import can_write, grows, has_files, keeps
 from pipedist.runs.pass_journal import RunJournal

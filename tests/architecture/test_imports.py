@@ -104,8 +104,8 @@ def test_a_start_imports_a_limited_number_of_modules(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(json.dumps({**SPEC, "name": "counted"}))
     command = f"import sys; sys.argv[1:] = ['run', {str(path)!r}, '--workers', '1']"
-    assert count_of(f"import pipedist; pipedist.run({SPEC}, workers=1)") <= 611
-    assert count_of(f"{command}; from pipedist.cli import main; main()") <= 720
+    assert count_of(f"import pipedist; pipedist.run({SPEC}, workers=1)") <= 608
+    assert count_of(f"{command}; from pipedist.cli import main; main()") <= 717
     assert count_of("import pipedist.cluster.launchers.forkserver") <= 357
 
 
