@@ -204,6 +204,16 @@ def test_a_member_that_was_stopped_in_an_attempt_neither_reads_nor_spoils_the_ne
         segment.close()
 
 
+def arrived(segment: Any) -> list[steps.Steps]:
+    """Return both members of attempt 1, which have entered it and arrived at its step 1."""
+    both = [steps.Steps(segment, serial=1, member=m, members=2) for m in range(2)]
+    for member in both:
+        segment.words[512 + 64 * member.member] = 1 << 32
+        member._has_entered = True
+        member.arrive()
+    return both
+
+
 def test_who_is_left_behind_in_an_attempt_hears_of_it(owner: SegmentOwner) -> None:
     """Member 0 has left attempt 1 for attempt 2, without having called anything: as if it were cancelled."""
     segment = attach(owner.where)
@@ -233,11 +243,7 @@ def test_an_end_is_known_although_the_member_is_attempts_ahead(owner: SegmentOwn
 def test_failed_after_having_arrived_is_no_abort(owner: SegmentOwner) -> None:
     """Who fails after a collective has not kept the others from its result."""
     segment = attach(owner.where)
-    both = [steps.Steps(segment, serial=1, member=m, members=2) for m in range(2)]
-    for member in both:
-        segment.words[512 + 64 * member.member] = 1 << 32
-        member._has_entered = True
-        member.arrive()
+    both = arrived(segment)
     both[1].end(returned=False)
     assert both[0].await_others(policy()) == []
     both[0].arrive()
@@ -289,11 +295,7 @@ def test_nor_is_it_late_if_it_arrives_while_one_looks_at_the_clock(
 def test_who_has_arrived_may_be_in_the_next_attempt_already(owner: SegmentOwner) -> None:
     """Gangs wait at their workers in advance: member 0 has its result, and goes on."""
     segment = attach(owner.where)
-    both = [steps.Steps(segment, serial=1, member=m, members=2) for m in range(2)]
-    for member in both:
-        segment.words[512 + 64 * member.member] = 1 << 32
-        member._has_entered = True
-        member.arrive()
+    both = arrived(segment)
     assert both[0].await_others(policy()) == []
     both[0].end(returned=True)
     with pytest.raises(TimeoutError):
@@ -307,11 +309,7 @@ def test_who_has_arrived_may_be_in_the_next_attempt_already(owner: SegmentOwner)
 def test_who_has_arrived_may_be_two_attempts_ahead(owner: SegmentOwner) -> None:
     """Member 0 returns, and the attempt after that is aborted before member 1 has looked."""
     segment = attach(owner.where)
-    both = [steps.Steps(segment, serial=1, member=m, members=2) for m in range(2)]
-    for member in both:
-        segment.words[512 + 64 * member.member] = 1 << 32
-        member._has_entered = True
-        member.arrive()
+    both = arrived(segment)
     assert both[0].await_others(policy()) == []
     both[0].end(returned=True)
     for serial in (2, 3):
