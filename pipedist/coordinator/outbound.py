@@ -96,8 +96,8 @@ class CommandExecutor:
                 self._pool.send(worker, msg.Committed(pass_id, before))
             case cmd.SendUnbind(worker, pass_id):
                 self._pool.send(worker, msg.Unbind(pass_id))
-            case cmd.SendQuota(worker, pass_id, calls, sharing):
-                self._pool.send(worker, msg.Quota(pass_id, calls, sharing))
+            case cmd.SendQuota(worker, pass_id, number, calls, sharing):
+                self._pool.send(worker, msg.Quota(pass_id, number, calls, sharing))
             case cmd.SendCancel(worker, lease):
                 self._leases.withdraw(worker, lease)
                 self._pool.send(worker, msg.Cancel(lease))

@@ -223,6 +223,7 @@ class Quota(Message, frozen=True, tag=28):
     """Set how much of the limits of a pass the worker may use; nothing before the first Quota."""
 
     pass_id: Count
+    number: Count  # from 1 in each pass; a Quota that arrives after one with a higher number has no effect
     calls: Quantities  # at the same time; one number for each of `Program.limits`
     # Number of workers among which rates are divided. 0: no further attempt or element begins; calls that wait for
     # one are given back (`Failed.aborted`)

@@ -127,6 +127,7 @@ class SendQuota(Command, frozen=True):
 
     worker: str
     pass_id: int
+    number: int
     calls: tuple[int, ...]
     sharing: int
 

@@ -348,7 +348,7 @@ class Scheduler:
             return
         pass_.draining = True
         for name in self._members.slots.get(pass_.id, ()):  # calls that only wait are given back
-            self._out.append(cmd.SendQuota(name, pass_.id, (), 0))
+            self._send_quota(name, pass_, (), 0)
         self._outcomes.report_drained(pass_)
 
     def _on_pass_closed(self, event: ev.PassClosed) -> None:
@@ -449,7 +449,11 @@ class Scheduler:
                 continue  # their quotas stay until another worker has calls
             alive = {(name, each.incarnation) for name, each in workers.items() if pass_.id in each.bound}
             for name, quota in pass_.quotas.divide(holders, alive):
-                self._out.append(cmd.SendQuota(name, pass_.id, quota, len(holders)))
+                self._send_quota(name, pass_, quota, len(holders))
+
+    def _send_quota(self, worker: str, pass_: Pass, calls: tuple[int, ...], sharing: int) -> None:
+        pass_.quotas_sent += 1
+        self._out.append(cmd.SendQuota(worker, pass_.id, pass_.quotas_sent, calls, sharing))
 
     def _pull(self) -> None:
         for pass_ in self._pulled.values():

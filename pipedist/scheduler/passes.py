@@ -45,6 +45,7 @@ class Pass(Struct, eq=False):
     READY workers are recalled at once. Never for gangs."""
     leased: int = 0  # unreported calls
     quotas: Quotas | None = None  # None: no limit is divided among workers
+    quotas_sent: int = 0
     gangs: dict[int, GangAttempt] = field(default_factory=dict)  # unfinished gangs, by serial
     groups: GangGroups = field(default_factory=GangGroups)
     histories: dict[int, CallHistory] = field(default_factory=dict)  # failed, not done; a gang: by first call

@@ -68,7 +68,7 @@ class WorkerMachine:
         self.state = ProtocolState.JOINING
         self._hello = hello
         self._limits = limits or WorkerLimits()
-        self._passes: set[int] = set()  # bound passes
+        self._passes: dict[int, int] = {}  # bound passes, and the number of their latest quota
         self._cached_passes: set[int] = set()  # bound passes with a key
         self._spaces: set[int] = set()  # states with stored values
         self._leases = LeaseQueue(self._limits)  # one is active if and only if the state is EXECUTING
@@ -146,7 +146,7 @@ class WorkerMachine:
             raise RemoteProtocolError(f"pass {event.pass_id} was bound twice")
         if len(self._passes) >= self._limits.passes_max:
             raise RemoteProtocolError(f"more than {self._limits.passes_max} passes are bound")
-        self._passes.add(event.pass_id)
+        self._passes[event.pass_id] = 0
         if event.key:
             self._cached_passes.add(event.pass_id)
         return [cmd.Apply(event)]
@@ -162,7 +162,7 @@ class WorkerMachine:
     def _on_unbind(self, event: msg.Unbind, now: float) -> list[cmd.Command]:
         if event.pass_id not in self._passes:
             raise RemoteProtocolError(f"pass {event.pass_id} was unbound, but is not bound")
-        self._passes.discard(event.pass_id)
+        del self._passes[event.pass_id]
         self._cached_passes.discard(event.pass_id)
         withdrawn = map(cmd.DropLease, self._leases.withdraw_pass(event.pass_id))
         drop = cmd.Apply(event)
@@ -193,6 +193,9 @@ class WorkerMachine:
     def _on_quota(self, event: msg.Quota, _now: float) -> list[cmd.Command]:
         if event.pass_id not in self._passes:
             raise RemoteProtocolError(f"a quota of pass {event.pass_id}, which is not bound")
+        if event.number <= self._passes[event.pass_id]:
+            return []  # the scheduler gave what it allows to others since
+        self._passes[event.pass_id] = event.number
         return [cmd.Apply(event)]
 
     def _on_quota_reached(self, event: ev.QuotaReached, _now: float) -> list[cmd.Command]:
@@ -334,7 +337,7 @@ class WorkerMachine:
         executing = self.state is ProtocolState.EXECUTING
         if executing != (self._leases.active is not None or bool(self._leases.overlapping)):
             return "a lease must execute if and only if the state is EXECUTING"
-        if not self._cached_passes <= self._passes:
+        if not self._cached_passes <= self._passes.keys():
             return "results of an unbound pass are cached"
         if len(self._spaces) > self._limits.states_max:
             return "too many states are stored"

@@ -63,7 +63,7 @@ UNSEEN: tuple[msg.Message, ...] = (
     msg.Cancel(7),
     msg.DropState(2),
     msg.Cancelled(7),
-    msg.Quota(1, (4, 0), 2),
+    msg.Quota(1, 1, (4, 0), 2),
     msg.QuotaMet(1, (4, 0)),
     msg.Recall(8, 1, 4, 9),
     msg.Committed(1, 4),

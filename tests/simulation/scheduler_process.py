@@ -287,7 +287,7 @@ class SimulatedSchedulerProcess:
         self.send(c.worker, head, c.elements)
 
     def _do_quota(self, c: cmd.SendQuota) -> None:
-        self.send(c.worker, msg.Quota(c.pass_id, c.calls, c.sharing))
+        self.send(c.worker, msg.Quota(c.pass_id, c.number, c.calls, c.sharing))
 
     def _do_gang(self, c: cmd.SendGang) -> None:
         self._gangs.begin(c)

@@ -429,7 +429,7 @@ class WorkerProcess:
                 self.elements[lease] = cast(Spans, self._payload)
             case Relay(lease) as relay:
                 self.gangs[lease].take(relay, self._payload)
-            case Quota(pass_id, calls, sharing) if sharing:
+            case Quota(pass_id, _, calls, sharing) if sharing:
                 self._use_quota(pass_id, calls)
             case Unbind(pass_id):
                 self.quotas.pop(pass_id, None)

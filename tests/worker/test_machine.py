@@ -239,15 +239,24 @@ def test_leases_that_overlap_end_with_their_pass() -> None:
 
 def test_a_quota_of_a_bound_pass_is_used_and_confirmed() -> None:
     scenario = ready()
-    quota, met = Quota(1, (4, 0), 2), commands.Send(QuotaMet(1, (4, 0)))
+    quota, met = Quota(1, 1, (4, 0), 2), commands.Send(QuotaMet(1, (4, 0)))
     assert scenario.handle(quota) == [commands.Apply(quota)]
     assert scenario.handle(events.QuotaReached(1, (4, 0))) == [met]
     for wrong, error in (
-        (Quota(9, (4,), 2), RemoteProtocolError),
+        (Quota(9, 1, (4,), 2), RemoteProtocolError),
         (events.QuotaReached(9, (4,)), LocalProtocolError),
     ):
         with pytest.raises(error):
             scenario.handle(wrong)
+
+
+def test_a_quota_that_arrives_after_a_later_one_has_no_effect() -> None:
+    scenario = ready()
+    lower, higher = Quota(1, 2, (4, 0), 2), Quota(1, 1, (8, 0), 1)
+    assert scenario.handle(lower) == [commands.Apply(lower)]
+    assert scenario.handle(higher) == scenario.handle(lower) == []
+    again = Quota(1, 3, (8, 0), 1)
+    assert scenario.handle(again) == [commands.Apply(again)]
 
 
 @pytest.mark.parametrize(
