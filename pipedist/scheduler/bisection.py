@@ -155,7 +155,8 @@ class CulpritSearches(Struct, eq=False):
     def elements_of(self, call: int) -> tuple[Span, ...]:
         """Return the elements of a call to execute; empty: all of them."""
         cleared = self.cleared.get(call)
-        return cleared.bisection.healthy if cleared is not None and cleared.bisection is not None else ()
+        bisection = cleared.bisection if cleared is not None else None
+        return bisection.healthy if bisection is not None and bisection.culprits else ()
 
     def forget(self, call: int) -> None:
         """Drop the search of a call that is over or obsolete."""

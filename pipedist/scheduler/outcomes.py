@@ -267,11 +267,12 @@ class Outcomes:
     ) -> None:
         """Fail calls [lo, hi) permanently, one call or a gang, or quarantine elements."""
         cleared = pass_.searches.cleared.get(lo)
-        if cleared is not None and not cleared.culprits:
-            self.quarantine.quarantine_all(pass_, lo, hi, cause, "not separable: the rest still fails")
-        elif not quarantine:
+        if not quarantine:
             pass_.searches.forget(lo)
             self._fail(pass_, lo, hi, failures)
+        elif cleared is not None and not (cleared.culprits or culprits):
+            why = "the rest still fails" if pass_.searches.elements_of(lo) else "no element fails alone"
+            self.quarantine.quarantine_all(pass_, lo, hi, cause, f"not separable: {why}")
         elif cleared is not None:
             self.quarantine.search_rest(pass_, lo, cleared, cause, culprits)
         elif pass_.settings.gang:

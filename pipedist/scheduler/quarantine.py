@@ -1,10 +1,12 @@
 """Search for the culprits of calls that failed permanently, and quarantine them.
 
-    call fails --SizeCall/CallSized--> probes <--> bisection --> culprits known --> once more, without them
-                                                     |                                  |        |
-                                        none, or too many probes                     returns   fails
-                                                     '--> all quarantined <------------ | --------'
+    call fails --SizeCall/CallSized--> probes <--> bisection --> no more probes --> once more, without culprits
+                                           |                                            |        |
+                              inseparable, or too many probes                        returns   fails
+                                           '--> all quarantined <---------------------- | --------'
                                                                               the culprits are quarantined
+
+If no element fails alone, all are executed once more: what failed may have been the worker.
 
 A stage that is called with single elements names its culprits, and the call is executed without them before any
 probe. If then another stage fails, the search goes on (`search_rest`).
@@ -103,8 +105,8 @@ class Quarantine:
         for call in [c for c in searches.cleared if lo <= c < hi]:
             bisection = searches.cleared[call].bisection
             assert bisection is not None  # set when it was cleared
-            culprits = _culprits(bisection)
-            self._out.append(cmd.CallsQuarantined(pass_.id, call, call + 1, culprits, remains=True))
+            if culprits := _culprits(bisection):
+                self._out.append(cmd.CallsQuarantined(pass_.id, call, call + 1, culprits, remains=True))
             searches.forget(call)
 
     def quarantine_all(self, pass_: Pass, lo: int, hi: int, cause: cmd.Cause, why: str) -> None:
@@ -145,9 +147,8 @@ class Quarantine:
             self._stop_trying(pass_, call)
             why = f"not separable: the search needs more than {self._limits.probes_max} probes"
             self.quarantine_all(pass_, call, call + 1, search.cause, why)
-        elif not bisection.culprits:
-            inseparable = "its elements can't be executed separately"
-            why = f"not separable: {'no element fails alone' if bisection.elements else inseparable}"
+        elif not bisection.elements:
+            why = "not separable: its elements can't be executed separately"
             self.quarantine_all(pass_, call, call + 1, search.cause, why)
         elif not bisection.healthy:
             pass_.searches.forget(call)

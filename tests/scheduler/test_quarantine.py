@@ -101,7 +101,26 @@ def whole(why: str) -> cmd.CallsQuarantined:
 def test_all_elements_are_quarantined_if_none_fails_alone() -> None:
     scenario = suspected()
     scenario.setup(ev.CallSized(1, 0, 2), done(2))
-    scenario(done(3), whole("no element fails alone"), cmd.StepsReady(1, 0, 1))
+    scenario(done(3), cmd.SendAssign("w0", 4, 1, 0, 1, 1))
+    scenario(raised(4), whole("no element fails alone"), cmd.StepsReady(1, 0, 1))
+
+
+def test_nothing_is_quarantined_if_no_element_fails_alone_and_all_pass_together() -> None:
+    scenario = suspected()
+    scenario.setup(ev.CallSized(1, 0, 2), done(2), done(3))
+    scenario(done(4), cmd.AcceptResults(1, 0, 1, "w0"), cmd.StepsReady(1, 0, 1))
+
+
+def test_culprits_that_are_named_only_at_last_are_skipped() -> None:
+    scenario = suspected()
+    scenario.setup(ev.CallSized(1, 0, 2), done(2), done(3))
+    scenario(raised(4, culprits=((1, "ValueError: no"),)), cmd.SendAssign("w0", 5, 1, 0, 1, 2, ((0, 1),)))
+    scenario(
+        done(5),
+        cmd.CallsQuarantined(1, 0, 1, ((1, NO),), remains=True),
+        cmd.AcceptResults(1, 0, 1, "w0"),
+        cmd.StepsReady(1, 0, 1),
+    )
 
 
 def test_all_elements_are_quarantined_if_the_rest_still_fails() -> None:
@@ -172,7 +191,8 @@ def test_elements_that_cannot_be_separated_are_quarantined_together() -> None:
 def test_a_failure_without_quarantine_makes_no_culprit() -> None:
     scenario = suspected()
     scenario.setup(ev.CallSized(1, 0, 2), ev.CallFailed("w0", 0, 2, 0))
-    scenario(ev.CallFailed("w0", 0, 3, 0), whole("no element fails alone"), cmd.StepsReady(1, 0, 1))
+    scenario(ev.CallFailed("w0", 0, 3, 0), cmd.SendAssign("w0", 4, 1, 0, 1, 1))
+    scenario(ev.CallFailed("w0", 0, 4, 0), cmd.StepFailed(1, 0, (cmd.Failure(0, 2, "w0"),)))
 
 
 def test_an_earlier_failure_of_the_pass_ends_the_search() -> None:

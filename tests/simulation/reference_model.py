@@ -845,11 +845,11 @@ class ReferenceModel:
 
     def _on_size_call(self, command: cmd.SizeCall) -> None:
         record = self.passes[command.pass_id]
-        fate = record.work.fates.get(command.call)
+        fails = record.work.poison(command.call) is not None
+        # Which call ran is not always known, so that another one is charged with a death
+        is_charged = record.deaths[command.call] >= self.limits.deaths_max
         is_new = command.call not in record.searched
-        self._must(
-            fate is not None and fate.poison is not None and is_new, f"call {command.call} is bisected"
-        )
+        self._must((fails or is_charged) and is_new, f"call {command.call} is bisected")
 
     def _on_quarantined(self, command: cmd.CallsQuarantined) -> None:
         record = self.passes[command.pass_id]
@@ -878,11 +878,11 @@ class ReferenceModel:
         record.end_search(command.lo)
 
     def _on_culprits_found(self, record: PassRecord, call: int) -> None:
-        """Record that the bisection of a call ended with culprits: the rest of it is executed."""
-        poison = record.work.fates[call].poison
-        assert poison is not None
+        """Record that the bisection of a call ended: it is executed again, without the culprits."""
+        poison = record.work.poison(call)
+        culprits = poison.culprits if poison is not None else ()
         spans: list[tuple[int, int]] = []
-        for p in [p for p in range(poison.elements) if p not in poison.culprits]:
+        for p in [p for p in range(poison.elements if poison and culprits else 0) if p not in culprits]:
             if spans and spans[-1][1] == p:
                 spans[-1] = (spans[-1][0], p + 1)
             else:
@@ -1005,12 +1005,12 @@ class ReferenceModel:
             record = self.passes[id_]
             for call in pass_.searches.cleared:
                 if call in record.searched:
-                    poison = record.work.fates[call].poison
-                    assert poison is not None
+                    poison = record.work.poison(call)
+                    culprits = poison.culprits if poison is not None else frozenset()
                     found = pass_.searches.cleared[call].bisection
                     self._must(
-                        found is not None and found.culprits.keys() == poison.culprits,
-                        f"call {call}: found {found and found.culprits}, the culprits are {poison.culprits}",
+                        found is not None and found.culprits.keys() == culprits,
+                        f"call {call}: found {found and found.culprits}, the culprits are {culprits}",
                     )
                     self._on_culprits_found(record, call)
 

@@ -303,9 +303,9 @@ class SimulatedSchedulerProcess:
 
     def _do_size_call(self, command: cmd.SizeCall) -> None:
         """Report the number of elements, after the events that are due now."""
-        poison = self._simulation.works[command.pass_id].fates[command.call].poison
-        assert poison is not None
-        sized = ev.CallSized(command.pass_id, command.call, poison.elements)
+        poison = self._simulation.works[command.pass_id].poison(command.call)
+        elements = poison.elements if poison is not None else 4
+        sized = ev.CallSized(command.pass_id, command.call, elements)
         self._simulation.time.at(self._simulation.time.now, self._report_size, sized)
 
     def _report_size(self, sized: ev.CallSized) -> None:

@@ -30,7 +30,7 @@ from pipedist.worker.events import (
 from pipedist.worker.machine import WorkerMachine
 from tests.simulation.gang_member import GangMember, raised
 from tests.simulation.reference_model import Violation
-from tests.simulation.workloads import Fate
+from tests.simulation.workloads import NO_FATE, Fate
 
 if TYPE_CHECKING:
     from tests.simulation.simulation import Simulation
@@ -40,8 +40,6 @@ Item = tuple[Event, object]
 
 Spans = tuple[tuple[int, int], ...]
 """Elements of a call."""
-
-NO_FATE = Fate()
 
 
 class End(NamedTuple):

@@ -101,6 +101,9 @@ class Fate:
         return (self.raises > self.retries or self.kills >= ALWAYS) and not self.quarantine
 
 
+NO_FATE = Fate()
+
+
 @dataclass(slots=True)
 class Workload:
     """One pass.
@@ -154,6 +157,9 @@ class Workload:
     def hopeless_of(self, step: int) -> list[int]:
         """Return the calls of a step that fail permanently."""
         return [call for call in self.calls(step) if call in self.hopeless]
+
+    def poison(self, call: int) -> Poison | None:
+        return self.fates.get(call, NO_FATE).poison
 
     def quarantined(self, call: int) -> tuple[frozenset[int], bool]:
         """Return the elements of a call that must be quarantined, and whether that is all of them."""
