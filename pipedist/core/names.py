@@ -35,8 +35,11 @@ def did_you_mean(given: str, allowed: Iterable[str]) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Return "1 step", "2 steps", "1,000 replicas"."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    """Return "1 step", "2 retries", "1,000 replicas"."""
+    if count == 1:
+        return f"1 {noun}"
+    ends_in_y = noun.endswith("y") and noun[-2] not in "aeiou"
+    return f"{count:,} {noun[:-1]}ies" if ends_in_y else f"{count:,} {noun}s"
 
 
 def printable(text: str) -> str:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from pipedist.core.names import plural
 from pipedist.datasets.division import Division, permutation
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.history import History, read_history
@@ -199,14 +200,12 @@ def _stage(there: ComparedRun, here: ComparedRun, stage: str) -> dict[str, Any]:
             return "", compare_trees(values[0], values[1], chosen)
         return _files(a, b, chosen)
 
-    problem, found = compared()
     order = _order(there, here, stage)
-    if order is None or order.lengths != found.rows:  # the rows are not one for each element
+    problem, found = compared(None if order is None else order.chosen)
+    if order is not None and order.lengths != found.rows:  # the rows are not one for each element
+        if order.chosen is not None:
+            problem, found = compared()
         order = None
-    elif order.chosen is not None:
-        rows = found.rows
-        problem, found = compared(order.chosen)
-        found.rows = rows
     entry = _entry(stage, shown, problem, found)
     if order is not None and order.chosen is not None:
         entry = _with_only(entry, order.only)
@@ -249,9 +248,7 @@ def _quarantine(a: Path, b: Path) -> dict[str, Any]:
     chosen = (np.flatnonzero(there), np.flatnonzero(here))
     if [keys[0][row] for row in chosen[0]] != [keys[1][row] for row in chosen[1]]:  # another order
         return _entry("", QUARANTINE, problem, found)
-    rows = found.rows
     problem, found = _files(a, b, chosen)
-    found.rows = rows
     if found.row >= 0:
         found.row = int(chosen[0][found.row])
     elements = [np.array([key[2] for key in run], np.int64) for run in keys]
@@ -435,5 +432,5 @@ def _of_entry(entry: Mapping[str, Any]) -> Iterator[str]:
 
 def _only_in(run: str, only: Mapping[str, Any]) -> str:
     elements = ", ".join(map(str, only["elements"])) + ", ..." * (only["rows"] > len(only["elements"]))
-    words = ("row", "element") if only["rows"] == 1 else ("rows", "elements")
-    return f"{only['rows']:,} {words[0]} only in {run} ({words[1]} {elements})"
+    what = "element" if only["rows"] == 1 else "elements"
+    return f"{plural(only['rows'], 'row')} only in {run} ({what} {elements})"

@@ -10,6 +10,7 @@ import csv
 import json
 import math
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import compress, zip_longest
@@ -141,13 +142,13 @@ def _rows_of(value: object) -> Iterator[object]:
 def _compare_rows(
     there: Iterator[object], here: Iterator[object], chosen: Chosen | None = None
 ) -> Differences:
-    if chosen is not None:
-        there, here = (compress(rows, _mask(each)) for rows, each in zip((there, here), chosen, strict=True))
-    found = Differences()
     counts = [0, 0]
-    for row, (a, b) in enumerate(zip_longest(there, here, fillvalue=_ABSENT)):
-        counts[0] += a is not _ABSENT
-        counts[1] += b is not _ABSENT
+    whole = [_counted(rows, counts, side) for side, rows in enumerate((there, here))]
+    compared = whole
+    if chosen is not None:
+        compared = [compress(rows, _mask(each)) for rows, each in zip(whole, chosen, strict=True)]
+    found = Differences()
+    for row, (a, b) in enumerate(zip_longest(*compared, fillvalue=_ABSENT)):
         if a is _ABSENT or b is _ABSENT or (a == b and type(a) is type(b)):
             continue
         before = found.differing
@@ -155,8 +156,16 @@ def _compare_rows(
             found.differing = before + 1
             found.found(row, path, x, y)
             _measure(found, x, y)
+    for rest in whole:  # behind the last chosen row
+        deque(rest, maxlen=0)
     found.rows = (counts[0], counts[1])
     return found
+
+
+def _counted(rows: Iterator[object], counts: list[int], side: int) -> Iterator[object]:
+    for row in rows:
+        counts[side] += 1
+        yield row
 
 
 def _mask(rows: Rows) -> NDArray[np.bool_]:
