@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from pipedist._version import __version__
 from pipedist.cli.command_group import CommandGroup
 from pipedist.cli.options import (
     FOLDER,
@@ -54,29 +55,13 @@ def _end(command: Callable[[], int]) -> None:
     click.get_current_context().exit(guarded(command))
 
 
-def _version(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        from pipedist._version import __version__
-        from pipedist.cli.terminal import write_out
-
-        write_out(f"pipedist {__version__}\n")
-        ctx.exit()
-
-
 @click.group(
     "pipedist",
     cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Begin with `pipedist init`; `pipedist COMMAND --help` prints options, exit codes and an example.",
 )
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_version,
-    help="Print the version and exit.",
-)
+@click.version_option(__version__, message="pipedist %(version)s", help="Print the version and exit.")
 def app() -> None:
     """Run pipelines over data, with the same bytes on any number of workers.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pipedist.core.names import plural
 from pipedist.core.types import Tree
 from pipedist.journal.history import DurableProgress
-from pipedist.outputs.summary import Records, records, shown, summarize, summarize_file
+from pipedist.outputs.summary import records, shown, summarize, summarize_file
 from pipedist.runs.progress import duration
 from pipedist.runs.timings import Timings, brief
 
@@ -58,15 +58,15 @@ def render(
     from rich.console import Console
     from rich.text import Text
 
-    table = _table()
+    values = table()
     for title in ("stage", "verb"):
-        table.add_column(title, overflow="fold")
+        values.add_column(title, overflow="fold")
     plain = not (_is_terminal() or "COLUMNS" in os.environ)
-    table.add_column("value", overflow="fold", max_width=PLAIN_VALUE_WIDTH if plain else None)
+    values.add_column("value", overflow="fold", max_width=PLAIN_VALUE_WIDTH if plain else None)
     listed = list(rows)
     any_file = any(row.file for row in listed)
     if any_file:
-        table.add_column("file", overflow="fold", no_wrap=plain)
+        values.add_column("file", overflow="fold", no_wrap=plain)
     below: list[RenderableType] = []
     for row in listed:
         streamed = isinstance(row.value, Path)
@@ -74,17 +74,17 @@ def render(
         found = None if streamed else records(row.value)
         if found is not None:
             text = f"{found.count:,} records, below"
-            below += [Text(), _records_table(row.name, found)]
+            below += [Text(), table([row.name, *found.names], found.rows)]
         cells = [Text(row.name), Text(row.verb), Text(text)]
         if any_file:
             cells.append(Text("" if row.file is None else shown(row.file)))
-        table.add_row(*cells)
+        values.add_row(*cells)
     page = _Page()
     console = Console(
         file=page, force_terminal=_is_terminal(), highlight=False, width=PLAIN_WIDTH if plain else None
     )
     if listed:
-        console.print(table, *below, sep="\n")
+        console.print(values, *below, sep="\n")
     else:
         console.print(Text("The spec has no reduce, gather or update, so the run has no results."))
     console.print()
@@ -96,8 +96,7 @@ def render(
         )
     for stage, counts in retries.items():
         reasons = ", ".join(f"{count:,} {_REASONS[reason]}" for reason, count in counts.items())
-        total = sum(counts.values())
-        console.print(Text(f"stage {stage}: {total:,} {'retry' if total == 1 else 'retries'} ({reasons})"))
+        console.print(Text(f"stage {stage}: {plural(sum(counts.values()), 'retry')} ({reasons})"))
     if isinstance(timings, Timings) and timings.stages:
         console.print(_stages_table(timings), "", sep="\n")
     if isinstance(timings, Timings) and timings.limit:
@@ -124,31 +123,22 @@ def _is_terminal() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
 
 
-def _table() -> Table:
+def table(heads: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> Table:
+    """Return a table of texts, none of which is cut: a cut number misleads, and a cut key can't be replayed."""
     from rich import box
     from rich.table import Table
-
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-
-
-def _records_table(name: str, found: Records) -> Table:
     from rich.text import Text
 
-    inner = _table()
-    for index, title in enumerate([name, *found.names]):
-        inner.add_column(Text(title), overflow="fold", justify="left" if index == 0 else "right")
-    for row in found.rows:
-        inner.add_row(*map(Text, row))
-    return inner
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for number, head in enumerate(heads):
+        made.add_column(Text(head), justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*map(Text, row))
+    return made
 
 
 def _stages_table(timings: Timings) -> Table:
-    from rich.text import Text
-
-    table = _table()
-    table.add_column("stages", overflow="fold")
-    for title in ("calls", "elements/s", "busy", "median", "longest call"):
-        table.add_column(title, justify="right", overflow="fold")  # a key that is cut can't be replayed
+    rows = []
     for stage in timings.stages:
         names = stage.name.split(" -> ")
         name = (
@@ -159,5 +149,5 @@ def _stages_table(timings: Timings) -> Table:
         longest = f"{stage.slowest} {brief(stage.max_s)}".strip() if stage.calls else ""
         numbers = (f"{stage.calls:,}", f"{stage.elements_per_s:,.0f}" if stage.elements else "")
         times = (brief(stage.busy_s), brief(stage.p50_s))
-        table.add_row(*map(Text, (name, *numbers, *times, longest)))
-    return table
+        rows.append((name, *numbers, *times, longest))
+    return table(("stages", "calls", "elements/s", "busy", "median", "longest call"), rows)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipedist.cli import terminal
+from pipedist.cli.rendering import table
 from pipedist.cli.terminal import write_error, write_out
 from pipedist.runs.progress import duration
 from pipedist.runs.timings import brief
@@ -140,7 +140,7 @@ def _stages(stages: list[dict[str, Any]]) -> RenderableType:
         )
         for each in stages
     ]
-    return _table(("stages", "calls", "elements/s", "busy", "median", "longest call", "failed"), rows)
+    return table(("stages", "calls", "elements/s", "busy", "median", "longest call", "failed"), rows)
 
 
 def _workers(workers: list[dict[str, Any]]) -> RenderableType:
@@ -150,23 +150,8 @@ def _workers(workers: list[dict[str, Any]]) -> RenderableType:
     ]
     if len(workers) > WORKERS_MAX:
         rows.append((f"... {len(workers) - WORKERS_MAX} more", "", "", ""))
-    return _table(("worker", "calls", "busy", "memory"), rows)
+    return table(("worker", "calls", "busy", "memory"), rows)
 
 
 def _memory(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB" if size else ""
-
-
-def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> RenderableType:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for number, head in enumerate(heads):
-        table.add_column(
-            head, justify="right" if number else "left", overflow="fold"
-        )  # a cut number misleads
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
