@@ -16,6 +16,7 @@ class PipedistError(Exception):
     """The root of every error that pipedist raises on purpose."""
 
     exit_code = 1
+    has_advice = False  # whether its text has the next command, which continues the run
 
 
 class RetryAfter(PipedistError):
@@ -122,6 +123,8 @@ class OutputError(PipedistError):
 
 class JournalError(PipedistError):
     """The journal is not writable, is damaged, or does not fit the spec."""
+
+    has_advice = True
 
 
 class FoldError(PipedistError):

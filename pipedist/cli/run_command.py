@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from pipedist.cli import terminal
 from pipedist.cli.signals import Interruption, StallReporter
 from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
+from pipedist.core.names import plural
 from pipedist.errors import OutputError, PipedistError, RunCancelled, UsageError
 from pipedist.runs.progress import REFRESH_S, ProgressTotals, Reporter, open_reporter
 
@@ -119,8 +120,9 @@ def execute(options: RunOptions) -> int:
         terminal.report(outcome.error)
         if outcome.result is None and outcome.resumable:
             again = f" {terminal.CONTINUE}, or start again with --restart"
-            is_named = "--resume" in str(outcome.error)
-            write_error(f"Committed steps and finished calls are kept.{'' if is_named else again}\n")
+            write_error(
+                f"Committed steps and finished calls are kept.{'' if outcome.error.has_advice else again}\n"
+            )
     if outcome.result is not None:
         total_s = time.monotonic() - began  # with the end of the workers and the writing of large values
         _show(outcome, outcome.result, options, total_s)
@@ -365,9 +367,8 @@ def _quarantine_text(result: Result, *, replays: bool) -> str:
     from pipedist.outputs.summary import shown
 
     entries = result.quarantined
-    count = "1 entry" if len(entries) == 1 else f"{len(entries):,} entries"
     where = f", in {shown(result.quarantine_file)}" if result.quarantine_file is not None else ""
-    lines = [f"pipedist: elements were quarantined ({count}{where})"]
+    lines = [f"pipedist: elements were quarantined ({plural(len(entries), 'entry')}{where})"]
     again = _replays(result.quarantine_file) if replays and result.quarantine_file is not None else []
     for place, entry in enumerate(entries[:QUARANTINED_SHOWN]):
         lines.append(f"  element {entry['element']}, stage {entry['stage']}: {entry['cause']}")

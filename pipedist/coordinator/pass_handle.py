@@ -469,7 +469,9 @@ class PassHandle:
             f"{''.join(lines)}\n  Raise `quarantine_max` and rerun with --resume, or fix the function or the data and "
             "rerun with --reuse"
         )
-        self.fail(PipedistError(text))
+        error = PipedistError(text)
+        error.has_advice = True
+        self.fail(error)
 
     def on_death(self, running: Running, *, timed_out: bool) -> DeathOutcome:
         """Return the consequence of a worker's death for the call that it executed."""

@@ -89,8 +89,7 @@ class RunFiles:
         try:
             return await self._open(plan, run_id, stack)
         except (UsageError, JournalError) as error:
-            if "--" in str(error):  # options of the command line, which does not print notes
-                error.add_note(_IN_PYTHON)
+            error.add_note(_IN_PYTHON)  # its text may name options; the command line prints no notes
             raise
 
     async def _open(self, plan: Plan, run_id: str, stack: AsyncExitStack) -> tuple[Plan, str]:
