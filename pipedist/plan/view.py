@@ -12,10 +12,15 @@ from pipedist.datasets.element import described
 from pipedist.datasets.sources.paths import hindrance
 from pipedist.plan.model import WHEN, PassPlan, Plan
 from pipedist.spec import GatherSpec, ReduceSpec, RunSpec
-from pipedist.spec.datasets import SOURCES
 from pipedist.spec.training import training_of, why_together
 
 _REPLICAS_SHOWN = 8
+_SHARDS = {
+    "jsonl": "a list of n objects",
+    "text": "a list of n texts",
+    "files": "{path: list[str], bytes: list[bytes]}",
+}
+"""The input of a function, from sources whose elements are no arrays."""
 
 
 def as_text(plan: Plan) -> str:
@@ -54,18 +59,11 @@ def _kind(plan: Plan, name: str) -> str:
 
 def _elements(plan: Plan, name: str) -> list[str]:
     source = plan.sources[name]
-    known = _shard_of(plan.spec.datasets[name].kind)
+    shard = _SHARDS.get(plan.spec.datasets[name].kind)
+    known = [] if shard is None else [f"a shard of n elements is {shard}"]
     if source.element_spec is not None:
         known = [f"an element is {described(source.element_spec)}"]
     return known + ([source.note] if source.note else [])
-
-
-def _shard_of(kind: str) -> list[str]:
-    """Return what a function gets from a source whose elements are no arrays, as the source's model describes it."""
-    model = SOURCES.get(kind)
-    text = " ".join(model.__doc__.split()) if model is not None and model.__doc__ else ""
-    shard = text.partition("A shard of n elements is ")[2].partition(". ")[0]
-    return [f"a shard of n elements is {shard.rstrip('.').replace('`', '')}"] if shard else []
 
 
 def _extent(plan: Plan, name: str) -> str:
