@@ -137,9 +137,7 @@ class Totals(Struct):
 
     calls: int = 0  # that returned
     failed: int = 0  # that raised, or exceeded their time limit
-    trials: int = (
-        0  # that searched for elements to quarantine; they count nowhere else but in times and bytes
-    )
+    trials: int = 0  # that searched for elements to quarantine; else they count in times and bytes only
     busy_ns: int = 0  # also of calls that failed
     reading_ns: int = 0  # the part of the busy time for reading shards
     cpu_ns: int = 0  # processor time of all threads of its process
@@ -324,9 +322,8 @@ class PassRecord:
     def _end(
         self, opened: OpenLease, worker: str, lease: int, lo: int, hi: int, outcome: SpanEnd, now: int
     ) -> None:
-        began = max(
-            opened.sent, opened.state.last_finished
-        )  # the call before it, or of another lease, was over
+        # the call before it, or of another lease, was over
+        began = max(opened.sent, opened.state.last_finished)
         started = opened.sent if opened.overlaps else began
         self._add(opened, worker, lease, lo, hi, started, now, now - began, 0, outcome)
 
@@ -409,7 +406,6 @@ class Recorder:
         self.states: list[_WorkerState] = []  # by number
         self.open: dict[tuple[str, int], OpenLease] = {}  # by worker and lease
         self.marks: list[Mark] = []
-        self.marks_skipped = 0
         self.on_returned: Callable[[str, float], None] | None = None
         """Called with the name of a pass and the duration of a call, in seconds, for each message of results."""
         self.memory: list[tuple[int, int, int]] = []  # time, worker, bytes
@@ -418,9 +414,8 @@ class Recorder:
         self.buffer = bytearray(self.room * _SPAN_BYTES)  # of `room` spans
         self._numbers: dict[str, int] = {}
         self._later: list[tuple[int, Callable[..., None], tuple[Any, ...]]] = []  # with their times
-        self._driver: list[
-            tuple[DriverWork, int, int, str]
-        ] = []  # the fields of `DriverSpan`, in order of ends
+        self._driver: list[tuple[DriverWork, int, int, str]] = []
+        """The fields of `DriverSpan`, in order of ends."""
 
     def now(self) -> int:
         """Return the nanoseconds since the run began."""
@@ -473,7 +468,6 @@ class Recorder:
         """Record an event, as a line for people."""
         if len(self.marks) == MARKS_MAX:
             del self.marks[MARKS_MAX // 2]
-            self.marks_skipped += 1
         self.marks.append(Mark(self.now(), text[:_TEXT_MAX]))
 
     def driver_span(self, work: DriverWork, began: int, text: str) -> None:

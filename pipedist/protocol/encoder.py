@@ -81,9 +81,8 @@ def encode(tree: Tree | SlotValues[list[Any]]) -> list[Frame]:
         return encode(list(tree)) if found is None else found
     if type(tree) is list and len(tree) == 1 and type(item := tree[0]) is dict and len(item) == 1:
         [(key, value)] = item.items()
-        if (
-            type(key) is str and type(value) in _PLAIN
-        ):  # a result that is one number: the common case, cheaper
+        # a result that is one number: the common case, cheaper
+        if type(key) is str and type(value) in _PLAIN:
             if type(value) is float and len(key) <= _SLOT_CHARS_MAX:
                 return [float_start(key) + FLOAT.pack(value)]
             return [msgpack.Packer(strict_types=True, unicode_errors="surrogatepass").pack(tree)]

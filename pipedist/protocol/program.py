@@ -53,9 +53,7 @@ class StageProgram(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     collectives: bool = False
     timeout_s: float | None = None  # maximum time of one call of the function, seconds; None: no limit
     gpus: float = 0.0  # number of GPUs that a call of it needs to itself; a fraction: calls share one
-    per_element: bool = (
-        False  # it is called with each element of the call's value, and the results are batched
-    )
+    per_element: bool = False  # called with each element of the call's value; the results are batched
     ragged: Literal["lists", "rows"] | None = None  # with `per_element`: results may have any number of rows
     # Maximum calls of it at the same time, with elements or whole values, over all workers; 0: no limit
     concurrency: int = 0

@@ -22,13 +22,11 @@ from pipedist.outputs.run_record import PRIVATE, existing_record
 from pipedist.runs.timings import Measured, read_timings
 
 POINTS_MAX = 4096  # of the counter of calls in flight
-SEND_NS = (
-    1_000  # a send is drawn this long, as its duration is not recorded, unless the next one begins earlier
-)
+SEND_NS = 1_000
+"""A send is drawn this long, as its duration is not recorded, unless the next one begins earlier."""
 
-_PROCESS = (
-    2048  # numbers of processes of the trace for each process that executed the run: driver and workers
-)
+_PROCESS = 2048
+"""Numbers of processes of the trace for each process that executed the run: driver and workers."""
 _SENDS, _EVENTS, _FIRST = 1, 2, 10  # tracks of the driver
 _LANES = 100  # tracks of the driver for each kind of work
 _WORKS = {DriverWork.READ: "reads", DriverWork.FOLD: "folds", DriverWork.COMMIT: "journal commits"}

@@ -32,9 +32,8 @@ def modules_of(plan: Plan) -> dict[str, dict[str, str]]:
         refs = [plan.functions.get(name), plan.finishes.get(name)]
         refs += [state.init, state.until] if state is not None else []
         wrapped = getattr(getattr(stage, "run", None), "__wrapped__", None)
-        if (
-            wrapped is not None and not plan.functions[name].name
-        ):  # sent by value, but what it calls may have a name
+        if wrapped is not None and not plan.functions[name].name:
+            # it is sent by value, but what it calls may have a name
             refs.append(reference(wrapped))
         modules[f"stages.{name}"] = _modules_below(folder, refs, imports)
     for name, dataset in plan.spec.datasets.items():

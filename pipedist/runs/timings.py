@@ -216,9 +216,8 @@ class Measurements:
 
     def stages(self) -> list[StageTimings]:
         recorder = self.recorder
-        in_order = sorted(
-            recorder.passes, key=lambda each: (each.phase, not each.stages)
-        )  # updates after their pass
+        # updates after their pass
+        in_order = sorted(recorder.passes, key=lambda each: (each.phase, not each.stages))
         return [_stage(record, recorder.workers) for record in in_order if record.totals]
 
     def workers(self) -> list[WorkerTimings]:

@@ -150,9 +150,8 @@ class CallFailed(Event, frozen=True):
     quarantine: bool = False
     stage: str = ""
     text: str = ""  # the exception, for people
-    culprits: tuple[
-        tuple[int, str], ...
-    ] = ()  # positions of elements that failed alone for good, and exceptions
+    # Positions of elements that failed alone for good, and exceptions
+    culprits: tuple[tuple[int, str], ...] = ()
 
 
 class CallSized(Event, frozen=True):

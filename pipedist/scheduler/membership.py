@@ -31,9 +31,8 @@ class Membership:
     def __init__(self, prefetch_below_s: float, start_s: float) -> None:
         self.workers: dict[str, Worker] = {}
         self.gone: OrderedDict[str, None] = OrderedDict()  # GONE workers, the longest gone first
-        self._starting: OrderedDict[str, float] = (
-            OrderedDict()
-        )  # time of the start, of workers that may join soon
+        # The time of the start, of workers that may join soon
+        self._starting: OrderedDict[str, float] = OrderedDict()
         self.leases: dict[int, Lease] = {}
         self.cancelled: dict[int, Lease] = {}
         """Overlapping leases whose cancellation is not confirmed: their workers may still report results."""

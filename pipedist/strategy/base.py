@@ -134,9 +134,8 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         given = self._components(value, mirrored=False)
         whole = values.per_replica([self._only(given)]) if self._identity else given
         if type(whole) is PerReplica and _NUMBERS.issuperset(map(type, whole.components)):
-            return values.reduce(
-                reduce_op, whole, axis, self._replicas
-            )  # quick: the loop need not be checked
+            # quick: the loop need not be checked
+            return values.reduce(reduce_op, whole, axis, self._replicas)
         return await _computed(partial(values.reduce, reduce_op, whole, axis, self._replicas), whole)
 
     def compile(

@@ -29,9 +29,8 @@ class VariableOwner(ABC):
 
     is_default: ClassVar[bool] = False  # it is outside of every scope: its variables stay in this process
 
-    made: WeakValueDictionary[
-        int, Any
-    ]  # its variables that are still referenced, by id, in order of creation
+    # Its variables that are still referenced, by id, in order of creation
+    made: WeakValueDictionary[int, Any]
     unused_spaces: deque[int]  # spaces of variables that were garbage collected; the next run drops them
 
     @property

@@ -131,9 +131,8 @@ class TPUStrategy(Strategy):
         names = [f"{kind}:{at}" for at in ordinals or (replica % each for replica in range(count))]
         super().__init__(cluster, count, devices=names)
         self._jax = JaxDevices(kind, ordinals, count // each)
-        self._next_steps: OrderedDict[FunctionRef, int] = (
-            OrderedDict()
-        )  # `ctx.step` of each function's next step
+        # `ctx.step` of each function's next step
+        self._next_steps: OrderedDict[FunctionRef, int] = OrderedDict()
 
     @property
     def cluster_resolver(self) -> TPUClusterResolver | None:
