@@ -16,7 +16,7 @@ from pipedist.core.misuse_hints import conversion_hint, is_masked
 from pipedist.core.types import Tree
 from pipedist.reduction import tree as reduction_tree
 from pipedist.reduction.partials import SUMS, axis_of, finish_leaf, resolve_axes, sum_in_tree
-from pipedist.reduction.tree import FoldTree, Reduction
+from pipedist.reduction.tree import FoldTree, Reduction, fold_all
 from pipedist.reduction.tree import ReduceOp as ReduceOp
 
 _FLOAT: Final = frozenset({float})
@@ -215,13 +215,13 @@ def reduce_components(reduction: Reduction, components: Sequence[Tree | Partial]
         return reduce(reduction.op, bare[0], reduction.axis, len(components))
 
     def fold(place: int) -> Tree:
-        nodes: FoldTree[reduction_tree.Partial] = FoldTree(reduction.combine)
-        for replica, component in enumerate(components):
-            if type(component) is Partial:
-                nodes.push(replica, [0, [component.partial[1][place]]])
-            else:
-                nodes.push(replica, reduction.partial(columns[replica][place]))
-        return reduction.finish(nodes.result())
+        partials = (
+            [0, [component.partial[1][place]]]
+            if type(component) is Partial
+            else reduction.partial(column[place])
+            for component, column in zip(components, columns, strict=True)
+        )
+        return reduction.finish(fold_all(reduction.combine, partials))
 
     return _leaf_by_leaf(fold, trees.unflatten(treedef, range(treedef.num_leaves)))
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, Final, TypeAlias, TypeVar
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from pipedist.reduction import partials
 from pipedist.reduction.partials import ReduceOp
-from pipedist.reduction.tree import FoldTree
+from pipedist.reduction.tree import fold_all
 from pipedist.transport.shared_memory.link import Link, own_link
 
 T = TypeVar("T")
@@ -121,15 +121,10 @@ class _PartialsKernel:
 
     def fold(self, parts: Sequence[Vector], out: Vector) -> None:
         """As `_FloatKernel.fold`; if an integer does not fit, raise OverflowError, and leave `out` undefined."""
-        tree: FoldTree[list[Any]] = FoldTree(self._join)
-        for replica, part in enumerate(parts):
-            tree.push(replica, partials.leaf_partial(self._op, None, part))
-        folded = tree.result()
-        if folded is not None:
-            np.copyto(out, partials.finish_leaf(self._op, folded))
-
-    def _join(self, a: list[Any], b: list[Any]) -> list[Any]:
-        return partials.join_leaf(self._op, a, b)
+        join = partial(partials.join_leaf, self._op)
+        folded = fold_all(join, (partials.leaf_partial(self._op, None, part) for part in parts))
+        assert folded is not None  # there is at least one replica
+        np.copyto(out, partials.finish_leaf(self._op, folded))
 
 
 Kernel: TypeAlias = _FloatKernel | _PartialsKernel  # folds vectors of one dtype with one operator

@@ -12,7 +12,7 @@ defines it, and the fold rules).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
@@ -126,6 +126,14 @@ def _across(op: str) -> Reduction:
     return Reduction(ReduceOp.of(op), None)
 
 
+def fold_all(combine: Callable[[T, T], T], leaves: Iterable[T]) -> T | None:
+    """Return the fold of leaves in the fixed tree, None without leaves."""
+    tree = FoldTree(combine)
+    for index, leaf in enumerate(leaves):
+        tree.push(index, leaf)
+    return tree.result()
+
+
 class FoldTree(Generic[T]):
     """Folds leaves in the fixed order, one by one, with O(log n) state.
 
@@ -139,21 +147,16 @@ class FoldTree(Generic[T]):
 
     def __init__(self, combine: Callable[[T, T], T]) -> None:
         self._combine = combine
-        # Subtrees waiting for their right neighbour, as (index of the last leaf, value). The
-        # smallest aligned blocks that hold two neighbours shrink from bottom to top.
+        # Subtrees that wait for their right neighbour, as (index of the last leaf, value). The
+        # smallest aligned blocks that hold two neighbours shrink from the first to the last.
         self._pending: list[tuple[int, T]] = []
 
-    def push(self, index: int, leaf: T, size: int = 1) -> None:
-        """Add a leaf at `index`, or the fold of an aligned run of `size` leaves from there on.
-
-        Indices increase, with or without gaps; `size` is a power of two that divides `index`. Else it is a ValueError.
-        """
+    def push(self, index: int, leaf: T) -> None:
+        """Add a leaf. Indices increase, with or without gaps; else it is a ValueError."""
         pending = self._pending
         last = pending[-1][0] if pending else -1
         if index <= last:
             raise ValueError(f"leaf {index} after leaf {last}: leaves are pushed in increasing order")
-        if size != 1 and (size < 1 or size & (size - 1) or index & (size - 1)):
-            raise ValueError(f"{size} leaves from {index} on are no node of the tree")
         while len(pending) > 1:
             # The block shared by the last two subtrees is complete once the new leaf is outside it.
             block = (pending[-2][0] ^ pending[-1][0]).bit_length()
@@ -162,7 +165,7 @@ class FoldTree(Generic[T]):
             end, right = pending.pop()
             _, left = pending.pop()
             pending.append((end, self._combine(left, right)))
-        pending.append((index + size - 1, leaf))
+        pending.append((index, leaf))
 
     def state(self) -> list[tuple[int, T]]:
         """Return the nodes folded so far, O(log n) of them, for `restore`."""

@@ -16,7 +16,7 @@ from pipedist.core.types import Tree
 from pipedist.errors import CallError, FoldError, OutputError
 from pipedist.journal.writer import file_name
 from pipedist.plan import PassPlan, Plan
-from pipedist.reduction.batched import step_partial
+from pipedist.reduction.tree import fold_all
 from pipedist.runs.combine_fold import CombineFold, FoldCall
 from pipedist.runs.folds import (
     THREAD_OBJECTS,
@@ -246,7 +246,7 @@ class PassFolds:
         assert isinstance(stage, ReduceSpec)
         reduction = reduction_of(stage)
         large = sum(len(part[1]) for part in parts) > THREAD_OBJECTS
-        return await in_thread_if(large, lambda: reduction.finish(step_partial(reduction, parts)))
+        return await in_thread_if(large, lambda: reduction.finish(fold_all(reduction.combine, parts)))
 
     @contextmanager
     def _errors_of(self, name: str) -> Iterator[None]:

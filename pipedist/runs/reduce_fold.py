@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from pipedist.core import trees
 from pipedist.core.types import Tree
-from pipedist.reduction.batched import push_steps
 from pipedist.reduction.partials import ReduceOp, dtype_of, is_blank, look_of, shape_of, without_rows
-from pipedist.reduction.tree import FoldTree, Partial, Reduction
+from pipedist.reduction.tree import FoldTree, Partial, Reduction, fold_all
 from pipedist.runs.folds import (
     THREAD_BYTES,
     THREAD_OBJECTS,
@@ -31,6 +30,15 @@ def _bytes_of(steps: Sequence[Sequence[Partial]]) -> int:
         return 0
     each = sum(getattr(leaf, "nbytes", 0) for leaf in trees.flatten(first)[0])
     return each * sum(map(len, steps))
+
+
+def push_steps(
+    reduction: Reduction, tree: FoldTree[Partial], first: int, steps: Sequence[Sequence[Partial]]
+) -> None:
+    """Push the partials of steps `first`, `first + 1`, ..., each folded over its replicas; some may have none."""
+    for index, parts in enumerate(steps, first):
+        if parts:
+            tree.push(index, parts[0] if len(parts) == 1 else fold_all(reduction.combine, parts))
 
 
 WAITING_MAX = 4096

@@ -13,7 +13,7 @@ from pipedist.core import functions
 from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.program import OWN_STATE, StageProgram, StateValue
-from pipedist.reduction.tree import FoldTree
+from pipedist.reduction.tree import FoldTree, fold_all
 from pipedist.worker.array_isolation import as_readonly
 from pipedist.worker.context import Collectives, ReplicaContext
 from pipedist.worker.devices import CPU, GPU
@@ -236,9 +236,6 @@ def _fold(fn: Callable[..., Tree], groups: Sequence[Sequence[Tree]], kwargs: dic
 
     nodes: FoldTree[Tree] = FoldTree(combine)
     for place, group in enumerate(groups):
-        node: FoldTree[Tree] = FoldTree(combine)
-        for index, component in enumerate(group):
-            node.push(index, component)
         if group:
-            nodes.push(place, node.result())
+            nodes.push(place, fold_all(combine, group))
     return nodes.result()

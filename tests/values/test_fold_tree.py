@@ -47,26 +47,3 @@ def test_leaves_come_in_increasing_order() -> None:
             fold.push(index, 1)
     with pytest.raises(ValueError, match="increasing"):
         FoldTree(pair).push(-1, 1)
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), max_size=12))
-def test_a_folded_run_takes_the_place_of_its_leaves(runs: list[tuple[int, int]]) -> None:
-    leaves: dict[int, object] = {}
-    fold: FoldTree[object] = FoldTree(pair)
-    at = 0
-    for power, gap in runs:
-        size = 1 << power
-        at += gap
-        at += -at % size
-        run = {index: index for index in range(at, at + size)}
-        leaves |= run
-        node = fold_by_definition({index - at: index for index in run}, pair)
-        fold.push(at, node, size)
-        at += size
-    assert fold.result() == fold_by_definition(leaves, pair)
-
-
-@pytest.mark.parametrize(("index", "size"), [(0, 3), (2, 4), (0, 0), (0, -4), (1, 2)])
-def test_a_run_that_is_no_node_is_refused(index: int, size: int) -> None:
-    with pytest.raises(ValueError, match="no node of the tree"):
-        FoldTree(pair).push(index, 0, size)
