@@ -970,9 +970,10 @@ class ReferenceModel:
         work = record.work
         attempts = record.attempts(failure.call)
         self._must(failure.attempts == attempts, f"{failure}: the call had {attempts} attempts")
-        fate = work.fates[hopeless[0] if work.settings.gang else failure.call]
-        self._must((failure.cause is not None) == (fate.kills > 0), f"{failure}: wrong cause")
-        if not fate.kills:
+        died = record.deaths[record.key(failure.call)] >= self.limits.deaths_max
+        self._must((failure.cause is not None) == died, f"{failure}: wrong cause")
+        if not died:
+            fate = work.fates[hopeless[0] if work.settings.gang else failure.call]
             raised = max(record.raised[record.key(failure.call)].values(), default=0)
             enough = raised > fate.retries if work.settings.gang else raised == fate.retries + 1
             self._must(enough, f"{failure}: it raised {raised} times, with {fate.retries} retries")
