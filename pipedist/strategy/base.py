@@ -6,7 +6,7 @@ import inspect
 import os
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import repeat
@@ -20,13 +20,13 @@ import numpy as np
 
 from pipedist import values
 from pipedist.core import trees
-from pipedist.core.misuse_hints import TfNames
+from pipedist.core.misuse_hints import AsyncOnly, TfNames
 from pipedist.core.types import Tree
 from pipedist.reduction.tree import Reduction
 from pipedist.strategy import variables
-from pipedist.strategy.compiled_steps import CompiledStep
 from pipedist.strategy.context import VariableOwner, require_cross_replica, scope_of
 from pipedist.strategy.distributed import InputStrategy
+from pipedist.strategy.passes import require_callable
 from pipedist.strategy.variables import Variable
 from pipedist.values import Mirrored, PerReplica, ReduceOp
 from pipedist.worker.strategy_views import ReplicaStrategy
@@ -414,6 +414,54 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
             leaf.components if isinstance(leaf, PerReplica) else (leaf,) * self._replicas for leaf in leaves
         ]
         return [trees.unflatten(treedef, own) for own in zip(*columns, strict=True)]
+
+
+class CompiledStep(AsyncOnly):
+    """A replica function, and the reduction of its results, as one call: `Strategy.compile`.
+
+        step = strategy.compile(loss_fn, reduce="mean")
+        loss = await step(x)
+
+    Args:
+        run: calls a function with args and kwargs on every replica, and reduces the results.
+        fn, reduce, axis: as for `Strategy.compile`.
+
+    Raises:
+        TypeError: `fn` is not callable, or `axis` has another type.
+        ValueError: the op is unknown, or an axis is given without an op.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Awaitable[Tree]],
+        fn: Callable[..., Any],
+        reduce: ReduceOp | str | None,
+        axis: int | Sequence[int] | None,
+    ) -> None:
+        require_callable(fn)
+        if reduce is None and axis is not None:
+            raise ValueError(f"axis is {axis!r}, but there is no reduction: add reduce='sum', or omit axis")
+        self._run = run
+        self._fn = fn
+        self._reduction = None if reduce is None else Reduction.of(reduce, axis)
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> Tree:
+        """Call the function on every replica, and reduce the results.
+
+        Args:
+            args, kwargs: as for `Strategy.run`.
+
+        Returns:
+            The value of `Strategy.reduce`, with the same bits; without a reduction that of `Strategy.run`.
+
+        Raises:
+            TypeError, ValueError, OverflowError, CallError, RuntimeError: as `Strategy.run` and `Strategy.reduce`.
+        """
+        return await self._run(self._fn, args, kwargs, self._reduction)
+
+    def __repr__(self) -> str:
+        name = getattr(self._fn, "__qualname__", type(self._fn).__qualname__)
+        return f"<CompiledStep {name}>"
 
 
 async def _computed(compute: Callable[[], Tree], value: Tree) -> Tree:

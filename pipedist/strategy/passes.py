@@ -360,7 +360,6 @@ class FunctionPasses:
         settings = PassSettings(
             self._replicas,
             ordered=False,
-            fail_fast=False,
             pulled=False,
             gang=gang,
             members=0 if self._jax is None else self._jax.hosts,

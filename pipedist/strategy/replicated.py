@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 from weakref import finalize
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from pipedist.cluster.resolvers import ClusterResolver
     from pipedist.coordinator import Coordinator, Slots
+    from pipedist.coordinator.pass_handle import States
 
 _GROUP_BYTES_MAX: Final = 2**20  # of the arguments of steps that are sent in one message
 _DEVICE: Final = re.compile(r"[a-z][a-z0-9_]*(:[0-9]+)?")
@@ -143,7 +144,7 @@ class Strategy(AsyncOnly, BaseStrategy):
     ) -> Tree:
         """Call `fn` on every replica, with its `args` and `kwargs`: see `BaseStrategy.run`."""
         require_cross_replica("Strategy.run")
-        return await self._run_quickly(self._prepare(fn, args, kwargs))
+        return await self._run_call(self._prepare(fn, args, kwargs))
 
     async def _run_reduced(
         self,
@@ -155,27 +156,15 @@ class Strategy(AsyncOnly, BaseStrategy):
         require_cross_replica("Strategy.compile")
         call = self._prepare(fn, args, kwargs)
         if reduction is not None and not (reduction.axis is None or self._identity or self._jax is not None):
-            return await self._run_quickly(replace(call, reduction=reduction))
-        result = await self._run_quickly(call)
+            return await self._run_call(replace(call, reduction=reduction))
+        result = await self._run_call(call)
         return result if reduction is None else await self.reduce(reduction.op, result, reduction.axis)
 
-    async def _run_quickly(self, call: PreparedCall) -> Tree:
-        """Run a step; if it uses no variables, with little of what `_execute` does."""
-        if call.captured.variables:
-            return await self._run_call(call)
-        passes = self._open_passes()
-        entry = passes.enter(call.function, call.reduction)
-        try:
-            return self._result(call, await entry.handle.call_step(self._payload(call)))
-        except CallError as error:
-            self._check_sendable(call, error)
-            raise
-        finally:
-            passes.leave(entry)
+    def _run_call(self, call: PreparedCall) -> Awaitable[Tree]:
+        return self._run_with_variables(call) if call.captured.variables else self._step(call)
 
-    async def _run_call(self, call: PreparedCall) -> Tree:
-        if not call.captured.variables:
-            return await self._execute(call, None)
+    async def _run_with_variables(self, call: PreparedCall) -> Tree:
+        """Run a step after those before it that use variables; it commits its assignments as a whole."""
         while self.unused_spaces:
             call.captured.coordinator.states.drop(self.unused_spaces.popleft())
         with used(call.captured.variables):
@@ -183,7 +172,26 @@ class Strategy(AsyncOnly, BaseStrategy):
                 while self._cancelled_steps:  # they still change the workers' copies
                     await self._cancelled_steps[0].wait()
                     self._cancelled_steps.popleft()
-                return await self._execute(call, Transaction(call.captured))
+                transaction = Transaction(call.captured)
+
+                def produced(results: list[Slots]) -> Mapping[int, int]:
+                    # If the results can't be joined the step has failed, and assigns nothing.
+                    return transaction.commit(results) if self._can_join(results) else {}
+
+                left = self._cancelled_steps
+                return await self._step(call, transaction.states, produced=produced, left=left)
+
+    async def _step(self, call: PreparedCall, states: States | None = None, **options: Any) -> Tree:
+        """Execute a step; `options` are those of `PassHandle.call_step`."""
+        passes = self._open_passes()
+        entry = passes.enter(call.function, call.reduction)
+        try:
+            return self._result(call, await entry.handle.call_step(self._payload(call), states, **options))
+        except CallError as error:
+            self._check_sendable(call, error)
+            raise
+        finally:
+            passes.leave(entry)
 
     def _prepare(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
@@ -191,26 +199,6 @@ class Strategy(AsyncOnly, BaseStrategy):
         captured = CapturedVariables(self, self._open_passes().coordinator)
         function = self._references.of(fn, captured)
         return PreparedCall(function, self._arguments(args, kwargs, captured.argument), captured)
-
-    async def _execute(self, call: PreparedCall, transaction: Transaction | None) -> Tree:
-        with self._open_passes().using(call.function, call.reduction) as handle:
-            try:
-                payload = self._payload(call)
-                if transaction is None:
-                    results = await handle.call_step(payload)
-                else:
-
-                    def produced(results: list[Slots]) -> Mapping[int, int]:
-                        # If the results can't be joined the step has failed, and assigns nothing.
-                        return transaction.commit(results) if self._can_join(results) else {}
-
-                    results = await handle.call_step(
-                        payload, transaction.states, produced=produced, left=self._cancelled_steps
-                    )
-            except CallError as error:
-                self._check_sendable(call, error)
-                raise
-        return self._result(call, results)
 
     @staticmethod
     def _check_sendable(call: PreparedCall, error: CallError) -> None:
@@ -233,20 +221,13 @@ class Strategy(AsyncOnly, BaseStrategy):
         if not using.may_group or sum(bytes_of(call.arguments) for call in calls) > _GROUP_BYTES_MAX:
             return None
 
-        async def run_alone(place: int, number: int) -> Tree:
-            passes, call = self._open_passes(), calls[place]
-            entry = passes.enter(function)
-            try:
-                return self._result(call, await entry.handle.call_step(call.arguments, number=number))
-            except CallError as error:
-                self._check_sendable(call, error)
-                raise
-            finally:
-                passes.leave(entry)
-
         values: list[Tree] = [list(own) for own in zip(*[call.arguments for call in calls], strict=True)]
         return PendingGroup(
-            using, values, len(calls), lambda place, results: self._result(calls[place], results), run_alone
+            using,
+            values,
+            len(calls),
+            lambda place, results: self._result(calls[place], results),
+            lambda place, number: self._step(calls[place], number=number),
         )
 
     def _begin_call(self, call: PreparedCall) -> PendingRun | None:
