@@ -406,10 +406,12 @@ def _print_document(document: Mapping[str, object] | None) -> None:
 
 def verb_of(stage: StageSpec) -> str:
     """Return the operation of a stage for the table: "reduce sum", "gather 0 per step"."""
+    from pipedist.spec import per_of
+
     verb = type(stage).__name__.removesuffix("Spec").lower()
     operation = getattr(stage, verb)
     if not isinstance(operation, str | int):
         operation = getattr(operation, "__qualname__", repr(operation))
     name = str(operation).rpartition(":")[2]  # without the module, which is in the spec
-    per = getattr(stage, "per", "run")
+    per = per_of(stage)
     return f"{verb} {name}" if per == "run" else f"{verb} {name} per {per}"

@@ -17,8 +17,8 @@ from pipedist.core.functions import BrokenLine, FunctionNotFound, load, referenc
 from pipedist.core.names import nearest, printable
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import Problem, UsageError
-from pipedist.plan.model import Granularity, StatePlan
-from pipedist.spec import GatherSpec, InitFile, InitFunction, InitLiteral, ReduceSpec, Spec, UpdateSpec
+from pipedist.plan.model import StatePlan
+from pipedist.spec import InitFile, InitFunction, InitLiteral, Spec, UpdateSpec, per_of
 from pipedist.spec.diagnostics import EXCERPT_CHARACTERS_MAX
 
 
@@ -186,9 +186,7 @@ def plan_states(
                     expected = f"a {Path(path).suffix} file, relative to the spec's folder"
                     key = (*place, "init", "file")
                     problems.append(spec.document.problem(key, message, expected=expected))
-        source = spec.stages[stage.of]
-        per: Granularity = source.per if isinstance(source, ReduceSpec | GatherSpec) else "run"
-        states[name] = StatePlan(per, init, arguments, value, until, until_with)
+        states[name] = StatePlan(per_of(spec.stages[stage.of]), init, arguments, value, until, until_with)
     return states
 
 

@@ -19,7 +19,7 @@ from pipedist.outputs.run_record import write_json
 from pipedist.plan import Plan
 from pipedist.plan.view import as_json
 from pipedist.runs.spec_source import SpecSource
-from pipedist.spec import GatherSpec, ReduceSpec
+from pipedist.spec import per_of
 
 FILE = "about.json"
 FAILURE_FILE = "failure.json"
@@ -55,7 +55,7 @@ def write_about(folder: Path, plan: Plan, source: SpecSource, output: Path) -> N
                 "plan": as_json(plan),
                 "graph": plan.graph(),
                 # how often a stage has a value
-                "pers": {name: _per(plan, name) for name in plan.spec.stages},
+                "pers": {name: per_of(stage) for name, stage in plan.spec.stages.items()},
             }
         ),
     )
@@ -94,8 +94,3 @@ def _packages() -> dict[str, str]:
             except PackageNotFoundError:
                 continue
     return found
-
-
-def _per(plan: Plan, name: str) -> str:
-    stage = plan.spec.stages[name]
-    return stage.per if isinstance(stage, ReduceSpec | GatherSpec) else "run"

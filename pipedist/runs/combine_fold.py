@@ -13,7 +13,8 @@ import anyio
 import anyio.abc
 
 from pipedist.core.types import Tree
-from pipedist.runs.folds import Fold, FoldOptions, Per
+from pipedist.runs.folds import Fold, FoldOptions
+from pipedist.spec import Per
 
 if TYPE_CHECKING:
     from pipedist.outputs.parts import StageSink

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack
+from typing import TYPE_CHECKING, TypedDict, TypeVar, TypeVarTuple, Unpack
 
 import anyio
 import anyio.abc
@@ -26,6 +26,7 @@ import numpy as np
 from pipedist.core import ragged, trees
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
+from pipedist.spec import Per
 
 if TYPE_CHECKING:
     from pipedist.journal.log_format import RecordLog
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Arguments = TypeVarTuple("Arguments")
-Per = Literal["run", "epoch", "step"]
 
 THREAD_BYTES = 1 << 20
 THREAD_OBJECTS = 10_000

@@ -17,12 +17,12 @@ from pipedist.runs.folds import (
     THREAD_OBJECTS,
     Fold,
     FoldOptions,
-    Per,
     append_to,
     array_bytes,
     in_thread_if,
     is_large,
 )
+from pipedist.spec import Per
 from pipedist.values import PerReplica, concatenate, gather, is_blank
 
 if TYPE_CHECKING:

@@ -31,7 +31,8 @@ from pipedist.reduction.keyed.ranges import Ranges
 from pipedist.reduction.keyed.table import KeyedTable
 from pipedist.reduction.keyed.texts import in_memory
 from pipedist.runs.combine_fold import CombineFold, FoldCall
-from pipedist.runs.folds import FoldOptions, Per
+from pipedist.runs.folds import FoldOptions
+from pipedist.spec import Per
 
 MEMORY_BYTES_MAX = 16 * 2**20  # of tables that wait for their fold, in memory
 RANGE_BYTES_MAX = 8 * 2**20  # of the tables of a fold call; a larger fold is divided into ranges

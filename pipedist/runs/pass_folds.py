@@ -23,7 +23,6 @@ from pipedist.runs.folds import (
     FinishCall,
     Fold,
     FoldOptions,
-    Per,
     ValueFold,
     in_thread_if,
     is_large,
@@ -44,7 +43,7 @@ from pipedist.runs.programs import (
 )
 from pipedist.runs.reduce_fold import ReduceFold
 from pipedist.scheduler import PassSettings
-from pipedist.spec import GatherSpec, ReduceSpec, StageRef, UpdateSpec, references
+from pipedist.spec import GatherSpec, ReduceSpec, StageRef, UpdateSpec, per_of, references
 from pipedist.values import PerReplica, gather
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ class PassFolds:
         handle = self._coordinator.open_pass(
             combine_program(self._plan, name),
             name=name,
-            settings=PassSettings(1, ordered=False, fail_fast=False, pulled=False, priority=0),
+            settings=PassSettings(1, ordered=False, pulled=False, priority=0),
             record=self._recorder.begin_pass(name, (), 1, self._pass.phase),
         )
         stack.callback(handle.close)
@@ -160,9 +159,7 @@ class PassFolds:
         stage = self._plan.spec.stages[name]
         assert isinstance(stage, ReduceSpec | GatherSpec)
         program = finish_program(self._plan, name, self._values)
-        settings = PassSettings(
-            1, ordered=False, fail_fast=False, pulled=False, priority=0, call_s_max=program.call_s_max
-        )
+        settings = PassSettings(1, ordered=False, pulled=False, priority=0, call_s_max=program.call_s_max)
         handle = self._coordinator.open_pass(
             program,
             name=name + FINISH,
@@ -281,7 +278,7 @@ class PassFolds:
     @property
     def has_last_call(self) -> bool:
         """Whether functions are called with values of the run, after the last step."""
-        return any(per_of(self._plan, name) == "run" for name in self._finishes)
+        return any(per_of(self._plan.spec.stages[name]) == "run" for name in self._finishes)
 
     async def prepare(self) -> None:
         """Make the values of the run that are finished by functions, after the last step."""
@@ -340,7 +337,7 @@ def sink_of(plan: Plan, folder: RunFolder | None, name: str) -> StageSink | None
             key = f"{name}/{part}" if part else name
             sinks[part] = open_sink(
                 folder.staged(file),
-                shape="run" if per_of(plan, name) == "run" else "per",
+                shape="run" if per_of(plan.spec.stages[name]) == "run" else "per",
                 gather=gathers,
                 axis=stage.gather if isinstance(stage, GatherSpec) and gathers else 0,
                 label=f"outputs.{name}{part and f'.{part}'} ({file})",
@@ -382,23 +379,18 @@ def read_later(plan: Plan) -> frozenset[str]:
     ) | {stage.of for stage in plan.spec.stages.values() if isinstance(stage, UpdateSpec)}
 
 
-def per_of(plan: Plan, name: str) -> Per:
-    """Return the scope of a stage's values."""
-    return getattr(plan.spec.stages[name], "per", "run")
-
-
 def is_transient(plan: Plan, name: str) -> bool:
     """Return whether the values of a stage are dropped when the updates that they feed are applied."""
     stages = plan.spec.stages.values()
     feeds = any(isinstance(stage, UpdateSpec) and stage.of == name for stage in stages)
-    return feeds and per_of(plan, name) != "run" and not plan.spec.files_of(name)
+    return feeds and per_of(plan.spec.stages[name]) != "run" and not plan.spec.files_of(name)
 
 
 def keeps(plan: Plan, name: str) -> bool:
     """Return whether a stage keeps its values until the end of the run."""
     if not plan.spec.files_of(name):
         return not is_transient(plan, name)
-    return name in read_later(plan) if is_streamed(plan, name) else per_of(plan, name) == "run"
+    return name in read_later(plan) if is_streamed(plan, name) else per_of(plan.spec.stages[name]) == "run"
 
 
 def is_streamed(plan: Plan, name: str) -> bool:
@@ -410,8 +402,8 @@ def grows(plan: Plan, name: str) -> bool:
     """Return whether the state of a fold grows with the run, or an epoch, and needs a log."""
     is_gather = isinstance(plan.spec.stages[name], GatherSpec)
     if is_transient(plan, name):
-        return is_gather and per_of(plan, name) == "epoch"
-    return is_gather or per_of(plan, name) != "run"
+        return is_gather and per_of(plan.spec.stages[name]) == "epoch"
+    return is_gather or per_of(plan.spec.stages[name]) != "run"
 
 
 def can_write(plan: Plan, name: str, found: PassHistory, key: str) -> bool:
@@ -451,7 +443,9 @@ async def restore_pass(
             restored[name] = await _restored_fold(plan, name, durable, found["folds"][name], sink, unwritten)
         if sink is not None and name not in unwritten:
             try:
-                if name in pass_.updates or (per_of(plan, name) == "run" and not is_streamed(plan, name)):
+                if name in pass_.updates or (
+                    per_of(plan.spec.stages[name]) == "run" and not is_streamed(plan, name)
+                ):
                     await anyio.to_thread.run_sync(sink.append, restored[name])
                 await anyio.to_thread.run_sync(sink.finish)
             except OutputError as error:
@@ -476,7 +470,7 @@ async def _restored_fold(
     unwritten: MutableMapping[str, OutputError],
 ) -> Tree:
     """Return the value of a complete fold, and append its parts to a sink."""
-    stage, per, keep = plan.spec.stages[name], per_of(plan, name), keeps(plan, name)
+    stage, per, keep = plan.spec.stages[name], per_of(plan.spec.stages[name]), keeps(plan, name)
     axis = stage.gather if isinstance(stage, GatherSpec) else None
     fold: Fold = ValueFold(name, per, sink, keep=keep)
     if axis is not None and is_streamed(plan, name):

@@ -15,9 +15,9 @@ from pipedist.runs.folds import (
     THREAD_OBJECTS,
     Fold,
     FoldOptions,
-    Per,
     in_thread_if,
 )
+from pipedist.spec import Per
 
 if TYPE_CHECKING:
     from pipedist.outputs.parts import StageSink

@@ -17,7 +17,7 @@ from pipedist.core.types import Tree
 from pipedist.errors import OutputError, UsageError
 from pipedist.runs.quarantine import FILE as QUARANTINE
 from pipedist.runs.timings import Timings, brief
-from pipedist.spec import RunSpec, Spec
+from pipedist.spec import RunSpec, Spec, per_of
 
 if TYPE_CHECKING:
     import pandas
@@ -360,6 +360,6 @@ def restored(spec: Spec, finished: FinishedRun, tables: Mapping[str, Table]) -> 
         quarantine_file=finished.files.get(QUARANTINE),
         notice=notice,
         restored=document,
-        pers={name: getattr(stage, "per", "run") for name, stage in spec.stages.items()},
+        pers={name: per_of(stage) for name, stage in spec.stages.items()},
         tables=tables,
     )

@@ -34,14 +34,14 @@ from pipedist.plan.compiler import needs_gpus, supply_for
 from pipedist.protocol import messages as msg
 from pipedist.runs import telemetry
 from pipedist.runs.execution import Execution
-from pipedist.runs.pass_folds import per_of, tables_of
+from pipedist.runs.pass_folds import tables_of
 from pipedist.runs.progress import REFRESH_S, ProgressTotals, Reporter, is_interactive, open_reporter
 from pipedist.runs.result import Ledger, Progress, Result
 from pipedist.runs.run_files import Resume, RunFiles
 from pipedist.runs.spec_source import SpecSource
 from pipedist.runs.subscription import Part, Step, Stream, Subscription
 from pipedist.runs.timings import Measured
-from pipedist.spec import Spec, load, with_cluster
+from pipedist.spec import Spec, load, per_of, with_cluster
 
 if TYPE_CHECKING:
     from pipedist.runs.diagnostics import Document
@@ -519,7 +519,7 @@ class Run(AsyncOnly):
         quarantine = execution.quarantine()
         quarantine_file = await files.write_quarantine(quarantine)
         results = execution.results()
-        pers = {name: per_of(self.plan, name) for name in results}
+        pers = {name: per_of(self._spec.stages[name]) for name in results}
         stored = await files.store(results, pers, outputs)
         parts = {**execution.timings, "total": time.monotonic() - self._began}
         result = Result(

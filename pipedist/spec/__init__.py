@@ -17,6 +17,7 @@ from pipedist.spec.stages import (
     InitFile,
     InitFunction,
     InitLiteral,
+    Per,
     ReduceSpec,
     ResourcesSpec,
     RetrySpec,
@@ -24,6 +25,7 @@ from pipedist.spec.stages import (
     StageSpec,
     Until,
     UpdateSpec,
+    per_of,
 )
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "InitFile",
     "InitFunction",
     "InitLiteral",
+    "Per",
     "ReduceSpec",
     "ResourcesSpec",
     "RetrySpec",
@@ -47,6 +50,7 @@ __all__ = [
     "Until",
     "UpdateSpec",
     "load",
+    "per_of",
     "references",
     "substitute",
     "with_cluster",

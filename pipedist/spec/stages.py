@@ -235,8 +235,10 @@ def _collectives(value: object) -> object:
     return {} if value is True else value if value is False else mapping(value)
 
 
+Per = Literal["run", "epoch", "step"]  # how often there is a value
+
 _Per = Annotated[
-    Literal["run", "epoch", "step"],
+    Per,
     Field(
         description="How often there is a value: one for the whole run, one for each epoch, or one for each "
         "step.",
@@ -553,6 +555,13 @@ class UpdateSpec(Section):
 
 
 StageSpec = RunSpec | ReduceSpec | GatherSpec | UpdateSpec
+
+
+def per_of(stage: StageSpec) -> Per:
+    """Return how often a stage has a value; a state has one, at the end of the run."""
+    return stage.per if isinstance(stage, ReduceSpec | GatherSpec) else "run"
+
+
 STAGES: Final[Mapping[str, type[Section]]] = {
     "run": RunSpec,
     "reduce": ReduceSpec,
