@@ -322,9 +322,7 @@ def in_own_thread(
     except BaseException:  # Ctrl-C: the work must not outlive its caller
         interrupted.set()
         interrupt()
-        if (
-            thread.ident is not None
-        ):  # None: interrupted before the thread started, so `work` will not be called
+        if thread.ident is not None:  # if it has not started, `work` will not be called
             wait()
         raise
     thread.join()

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from pipedist.coordinator.measurements import SPAN, DriverSpan, Mark, PassRecord, Recorder, SpanEnd, Totals
+from pipedist.coordinator.measurements import SPAN, DriverSpan, Mark, PassRecord, Recorder, Totals
 from pipedist.core.files import replace_file
 from pipedist.core.platform_id import peak_memory_bytes
 from pipedist.errors import UsageError
@@ -229,13 +229,7 @@ class Measurements:
                 WorkerTimings(
                     name=name,
                     calls=sum(each.calls for each in totals),
-                    busy_s=_seconds_of(totals, "busy"),
-                    reading_s=_seconds_of(totals, "reading"),
-                    input_wait_s=_seconds_of(totals, "input_wait"),
-                    stage_wait_s=_seconds_of(totals, "stage_wait"),
-                    driver_wait_s=_seconds_of(totals, "driver_wait"),
-                    bytes_in=sum(each.bytes_in for each in totals),
-                    bytes_out=sum(each.bytes_out for each in totals),
+                    **_costs(totals),
                     memory_bytes=recorder.states[number].memory_bytes,
                 )
             )
@@ -253,7 +247,6 @@ class Measurements:
         recorder = self.recorder
         recorder.settle()
         now = recorder.now() * 1e-9
-        memory = peak_memory_bytes()
         stages, workers = self.stages(), self.workers()
         return Measured(
             format=FORMAT,
@@ -263,7 +256,7 @@ class Measurements:
             seconds=now,
             is_over=is_over,
             driver_busy_s=self.driver_busy_s(),
-            driver_memory_bytes=memory,
+            driver_memory_bytes=peak_memory_bytes(),
             replicas=recorder.passes[0].replicas if recorder.passes else 0,
             passes=[(each.name, each.stages, each.phase) for each in recorder.passes],
             worker_names=list(recorder.workers),
@@ -279,6 +272,16 @@ class Measurements:
 
 def _seconds_of(totals: Sequence[Totals], kind: str) -> float:
     return float(sum(getattr(each, f"{kind}_ns") for each in totals) * 1e-9)
+
+
+def _costs(totals: Sequence[Totals]) -> dict[str, Any]:
+    """Return the times and bytes that timings of stages and of workers have."""
+    kinds = ("busy", "reading", "input_wait", "stage_wait", "driver_wait")
+    return {
+        **{f"{kind}_s": _seconds_of(totals, kind) for kind in kinds},
+        "bytes_in": sum(each.bytes_in for each in totals),
+        "bytes_out": sum(each.bytes_out for each in totals),
+    }
 
 
 def _stage(record: PassRecord, workers: Sequence[str]) -> StageTimings:
@@ -304,13 +307,7 @@ def _stage(record: PassRecord, workers: Sequence[str]) -> StageTimings:
         stages_s={
             stage: spent * 1e-9 for stage, spent in zip(record.stages, record.stages_ns, strict=True) if spent
         },
-        busy_s=_seconds_of(totals, "busy"),
-        reading_s=_seconds_of(totals, "reading"),
-        input_wait_s=_seconds_of(totals, "input_wait"),
-        stage_wait_s=_seconds_of(totals, "stage_wait"),
-        driver_wait_s=_seconds_of(totals, "driver_wait"),
-        bytes_in=sum(each.bytes_in for each in totals),
-        bytes_out=sum(each.bytes_out for each in totals),
+        **_costs(totals),
         cpu_s=_seconds_of(totals, "cpu"),
     )
 
@@ -441,6 +438,3 @@ def read_timings(folder: Path) -> list[Measured]:
             raise UsageError(f"{path} was written by another version of pipedist (format {measured.format}).")
         found.append(measured)
     return found
-
-
-__all__ = ["Measured", "Measurements", "SpanEnd", "StageTimings", "Timings", "WorkerTimings", "read_timings"]
