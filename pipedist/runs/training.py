@@ -287,7 +287,7 @@ class TrainingStates:
             self._put(name, value, version)
 
     def _open(self, program: Program, name: str, record: PassRecord | None = None) -> PassHandle:
-        settings = PassSettings(1, ordered=False, fail_fast=False, pulled=False, priority=0, gang=True)
+        settings = PassSettings(1, ordered=False, pulled=False, priority=0, gang=True)
         return self._coordinator.open_pass(program, name=name, settings=settings, record=record)
 
     async def _first(self, name: str) -> Tree:

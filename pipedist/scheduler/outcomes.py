@@ -328,7 +328,7 @@ class Outcomes:
             calls = range(step * replicas, (step + 1) * replicas)
             causes = tuple(pass_.failures.pop(c) for c in calls if c in pass_.failures)
             self._out.append(cmd.StepFailed(pass_.id, step, causes))
-            if pass_.settings.fail_fast:
+            if pass_.settings.ordered:
                 pass_.become("failure reported")
                 self.cancel(pass_, from_call=0)
                 return end

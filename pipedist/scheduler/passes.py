@@ -192,7 +192,7 @@ class Pass(Struct, eq=False):
         self.failures.update((failure.call, failure) for failure in failures)
         self.histories.pop(lo, None)
         self.done.add(lo, hi)
-        if not self.settings.fail_fast:
+        if not self.settings.ordered:
             return
         self.become("call failed")
         step = lo // self.settings.replicas

@@ -39,14 +39,13 @@ class SchedulerLimits(Struct, frozen=True):
 class PassSettings(Struct, frozen=True):
     """Settings of one pass, or LocalProtocolError if they contradict each other.
 
-    An unordered pass is neither `fail_fast` (the first step to fail would depend on the order
-    of arrival) nor `pulled` (its steps are not consumed in order), and it ends by being closed.
+    A failed call ends an ordered pass. In an unordered pass only its step fails, because the first one to fail would
+    depend on the order of arrival. An unordered pass is not `pulled`, because its steps are not consumed in order, and
+    it ends by being closed.
     """
 
     replicas: int  # R; call number = step * R + replica
     ordered: bool = True  # steps become visible in step order; otherwise in order of completion
-    # The first step with a failed call ends the pass; otherwise only that step fails
-    fail_fast: bool = True
     pulled: bool = True  # the scheduler requests steps (`RequestSteps`); otherwise they are pushed
     priority: int = 1  # passes with a lower number go first
     # The calls of a step are executed at once or not at all; each step has all R of them
@@ -75,8 +74,8 @@ class PassSettings(Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise LocalProtocolError(f"a pass of {self.replicas} replicas")
-        if not self.ordered and (self.fail_fast or self.pulled):
-            raise LocalProtocolError("an unordered pass can be neither fail_fast nor pulled")
+        if self.pulled and not self.ordered:
+            raise LocalProtocolError("an unordered pass can't be pulled")
         if self.first_step < 0 or (self.first_step and not self.ordered):
             raise LocalProtocolError(f"first_step {self.first_step} of a pass that is read in no order")
         if self.concurrency < 0 or self.at_once < (self.concurrency > 0) or (self.at_once and self.gang):

@@ -27,7 +27,7 @@ from tests.coordinator import functions
 from tests.coordinator.wire import wired
 
 F = "tests.coordinator.functions"
-LOOSE = PassSettings(2, ordered=False, fail_fast=False, pulled=False)
+LOOSE = PassSettings(2, ordered=False, pulled=False)
 
 
 def program(fn: Any, **kwargs: Any) -> Program:

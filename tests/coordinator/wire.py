@@ -136,5 +136,5 @@ def gang_pass(wire: Wire, replicas: int = 2, **settings: Any) -> PassHandle:
     program = Program(
         seed=0, replicas=replicas, reader=None, stages=(stage,), emits=(Emit("v", 0), Emit("w", 0)), gang=True
     )
-    chosen = PassSettings(replicas, ordered=False, fail_fast=False, pulled=False, gang=True)
+    chosen = PassSettings(replicas, ordered=False, pulled=False, gang=True)
     return wire.coordinator.open_pass(program, name="p", settings=chosen, **settings)

@@ -342,7 +342,7 @@ async def test_a_lease_is_not_sent_before_an_earlier_one_and_not_after_its_cance
         wire.join("a")
         async with executed(wire, blocking_feed(wait)) as handle:
             await until(reading.is_set)
-            settings = PassSettings(1, ordered=False, fail_fast=False, pulled=False)
+            settings = PassSettings(1, ordered=False, pulled=False)
             value = wire.coordinator.open_pass(program(), name="q", settings=settings)
             value.begin_step([1], lambda *_: None)
             handle.close()

@@ -13,7 +13,7 @@ from pipedist.scheduler import events as ev
 from pipedist.scheduler.commands import GangAssignment
 from tests.simulation.scenario import Scenario, assigns
 
-RUN = PassSettings(replicas=2, ordered=False, fail_fast=False, pulled=False, gang=True)
+RUN = PassSettings(replicas=2, ordered=False, pulled=False, gang=True)
 """The settings of `Strategy.run`."""
 SPEC = PassSettings(replicas=2, pulled=False, gang=True)
 PLAIN = PassSettings(replicas=1, pulled=False)

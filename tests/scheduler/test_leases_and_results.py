@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from pipedist.errors import LocalProtocolError
@@ -12,7 +11,6 @@ from pipedist.scheduler import events as ev
 from tests.simulation.scenario import Scenario, assigns
 
 PLAIN = PassSettings(replicas=1, pulled=False)
-LENIENT = msgspec.structs.replace(PLAIN, fail_fast=False)
 MS, SECOND = 10**6, 10**9
 
 
@@ -124,7 +122,7 @@ def test_steps_that_complete_out_of_order_are_visible_in_order() -> None:
 
 
 def test_an_unordered_pass_reports_each_step_when_it_completes() -> None:
-    settings = PassSettings(replicas=2, ordered=False, fail_fast=False, pulled=False)
+    settings = PassSettings(replicas=2, ordered=False, pulled=False)
     scenario = Scenario().with_workers("w0", "w1", "w2").with_pass(settings)
     scenario.setup(ev.StepsAvailable(1, 0, 1, 2), ev.StepsAvailable(1, 1, 2, 1))
     scenario(
@@ -266,25 +264,8 @@ def test_a_call_beyond_the_failed_step_is_not_retried() -> None:
     )
 
 
-def test_without_fail_fast_only_the_failing_steps_fail() -> None:
-    scenario = Scenario().with_workers("w0", "w1", "w2", "w3").with_pass(LENIENT)
-    scenario.setup(ev.StepsAvailable(1, 0, 4, 1), ev.StepsEnded(1))
-    scenario(ev.CallFailed("w3", 0, 4, 3))
-    scenario(ev.CallFailed("w1", 0, 2, 1))
-    scenario(ev.CallsDone("w2", 0, 3, 2, 3, SECOND), cmd.AcceptResults(1, 2, 3, "w2"))
-    scenario(
-        ev.CallsDone("w0", 0, 1, 0, 1, SECOND),
-        cmd.AcceptResults(1, 0, 1, "w0"),
-        cmd.StepsReady(1, 0, 1),
-        cmd.StepFailed(1, 1, (cmd.Failure(1, 1, "w1"),)),
-        cmd.StepsReady(1, 2, 3),
-        cmd.StepFailed(1, 3, (cmd.Failure(3, 1, "w3"),)),
-        cmd.PassComplete(1),
-    )
-
-
 def test_a_lease_that_cannot_be_sent_fails_only_its_calls() -> None:
-    settings = PassSettings(replicas=2, ordered=False, fail_fast=False, pulled=False)
+    settings = PassSettings(replicas=2, ordered=False, pulled=False)
     scenario = Scenario().with_workers("w0").with_pass(settings)
     scenario.setup(ev.StepsAvailable(1, 0, 1, 2), ev.CallsDone("w0", 0, 1, 0, 1, 1000))
     scenario.setup(ev.StepsAvailable(1, 1, 3, 2))  # lease 2: call 1, lease 3 in advance: calls 2 and 3
@@ -319,14 +300,7 @@ def test_steps_must_be_offered_in_order_and_before_the_end() -> None:
         scenario.setup(ev.PassOpened(2, PLAIN))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"replicas": 0},
-        {"replicas": 1, "ordered": False, "pulled": False},
-        {"replicas": 1, "ordered": False, "fail_fast": False},
-    ],
-)
+@pytest.mark.parametrize("settings", [{"replicas": 0}, {"replicas": 1, "ordered": False}])
 def test_settings_that_contradict_each_other(settings: dict[str, int]) -> None:
     with pytest.raises(LocalProtocolError):
         PassSettings(**settings)  # type: ignore[arg-type]

@@ -139,7 +139,7 @@ def test_another_pass_is_executed_by_a_worker_whose_calls_only_wait() -> None:
     """Else a `combine` function would have to wait until all calls of a worker are over."""
     scenario = Scenario().with_workers("w0").with_pass(FEW)
     scenario.setup(ev.StepsAvailable(1, 0, 20, 1))
-    scenario.with_pass(PassSettings(replicas=1, ordered=False, fail_fast=False, pulled=False), pass_id=2)
+    scenario.with_pass(PassSettings(replicas=1, ordered=False, pulled=False), pass_id=2)
     [other] = assigns(scenario.setup(ev.StepsAvailable(2, 0, 3, 1)))
     assert (other.pass_id, other.worker, other.overlaps) == (2, "w0", False)
     assert assigns(scenario.setup(ev.CallsDone("w0", 0, 1, 0, 1, 10**9)))[0].pass_id == 1

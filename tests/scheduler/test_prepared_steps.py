@@ -18,7 +18,7 @@ from pipedist.scheduler import events as ev
 from pipedist.scheduler.commands import GangAssignment
 from tests.simulation.scenario import Scenario
 
-RUN = PassSettings(replicas=2, ordered=False, fail_fast=False, pulled=False, gang=True)
+RUN = PassSettings(replicas=2, ordered=False, pulled=False, gang=True)
 """The settings of `Strategy.run`."""
 PLAIN = PassSettings(replicas=1, pulled=False)
 MS = 10**6

@@ -62,7 +62,7 @@ class Readers:
             case cmd.StepsReady(pass_id, first, last):
                 self._visible(pass_id, first, last)
             case cmd.StepFailed(pass_id, step):
-                if self._record(pass_id).work.settings.fail_fast:
+                if self._record(pass_id).work.settings.ordered:
                     self._soon(self._close, pass_id)
                 else:
                     self._visible(pass_id, step, step + 1)

@@ -189,7 +189,7 @@ class PassRecord:
 
     def fail(self, call: int) -> None:
         """Record that a call failed permanently."""
-        if self.work.settings.fail_fast:
+        if self.work.settings.ordered:
             replicas = self.work.settings.replicas
             self.last_call = last = min(self.last_call, (call // replicas + 1) * replicas - 1)
             self.backing_off = [(due, calls) for due, calls in self.backing_off if min(calls) <= last]
@@ -919,7 +919,7 @@ class ReferenceModel:
     def _on_failed(self, command: cmd.StepFailed) -> None:
         record = self.passes[command.pass_id]
         self._show(record, command.step, command.failures)
-        if record.work.settings.fail_fast:
+        if record.work.settings.ordered:
             record.end = "failed"
 
     def _show(self, record: PassRecord, step: int, failures: tuple[cmd.Failure, ...]) -> None:
@@ -1090,7 +1090,7 @@ class ReferenceModel:
             if record.is_draining or record.end in ("closed", "drained"):
                 continue
             if work.settings.ordered:
-                expected = "failed" if work.settings.fail_fast and work.hopeless else "complete"
+                expected = "failed" if work.settings.ordered and work.hopeless else "complete"
                 self._must(
                     record.end == expected, f"pass {work.id}: {record.end or 'open'}, expected {expected}"
                 )

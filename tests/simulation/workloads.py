@@ -145,7 +145,7 @@ class Workload:
     @property
     def needed(self) -> int:
         """Number of steps that become visible: none after the step that fails the pass."""
-        if self.settings.fail_fast and self.hopeless:
+        if self.settings.ordered and self.hopeless:
             return min(self.hopeless) // self.settings.replicas + 1
         return self.steps
 
@@ -191,7 +191,6 @@ def _draw(number: int, random: Random, calls: int, faults: Faults, *, few_faults
     settings = PassSettings(
         replicas,
         ordered=ordered,
-        fail_fast=ordered and draw() < 0.7,
         pulled=ordered and draw() < 0.7,
         priority=1 if draw() < 0.7 else 0,
         gang=gang,

@@ -24,7 +24,7 @@ def open_gang(cluster: LocalCluster, function: str, replicas: int, **settings: A
     return cluster.coordinator.open_pass(
         gang(function, replicas, **settings),
         name=function,
-        settings=PassSettings(replicas, ordered=False, fail_fast=False, pulled=False, gang=True),
+        settings=PassSettings(replicas, ordered=False, pulled=False, gang=True),
     )
 
 
