@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from pipedist.reduction import partials
 from pipedist.reduction.partials import ReduceOp
 from pipedist.reduction.tree import fold_all
-from pipedist.transport.shared_memory.link import Link, own_link
 
 T = TypeVar("T")
 
@@ -176,27 +175,21 @@ class _ArrayCache:
 
     A new array of 64 MiB costs more than folding it: the system must find and clear its pages. A training
     step drops the previous result when it receives the next, so a few arrays suffice. An array is free if
-    this object holds the only reference: every view keeps its base alive. Memory of a lender is free if in addition
-    the driver does not read it any more.
+    this object holds the only reference: every view keeps its base alive.
     """
 
-    def __init__(self, lender: Link | None = None) -> None:
-        self.lender = lender
+    def __init__(self) -> None:
         self._arrays: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, size_bytes: int) -> NDArray[np.uint8] | None:
-        """Return an array; None: the lender has no memory for it."""
-        lender = self.lender
+    def get(self, size_bytes: int) -> NDArray[np.uint8]:
         with self._lock:
             for key in self._arrays:  # a variable for the array would be one more reference
                 if self._arrays[key].size == size_bytes and self._references(key) <= _ALONE:
-                    if lender is not None and lender.is_lent(self._arrays[key]):
-                        continue
                     self._arrays.move_to_end(key)
                     return self._arrays[key]
-            new = np.empty(size_bytes, np.uint8) if lender is None else lender.reserve(size_bytes)
-            if new is not None and size_bytes <= _KEPT_BYTES_MAX:
+            new = np.empty(size_bytes, np.uint8)
+            if size_bytes <= _KEPT_BYTES_MAX:
                 self._arrays[id(new)] = new
                 while (
                     len(self._arrays) > _KEPT_MAX
@@ -218,31 +211,14 @@ class _ArrayCache:
 
 _ALONE: Final = _ArrayCache().measure()
 _cache: Final = _ArrayCache()
-_lent = _ArrayCache()  # with the memory of this process's link
 
 
-def _lendable(size_bytes: int) -> NDArray[np.uint8] | None:
-    """Return memory that is sent to the driver without a copy, None if there is none."""
-    global _lent
-    link = own_link()
-    if _lent.lender is not link:
-        _lent = _ArrayCache(link)
-    return None if link is None else _lent.get(size_bytes)
-
-
-def empty(shape: int | tuple[int, ...], dtype: np.dtype[Any], *, lendable: bool = False) -> NDArray[Any]:
-    """Return an uninitialised array, like `numpy.empty`; large arrays are reused.
-
-    A `lendable` one is sent to the driver without a copy if it is large: it must not change once it was sent.
-    """
+def empty(shape: int | tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an uninitialised array, like `numpy.empty`; large arrays are reused."""
     size_bytes = (shape if isinstance(shape, int) else prod(shape)) * dtype.itemsize
     if size_bytes < RECYCLED_BYTES_MIN:
         return np.empty(shape, dtype)
-    memory = _lendable(size_bytes) if lendable else None
-    if memory is None:
-        memory = _cache.get(size_bytes)
-    assert memory is not None  # without a lender, there is always some
-    return memory.view(dtype).reshape(shape)
+    return _cache.get(size_bytes).view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +270,8 @@ class LeafLayout:
             for group in self.groups
         ]
 
-    def outputs(self, *, lendable: bool = False) -> list[Vector]:
-        return [empty(group.elements, group.kernel.result, lendable=lendable) for group in self.groups]
+    def outputs(self) -> list[Vector]:
+        return [empty(group.elements, group.kernel.result) for group in self.groups]
 
     def leaves(self, vectors: Sequence[Vector]) -> list[Any]:
         """Return the leaves of a result: views of its vectors; NumPy scalars for those without axes."""

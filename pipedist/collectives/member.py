@@ -176,8 +176,7 @@ class Member:
         first = this.called[0]
         update = first.request.update
         inputs = [layout.vectors(call.leaves) for call in this.called]
-        # Replica 0 sends a variable's new value to the driver. Nothing else is lent: its owner could change it.
-        outputs = layout.outputs(lendable=update is not None and self._local.start == 0)
+        outputs = layout.outputs()
         try:
             if self._folding is not None:
                 self._exchanges += 1

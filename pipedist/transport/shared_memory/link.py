@@ -15,13 +15,9 @@ import contextlib
 import os
 import socket
 import struct
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.limits import GIB
@@ -134,13 +130,6 @@ class Link:
                 references.append(reference)
         return references, frames
 
-    def reserve(self, size_bytes: int) -> NDArray[np.uint8] | None:
-        """Return memory whose frames are lent without a copy, or None; see `Pool.reserve`."""
-        return None if self._pool is None else self._pool.reserve(size_bytes)
-
-    def is_lent(self, array: NDArray[np.uint8]) -> bool:
-        return self._pool is not None and self._pool.is_lent(array)
-
     def frames(self, references: Sequence[Reference]) -> list[memoryview]:
         frames: list[memoryview] = []
         for reference in references:
@@ -246,21 +235,11 @@ def _refuse(_body: bytes) -> Pool:
     raise RemoteProtocolError("a greeting on a link that is closed")
 
 
-_own: weakref.ref[Link] | None = None
-
-
-def own_link() -> Link | None:
-    """Return the open link of this worker process to its Router, if there is one; any thread may `reserve`."""
-    link = None if _own is None else _own()
-    return link if link is not None and link.is_open else None
-
-
 _BORROWED_BYTES_MAX: Final = 64 * GIB  # the Router decides, and is trusted
 
 
 def join(ipc_path: str, identity: bytes) -> Link | None:
     """Open a link to the Router of an ipc endpoint; None where it shares no memory."""
-    global _own
     if not is_supported():
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -281,5 +260,4 @@ def join(ipc_path: str, identity: bytes) -> Link | None:
         if link is not None:
             link.close()
         return None
-    _own = weakref.ref(link)
     return link

@@ -4,9 +4,6 @@ Slots of one size form a SHELF. A shelf grows by segments, each as large as all 
 little data takes little memory. Slots are reused, the last one given back first: its pages are there
 and warm, while fresh ones fill at a tenth of the speed. When the pool is full, segments of other sizes
 that lie idle are retired.
-
-A slot can be set apart (`reserve`): what its owner writes there is lent as it is, without a copy. It is
-free again when its array is gone and its loan is over. Other threads than the sender's may reserve slots.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import fcntl
 import itertools
 import mmap
 import os
-import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -27,13 +23,7 @@ from numpy.typing import NDArray
 
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.limits import MIB
-from pipedist.transport.config import (
-    SEGMENT_BYTES_MAX,
-    SEGMENTS_MAX,
-    SHARED_BYTES_MIN,
-    SLOT_BYTES_MAX,
-    SLOTS_MAX,
-)
+from pipedist.transport.config import SEGMENT_BYTES_MAX, SEGMENTS_MAX, SLOT_BYTES_MAX, SLOTS_MAX
 
 # <linux/fcntl.h>. The module `fcntl` lacks one of them, and elsewhere all: there this is only imported.
 _F_ADD_SEALS: Final = 1033
@@ -125,17 +115,6 @@ class Loan(Struct, eq=False):
         return self.ledger[self.slot.entry] == self.number
 
 
-class _Reserved(Struct, eq=False):
-    """A slot that is set apart, and its loan."""
-
-    slot: _Slot
-    loan: Loan | None = None
-
-    @property
-    def is_lent(self) -> bool:
-        return self.loan is not None and not self.loan.is_over
-
-
 class _Shelf:
     def __init__(self) -> None:
         self.slots = 0
@@ -179,44 +158,9 @@ class Pool:
         self._serials = itertools.count()
         self._loans = itertools.chain.from_iterable(itertools.repeat(range(1, _LOANS)))  # their numbers
         self._misses_left = 0
-        self._lock = threading.Lock()  # held while slots are taken or given back
-        self._reserved: dict[int, _Reserved] = {}  # by address
-        self._dropped: deque[int] = deque()  # addresses of reserved arrays that are gone
-
-    def reserve(self, size_bytes: int) -> NDArray[np.uint8] | None:
-        """Return memory that is lent without a copy; None where there is none, or the size is unsuitable.
-
-        At most half of the pool is reserved. The memory is uint8[size_bytes], writable. After a frame that begins
-        with it was lent it must not change, until neither other references to it exist nor `is_lent` is true.
-        """
-        if not SHARED_BYTES_MIN <= size_bytes <= SLOT_BYTES_MAX:
-            return None
-        with self._lock:
-            self._take_dropped()
-            slot_bytes = slot_bytes_for(size_bytes)
-            reserved_bytes = sum(each.slot.segment.slot_bytes for each in self._reserved.values())
-            if reserved_bytes + slot_bytes > self._bytes_max // 2:  # the rest is for frames of others
-                return None
-            shelf = self._shelves[slot_bytes]
-            # No segment is retired for it: only the sender's thread may announce that.
-            slot = shelf.find() or self._grow(shelf, slot_bytes, may_retire=False)
-            if slot is None:
-                return None
-            # An array of its own is the base of all views: while there is one, it lives.
-            array = np.frombuffer(slot.segment.memory, np.uint8, size_bytes, slot.index * slot_bytes)
-            address = _address(array)
-            self._reserved[address] = _Reserved(slot)
-            weakref.finalize(array, self._dropped.append, address).atexit = False
-            return array
-
-    def is_lent(self, array: NDArray[np.uint8]) -> bool:
-        """Return whether a borrower may still read a reserved array."""
-        with self._lock:
-            reserved = self._reserved.get(_address(array))
-            return reserved is not None and reserved.is_lent
 
     def lend(self, frame: bytes | memoryview, ledger: memoryview) -> Loan | None:
-        """Copy a frame into a slot, unless it is in a reserved one, and lend it to the owner of a ledger.
+        """Copy a frame into a slot, and lend it to the owner of a ledger.
 
         The frame is contiguous, and has at least SHARED_BYTES_MIN bytes. None where no slot is to be had now, or the
         frame is too large.
@@ -224,71 +168,41 @@ class Pool:
         source = np.frombuffer(frame, np.uint8)
         if source.size > SLOT_BYTES_MAX:
             return None
-        with self._lock:
-            if self._reserved:
-                self._take_dropped()
-                reserved = self._reserved.get(_address(source))
-                if reserved is not None and not reserved.is_lent:  # a borrower reads a slot once at a time
-                    reserved.loan = Loan(reserved.slot, next(self._loans), ledger)
-                    return reserved.loan
-            slot_bytes = slot_bytes_for(source.size)
-            shelf = self._shelves[slot_bytes]
-            slot = shelf.find() or self._grow(shelf, slot_bytes)
-            if slot is None:
-                return None
-            loan = Loan(slot, next(self._loans), ledger)
-            shelf.lent.append(loan)
+        slot_bytes = slot_bytes_for(source.size)
+        shelf = self._shelves[slot_bytes]
+        slot = shelf.find() or self._grow(shelf, slot_bytes)
+        if slot is None:
+            return None
+        loan = Loan(slot, next(self._loans), ledger)
+        shelf.lent.append(loan)
         _fill(slot.memory[: source.size], source)
         return loan
 
     def withdraw(self, loan: Loan) -> None:
         """Take back a loan whose reference was not sent."""
-        with self._lock:
-            for reserved in self._reserved.values():
-                if reserved.loan is loan:
-                    reserved.loan = None
-                    return
-            shelf = self._shelves[loan.slot.segment.slot_bytes]
-            shelf.lent.remove(loan)
-            shelf.free.append(loan.slot)
+        shelf = self._shelves[loan.slot.segment.slot_bytes]
+        shelf.lent.remove(loan)
+        shelf.free.append(loan.slot)
 
     def forgive(self, ledger: memoryview) -> None:
         """Take back what was lent to the owner of a ledger: it reads no more."""
-        with self._lock:
-            for shelf in self._shelves.values():
-                shelf.settle(ledger)
-            for reserved in self._reserved.values():
-                if reserved.loan is not None and reserved.loan.ledger is ledger:
-                    reserved.loan = None
+        for shelf in self._shelves.values():
+            shelf.settle(ledger)
 
     def close(self) -> None:
-        """Free all memory; lent slots and reserved arrays stay readable."""
-        with self._lock:
-            self._shelves.clear()
-            self._segments.clear()
-            self._reserved.clear()
-            self.size_bytes = self._bytes_max = 0
+        """Free all memory; lent slots stay readable."""
+        self._shelves.clear()
+        self._segments.clear()
+        self.size_bytes = self._bytes_max = 0
 
-    def _take_dropped(self) -> None:
-        """Take back reserved slots whose arrays are gone."""
-        while self._dropped:
-            reserved = self._reserved.pop(self._dropped.popleft(), None)
-            if reserved is not None:
-                shelf = self._shelves[reserved.slot.segment.slot_bytes]
-                if reserved.loan is not None and reserved.is_lent:
-                    shelf.lent.append(reserved.loan)
-                else:
-                    shelf.free.append(reserved.slot)
-
-    def _grow(self, shelf: _Shelf, slot_bytes: int, *, may_retire: bool = True) -> _Slot | None:
+    def _grow(self, shelf: _Shelf, slot_bytes: int) -> _Slot | None:
         if self._misses_left:
             self._misses_left -= 1
             return None
         slots = max(shelf.slots, _FIRST_SEGMENT_BYTES // slot_bytes)
         slots = max(1, min(slots, SEGMENT_BYTES_MAX // slot_bytes))
         if self.size_bytes + slots * slot_bytes > self._bytes_max or len(self._segments) >= SEGMENTS_MAX:
-            if may_retire:
-                self._retire_idle(slot_bytes, slots)
+            self._retire_idle(slot_bytes, slots)
             if shelf.free:
                 return shelf.free.pop()
         slots = min(slots, (self._bytes_max - self.size_bytes) // slot_bytes)
@@ -315,7 +229,6 @@ class Pool:
         for shelf in self._shelves.values():
             shelf.settle()
         lent = {loan.slot.segment.serial for shelf in self._shelves.values() for loan in shelf.lent}
-        lent |= {reserved.slot.segment.serial for reserved in self._reserved.values()}
         for segment in list(self._segments.values()):
             has_room = self.size_bytes + slots * slot_bytes <= self._bytes_max
             if has_room and len(self._segments) < SEGMENTS_MAX:
@@ -330,11 +243,6 @@ class Pool:
         del self._segments[segment.number]
         self.size_bytes -= segment.size_bytes
         self._on_retire(segment.serial)
-
-
-def _address(array: NDArray[np.uint8]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def _fill(slot: NDArray[np.uint8], frame: NDArray[np.uint8]) -> None:
