@@ -29,8 +29,6 @@ from pipedist.reduction.tree import fold_all
 
 T = TypeVar("T")
 
-_NUMPY_MAJOR: Final = int(np.__version__.partition(".")[0])
-
 Vector = NDArray[Any]  # one dimension, contiguous, native byte order
 
 BLOCK_BYTES: Final = 256 << 10  # block size of `fold_blocks`: operands and result fit into a core's cache
@@ -51,12 +49,8 @@ _quiet = threading.local()
 def quietly(function: Callable[..., T], *arguments: Any) -> T:
     """Call a function without NumPy's floating-point warnings: overflow to infinity is a valid result.
 
-    The setting lives in a reused context, which costs a tenth of `numpy.errstate`; NumPy 1 does not
-    keep it in the context.
+    The setting lives in a reused context, which costs a tenth of `numpy.errstate`.
     """
-    if _NUMPY_MAJOR < 2:
-        with np.errstate(all="ignore"):
-            return function(*arguments)
     try:
         context: Context = _quiet.context
     except AttributeError:

@@ -73,7 +73,7 @@ def _of_any(value: Any) -> np.ndarray[Any, Any]:
     try:
         if value.__dlpack_device__()[0] in _ON_HOST:
             return np.from_dlpack(value)
-        return np.from_dlpack(value, device="cpu")  # NumPy 2.1 and newer
+        return np.from_dlpack(value, device="cpu")
     except _REASONS:
         if type(value).__module__.partition(".")[0] == "cupy":
             return np.asarray(value.get())

@@ -74,11 +74,8 @@ def cpu_traits() -> tuple[str, ...]:
 
 def _features() -> Mapping[str, bool]:
     """Return the CPU features that NumPy detected; empty if it does not list them."""
-    for module in ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath"):
-        found = getattr(sys.modules.get(module), "__cpu_features__", None)
-        if isinstance(found, dict):
-            return found
-    return {}
+    found = getattr(sys.modules.get("numpy._core._multiarray_umath"), "__cpu_features__", None)
+    return found if isinstance(found, dict) else {}
 
 
 @cache  # read for model and traits, and again for each joining worker

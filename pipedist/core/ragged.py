@@ -1,7 +1,7 @@
 """Object arrays: texts, bytes, lists and records of any length.
 
 NumPy's `<U` and `S` give every value the width of the longest, and drop zeros at its end. An OBJECT ARRAY (dtype
-object) refers to its values instead, so it takes the bytes that there are. NumPy 1.26 has it too, unlike StringDType.
+object) refers to its values instead, so it takes the bytes that there are.
 All of its cells, apart from None, a null, are of one kind:
 
 | kind | cells | sent as |

@@ -81,7 +81,7 @@ def is_frame(cls: type) -> bool:
     """Return whether the instances of a class are frames, tables or columns of another library."""
     if hasattr(cls, "__arrow_c_stream__") or hasattr(cls, "__arrow_c_array__"):
         return True
-    return cls.__module__.partition(".")[0] == "pandas" and hasattr(cls, "iloc")  # pandas before 2.2
+    return cls.__module__.partition(".")[0] == "pandas" and hasattr(cls, "iloc")  # a Series of pandas 2
 
 
 def take_ownership(box: list[Tree], objects_max: int = ELEMENTS_MAX) -> tuple[Tree, int]:
