@@ -11,7 +11,7 @@ worker processes import none of it.
 | `progress` | a bar, or lines, that show the progress of a run |
 | `execution`, `pass_execution` | phases one after the other; one pass step by step |
 | `programs`, `pass_feeds` | the inputs of a pass: its program for workers, its feed |
-| `kept_values`, `rebatching` | values that other passes read, and their division into other steps |
+| `kept_runs`, `kept_values`, `rebatching` | values that other passes read, and their division into other steps |
 | `folds`, `gather_fold`, `pass_folds` | reductions and gathers, in step order |
 | `training`, `state_history` | states, their updates, and the versions that are kept for replays |
 | `quarantine` | elements that are set aside |

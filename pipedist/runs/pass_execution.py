@@ -1,6 +1,7 @@
 """Executes one pass of a plan, which reads its dataset once.
 
-Every step goes, in order, to the pass's folds (`pipedist.runs.pass_folds`), its spools and its subscriber.
+Every step goes, in order, to the pass's folds (`pipedist.runs.pass_folds`), its kept runs (`pipedist.runs.kept_runs`)
+and its subscriber.
 Snapshots are taken between two steps; so are the updates of a training.
 """
 
@@ -14,8 +15,6 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.abc
 import anyio.to_thread
-import numpy as np
-from numpy.typing import NDArray
 
 from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle, Slots
 from pipedist.coordinator.measurements import DriverWork
@@ -24,20 +23,18 @@ from pipedist.datasets.feeds import Feed, SequentialFeed
 from pipedist.errors import OutputError
 from pipedist.journal.history import CALLS, DurableProgress
 from pipedist.plan import PassPlan, Plan
+from pipedist.runs.kept_runs import KeptRuns
 from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_feeds import GatedFeed, SpoolFeed, feed_of
 from pipedist.runs.pass_folds import PassFolds
 from pipedist.runs.pass_journal import CALLS_S, PASS_STATE, STATE, Finished, FinishedCallLog
 from pipedist.runs.programs import (
-    parts_of,
     pass_program,
     quarantine_of,
     retries_of,
     slot_of,
-    stored_slot,
 )
 from pipedist.runs.quarantine import PassQuarantine
-from pipedist.runs.rebatching import kept_shards
 from pipedist.runs.state_history import StateHistory
 from pipedist.runs.subscription import ITEMS_MAX, Part, Step, Subscription
 from pipedist.runs.training import Trainer, TrainingParticipant
@@ -50,13 +47,7 @@ if TYPE_CHECKING:
     from pipedist.runs.pass_journal import PassJournal, PendingSnapshot, RunJournal, Versioned
 
 
-Places = tuple[list[Tree], list[tuple[int, NDArray[np.int64]]]]
-"""The ids and the removed positions of a step; see `PassQuarantine.ids`."""
-
 LATE_S_MAX = 2.0  # longest time, in seconds, that an ending pass waits for workers to drop its calls
-
-STORED_BYTES_MAX = 256 * 2**20
-"""Bytes of the values of one run that are stored for a reuse; with more, none of them are."""
 
 
 class PassExecution:
@@ -130,19 +121,6 @@ class PassExecution:
             self._feed = self._participant.feed
         elif steps_max is not None:
             self._feed = GatedFeed(self._feed, "run", steps_max=steps_max)
-        self._readers: dict[str, list[SpoolFeed]] = {}
-        """The feeds of other passes of the phase, by the run whose values they get."""
-        self._spools = {name: spools[name] for name in pass_.kept if name in spools}
-        self._storable: tuple[str, ...] = ()
-        """The other runs. The same ones in each process of a run, because cached results are of one program."""
-        self._stored: dict[str, Spool] = {}
-        """The values of these, as long as all of them are worth storing for a reuse."""
-        self._not_stored: list[str] = []  # runs whose logs are not continued
-        indivisible = training is not None or pass_.gang or bool(quarantine_of(plan, pass_))
-        if durable is not None and not indivisible:
-            self._storable = tuple(name for name in pass_.runs if name not in pass_.kept)
-            names = [name for name in self._storable if not self.steps or durable.has_log(name)]
-            self._stored = {name: Spool(name, durable.log(name)) for name in names}
         self._fold_names = ", ".join(pass_.folds)
         self._folds = PassFolds(
             plan,
@@ -156,6 +134,10 @@ class PassExecution:
         )
         self._prepared = False  # whether the values that functions finish are made
         self.quarantine = PassQuarantine(next(iter(pass_.runs), ""), self._feed, self._replicas)
+        is_divisible = not (training is not None or pass_.gang or quarantine_of(plan, pass_))
+        self._kept = KeptRuns(
+            plan, pass_, self._feed, self.quarantine, spools, durable, is_divisible=is_divisible
+        )
         self._calls: FinishedCallLog | None = None  # the log of finished calls; None if they are not kept
         self._unread: dict[Finished, Tree] | None = None
         """Finished calls whose step was not taken when the pass ended early."""
@@ -184,7 +166,7 @@ class PassExecution:
             return wait.refined("subscriber", text)
         if self._participant is not None and not self._between:
             return wait.refined("state", f"{wait.text}: states are being updated with the steps before them")
-        if full := [name for name, feeds in self._readers.items() if any(feed.is_full for feed in feeds)]:
+        if full := self._kept.full:
             return wait.refined("stream", f"{wait.text}: stages that read {', '.join(full)} are slower")
         stages = ", ".join(self._pass.folds)
         by = f" by the stages {stages}" if stages else ""
@@ -214,7 +196,7 @@ class PassExecution:
         if self._durable is not None and keep:
             self._calls = FinishedCallLog(self._durable)
         program = pass_program(
-            self._plan, self._pass, self._feed.reader, self._values, streamed, self._storable
+            self._plan, self._pass, self._feed.reader, self._values, streamed, self._kept.storable
         )
         handle = self._coordinator.open_pass(
             program,
@@ -257,7 +239,7 @@ class PassExecution:
         assert self._kept_feed is not None  # its root is a run
         self.evaluated_by.append(maker)
         self._kept_feed.follow()
-        maker._readers.setdefault(self._pass.root, []).append(self._kept_feed)
+        maker._kept.readers.setdefault(self._pass.root, []).append(self._kept_feed)
 
     @property
     def is_starved(self) -> bool:
@@ -270,8 +252,7 @@ class PassExecution:
             return
         if self._training is not None:
             self._state_history = StateHistory(self._durable)
-        for name, spool in (self._spools | self._stored).items():
-            await spool.restore(self._durable.places(name))
+        await self._kept.restore()
         await self._feed.begin_at(self.steps)
         if self.steps:
             self.quarantine.restore(self._durable.part(PASS_STATE)["quarantine"])
@@ -315,8 +296,7 @@ class PassExecution:
                 if participant is not None:
                     await participant.on_finished(self._folds.take_fresh(participant.watched))
             self._ending = "writing results"
-            for spool in (self._spools | self._stored).values():
-                await anyio.to_thread.run_sync(spool.finish)
+            await self._kept.finish()
             await self._folds.write()
 
     async def _read(self, tasks: anyio.abc.TaskGroup) -> None:
@@ -329,7 +309,7 @@ class PassExecution:
                 await journal.commit_periodically(lambda: self._next_snapshot(durable), every_s)
             # the passes of the readers wait for these steps; and what follows them may fail
             await read.wait()
-            if (self._readers and self.steps > durable.steps_committed) or self._prepared:
+            if (self._kept.readers and self.steps > durable.steps_committed) or self._prepared:
                 if self._subscription is not None:
                     await self._subscription.passed(self._subscription.mark)
                 for maker in self.evaluated_by:
@@ -353,9 +333,9 @@ class PassExecution:
                 self._between = True
             self._took.set()
             self.on_taken()
-            for feed in self._feeds_fed():
+            for feed in self._kept.feeds:
                 await feed.room()
-        for feed in self._feeds_fed():
+        for feed in self._kept.feeds:
             feed.end()
         committing.cancel()
         if self._folds.has_last_call:
@@ -363,11 +343,8 @@ class PassExecution:
             await self._folds.prepare()
             self._prepared = True
         read.set()
-        if self._readers or self._prepared:
+        if self._kept.readers or self._prepared:
             await done.wait()
-
-    def _feeds_fed(self) -> list[SpoolFeed]:
-        return [feed for feeds in self._readers.values() for feed in feeds]
 
     async def _next_snapshot(self, durable: PassJournal) -> PendingSnapshot:
         """Wait for new results, and snapshot them; steps when the subscriber has seen them."""
@@ -440,7 +417,7 @@ class PassExecution:
                 self._slot = (self._slot + 1) % self._plan.spec.checkpoint.keep
             for name, (number, value) in latest.items():
                 parts[f"{STATE}{self._slot}.{name}"] = (number, [value, number])
-        dropped = [name for name in self._not_stored if durable.is_open(name)]
+        dropped = self._kept.dropped()
         if self._state_history is not None:
             dropped += self._state_history.dropped()
         if self.is_complete:
@@ -481,12 +458,7 @@ class PassExecution:
         self._folded(began)
         if self.quarantine.has_unread_inputs:
             await self.quarantine.read_inputs(first + len(steps))
-        if self._spools or self._stored or self._readers:
-            places = [self.quarantine.ids(step) for step in range(first, first + len(steps))]
-            counts = [self._feed.elements(step, step + 1) for step in range(first, first + len(steps))]
-            if self._spools or self._stored:
-                await anyio.to_thread.run_sync(self._keep, epoch, steps, places, counts)
-            self._hand_over(epoch, steps, places, counts, step_bytes)
+        await self._kept.add(first, epoch, steps, step_bytes)
         self.elements += self._feed.elements(first, first + len(steps))
         self.steps = first + len(steps)
         subscription = self._subscription
@@ -510,53 +482,6 @@ class PassExecution:
     def _folded(self, began: int) -> None:
         if self._pass.folds:
             self._record.recorder.driver_span(DriverWork.FOLD, began, self._fold_names)
-
-    def _keep(
-        self,
-        epoch: int,
-        steps: Sequence[list[Slots]],
-        places: list[Places],
-        counts: list[int],
-    ) -> None:
-        """Append steps to the spools, in a thread; nothing else uses the spools meanwhile."""
-        for name, spool in self._spools.items():
-            for at, parts in enumerate(self._by_replica(name, steps, places)):
-                ids, removed = places[at]
-                spool.append(parts, ids, elements=counts[at], epoch=epoch, removed=removed)
-        for name, spool in list(self._stored.items()):
-            for at, found in enumerate(parts_of(stored_slot(name), steps)):
-                if len(found) < len(steps[at]) or spool.bytes(0, len(spool)) > STORED_BYTES_MAX:
-                    del self._stored[name]
-                    self._not_stored.append(name)
-                    break
-                ids, removed = places[at]
-                values = [value for (value,) in found]
-                spool.append(values, ids, elements=counts[at], epoch=epoch, removed=removed)
-
-    def _by_replica(
-        self, name: str, steps: Sequence[list[Slots]], places: list[Places]
-    ) -> Iterator[list[Tree]]:
-        """Yield the values of each step by replica, None for quarantined shards."""
-        slot = slot_of(self._plan, name)
-        for at, parts in enumerate(parts_of(slot, steps)):
-            shards = len(places[at][0])
-            yield parts if len(parts) >= shards else [slots.get(slot) for slots in steps[at][:shards]]
-
-    def _hand_over(
-        self,
-        epoch: int,
-        steps: Sequence[list[Slots]],
-        places: list[Places],
-        counts: list[int],
-        step_bytes: int,
-    ) -> None:
-        """Give the values of steps to the passes of the phase that read them."""
-        for name, feeds in self._readers.items():
-            for at, parts in enumerate(self._by_replica(name, steps, places)):
-                ids, removed = places[at]
-                shards = kept_shards(ids, parts, counts[at], self._replicas, removed)
-                for feed in feeds:
-                    feed.put(epoch, counts[at], step_bytes, shards)
 
     async def _notify_training(self, participant: TrainingParticipant, last: int, epoch: int) -> None:
         ends = await participant.feed.ends_epoch(last)
@@ -583,7 +508,7 @@ class PassExecution:
 
     def leave_training(self) -> None:
         """Leave the training and the readers, so that other passes need not wait for this one."""
-        for feed in self._feeds_fed():
+        for feed in self._kept.feeds:
             feed.cut_off()
         if self._participant is not None:
             self._participant.leave()
