@@ -78,9 +78,9 @@ class PassHandle:
         policy: FailurePolicy,
         feed: Feed | None,
         on_arrival: Arrival | None,
-        on_quarantine: OnQuarantine | None = None,
-        stamp: str = "",
-        record: PassRecord | None = None,
+        on_quarantine: OnQuarantine | None,
+        stamp: str,
+        record: PassRecord | None,
     ) -> None:
         if settings.ordered != (feed is not None):
             raise LocalProtocolError("a pass with a feed must be ordered, and one without a feed must not")

@@ -47,9 +47,7 @@ class RunLog:
         appends: False: the files of an earlier run are deleted.
     """
 
-    def __init__(
-        self, path: Path | None, *, appends: bool = False, bytes_max: int = RUN_LOG_BYTES_MAX
-    ) -> None:
+    def __init__(self, path: Path | None, *, appends: bool = False) -> None:
         self._listener: QueueListener | None = None
         self._dropped = 0
         if path is not None:
@@ -57,7 +55,7 @@ class RunLog:
                 for old in (path, path.with_name(f"{path.name}.1")):
                     with contextlib.suppress(OSError):  # writing reports it
                         old.unlink()
-            self._listener = _listener(path, bytes_max)
+            self._listener = _listener(path)
             self._listener.start()
 
     def event(self, text: str, level: int = logging.INFO) -> None:
@@ -113,7 +111,7 @@ def _missing(count: int) -> logging.LogRecord:
     return _record(logging.WARNING, LOGGER, "-", "driver", text)
 
 
-def _listener(path: Path, bytes_max: int) -> QueueListener:
+def _listener(path: Path) -> QueueListener:
     from logging.handlers import QueueListener, RotatingFileHandler  # only runs with a folder need it
     from queue import Queue
 
@@ -139,7 +137,12 @@ def _listener(path: Path, bytes_max: int) -> QueueListener:
 
     queue: Queue[logging.LogRecord | None] = Queue(RECORDS_WAITING_MAX)
     file = File(
-        path, maxBytes=bytes_max // 2, backupCount=1, encoding="utf-8", errors="backslashreplace", delay=True
+        path,
+        maxBytes=RUN_LOG_BYTES_MAX // 2,
+        backupCount=1,
+        encoding="utf-8",
+        errors="backslashreplace",
+        delay=True,
     )
     file.setFormatter(_Formatter())
     return Listener(queue, file)

@@ -293,17 +293,20 @@ class FunctionPasses:
         self._opened = 0
         self._open: OrderedDict[_Key, _OpenPass] = OrderedDict()
 
-    def using(self, function: FunctionRef, reduction: Reduction | None = None) -> UsedPass:
-        """Return a context manager of the pass of a function, whose results workers may reduce.
+    def using(self, function: FunctionRef) -> UsedPass:
+        """Return a context manager of the pass of a function.
 
         It stays open at least until the `with` block ends. A pass that fails as a whole is dropped: the next run of the
         function opens a new one. Raises UsageError in another event loop than the cluster's.
         """
         require_loop(self._loop)
-        return UsedPass(self._entry((function, reduction)), self._used)
+        return UsedPass(self._entry((function, None)), self._used)
 
     def enter(self, function: FunctionRef, reduction: Reduction | None = None) -> _OpenPass:
-        """Return the pass of a function, as `using` does, in a coroutine; it stays open at least until `leave`."""
+        """Return the pass of a function, whose results workers may reduce; it stays open at least until `leave`.
+
+        For coroutines; otherwise as `using`.
+        """
         import asyncio  # loaded already
 
         if asyncio.get_running_loop() is not self._loop:

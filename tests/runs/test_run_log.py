@@ -145,9 +145,9 @@ def test_a_killed_run_leaves_its_lines_and_the_resumed_run_appends(tmp_path: Pat
     assert sum(" begins in process " in text for *_, text in lines_of(tmp_path / "out")) == 1
 
 
-def write(path: Path, *lines: LogLine, **limits: int) -> None:
+def write(path: Path, *lines: LogLine) -> None:
     async def main() -> None:
-        log = RunLog(path, appends=True, **limits)
+        log = RunLog(path, appends=True)
         for line in lines:
             log.line("w0", line)
         with anyio.fail_after(30):
@@ -156,8 +156,9 @@ def write(path: Path, *lines: LogLine, **limits: int) -> None:
     anyio.run(main)
 
 
-def test_the_oldest_half_is_dropped(tmp_path: Path) -> None:
-    write(tmp_path / "run.log", *(LogLine("s", step, 0, "x" * 50) for step in range(1_000)), bytes_max=20_000)
+def test_the_oldest_half_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_log, "RUN_LOG_BYTES_MAX", 20_000)
+    write(tmp_path / "run.log", *(LogLine("s", step, 0, "x" * 50) for step in range(1_000)))
     assert {path.name for path in tmp_path.iterdir()} == {"run.log", "run.log.1"}
     assert max(path.stat().st_size for path in tmp_path.iterdir()) <= 10_000
     assert " s/999/0 w0: xxx" in (tmp_path / "run.log").read_text().splitlines()[-1]
