@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
+import anyio.abc
 from msgspec import Struct
 
 from pipedist.coordinator import Coordinator, PassHandle
@@ -96,38 +97,6 @@ class Execution:
                 self._subscription.end()
 
     async def _run_phase(self, phase: tuple[PassPlan, ...], stack: ExitStack) -> None:
-        failed: list[tuple[tuple[float, int], Exception]] = []
-
-        def stop_later_passes() -> None:
-            """Cancel the passes that can't fail before the first failure any more."""
-            first = min((place for place, _ in failed), default=(math.inf, 0))
-            for place, execution in enumerate(executions):
-                if (execution.steps, place) > first or execution.is_starved:
-                    scopes[place].cancel()
-
-        async def guarded(place: int, execution: PassExecution) -> None:
-            try:
-                with scopes[place]:
-                    await execution.run()
-            except Exception as group:
-                error = _unwrapped(group)
-                step: float = -1  # of an error that does not depend on the order of calls
-                if isinstance(error, RunDrained):  # the others finish their running calls
-                    step = math.inf
-                elif isinstance(error, CallError) and training is None:
-                    step = error.step
-                failed.append(((step, place), error))
-                if step < math.inf:
-                    tasks.cancel_scope.deadline = anyio.current_time() + ORDER_S_MAX
-                stop_later_passes()
-            finally:
-                if execution.is_complete and self._journal is not None:
-                    execution.leave_training()  # workers keep its results until the phase is durable
-                else:
-                    await execution.stop()
-                if failed:
-                    stop_later_passes()
-
         journal = self._journal
         durables = {} if journal is None else {p: journal.of(p, self._plan.spec.replicas) for p in phase}
         for pass_ in [p for p in phase if p in durables and durables[p].before.complete]:
@@ -154,19 +123,15 @@ class Execution:
                 maker = self._plan.maker(pass_)
                 if maker in phase:  # an earlier process may have completed it
                     execution.read_from(self._executions[maker])
-            scopes = [anyio.CancelScope() for _ in executions]
             for execution in executions:
                 await execution.begin()
             try:
-                async with anyio.create_task_group() as tasks:
-                    for place, execution in enumerate(executions):
-                        execution.on_taken = stop_later_passes
-                        tasks.start_soon(guarded, place, execution, name=f"pass {execution.name}")
+                failures = await _PhaseRun(executions, training is not None, journal is not None).run()
             finally:
                 if not all(execution.is_complete for execution in executions):
                     await self._flush(executions)
-            if failed:
-                raise min(failed, key=lambda one: one[0])[1]
+            if failures:
+                raise failures[0]
             if training is not None:
                 self._values.update(await training.deliver(self.unwritten))
             if journal is not None:
@@ -405,6 +370,61 @@ class Execution:
             return "committing the journal"
         activities = [execution.activity for execution in left]
         return "; ".join(activities) if all(activities) else ""
+
+
+class _PhaseRun:
+    """Runs the passes of a phase at once.
+
+    If one fails, the others go on to the step in which it failed, because they may fail in an earlier one: which
+    error a run raises does not depend on the speed of its workers.
+    """
+
+    def __init__(self, executions: Sequence[PassExecution], is_training: bool, is_durable: bool) -> None:
+        self._executions = executions
+        self._is_training = is_training
+        self._is_durable = (
+            is_durable  # workers keep the results of complete passes until the phase is durable
+        )
+        self._scopes = [anyio.CancelScope() for _ in executions]
+        self._failed: list[tuple[tuple[float, int], Exception]] = []  # (step, place of the pass), error
+
+    async def run(self) -> list[Exception]:
+        """Run the passes, and return their errors, the one that counts first."""
+        async with anyio.create_task_group() as tasks:
+            for place, execution in enumerate(self._executions):
+                execution.on_taken = self._stop_later
+                tasks.start_soon(self._guarded, place, execution, tasks, name=f"pass {execution.name}")
+        return [error for _, error in sorted(self._failed, key=lambda one: one[0])]
+
+    async def _guarded(self, place: int, execution: PassExecution, tasks: anyio.abc.TaskGroup) -> None:
+        try:
+            with self._scopes[place]:
+                await execution.run()
+        except Exception as group:
+            error = _unwrapped(group)
+            step: float = -1  # of an error that does not depend on the order of calls
+            if isinstance(error, RunDrained):  # the others finish their running calls
+                step = math.inf
+            elif isinstance(error, CallError) and not self._is_training:
+                step = error.step
+            self._failed.append(((step, place), error))
+            if step < math.inf:
+                tasks.cancel_scope.deadline = anyio.current_time() + ORDER_S_MAX
+            self._stop_later()
+        finally:
+            if execution.is_complete and self._is_durable:
+                execution.leave_training()
+            else:
+                await execution.stop()
+            if self._failed:
+                self._stop_later()
+
+    def _stop_later(self) -> None:
+        """Cancel the passes that can't fail before the first failure any more."""
+        first = min((place for place, _ in self._failed), default=(math.inf, 0))
+        for place, execution in enumerate(self._executions):
+            if (execution.steps, place) > first or execution.is_starved:
+                self._scopes[place].cancel()
 
 
 class _Complete(Struct, frozen=True):
