@@ -70,33 +70,8 @@ class RunOutcome(Struct, frozen=True):
 
 def execute(options: RunOptions) -> int:
     """Execute a spec, print its results, and return the exit code."""
-    if options.resume and options.restart:
-        option = "--reuse" if options.resume == "reuse" else "--resume"
-        raise UsageError(
-            f"{option} and --restart exclude each other. {option} continues the run in the output folder, "
-            "--restart discards it"
-        )
-    if options.force_code and not options.resume:
-        raise UsageError(
-            "--force-code needs --resume or --reuse: it keeps results of functions that have changed"
-        )
+    _check(options)
     began = time.monotonic()
-    if options.verbose and options.quiet:
-        raise UsageError("--verbose and --quiet exclude each other. Give one of them")
-    if options.live:
-        from pipedist.report.live import LiveOptions
-
-        addresses = (options.live_address, options.live_token_file, options.live_cert, options.live_key)
-        LiveOptions(*addresses).checked()
-
-    if options.trace is not None:
-        from pathlib import Path
-
-        from pipedist.core.files import is_replaceable
-
-        path = Path(options.trace)
-        if not options.trace or path.is_dir() or not path.parent.is_dir() or not is_replaceable(path):
-            raise UsageError(f"can't write --trace {options.trace!r}: give a file in a folder that exists")
 
     def show(text: str) -> None:
         write_error(text + "\n")
@@ -117,27 +92,52 @@ def execute(options: RunOptions) -> int:
         write_error(f"pipedist: {outcome.error}{again}\n")
         return interruption.exit_code or terminal.FAILED
     if outcome.error is not None:
-        terminal.report(outcome.error)
-        if outcome.result is None and outcome.resumable:
-            again = f" {terminal.CONTINUE}, or start again with --restart"
-            write_error(
-                f"Committed steps and finished calls are kept.{'' if outcome.error.has_advice else again}\n"
-            )
-    if outcome.result is not None:
-        total_s = time.monotonic() - began  # with the end of the workers and the writing of large values
-        _show(outcome, outcome.result, options, total_s)
-        if options.verify and outcome.result.restored is None and not options.quiet:
-            calls = "every remaining call" if options.resume else "every call"
-            write_error(
-                f"pipedist: {calls} was executed twice in one process, with equal results. This does not detect "
-                "differences between processes (process ids, host names, the order of sets). Run again with "
-                "other --workers and another --output, and compare the files\n"
-            )
-        if outcome.error is None:
-            return terminal.QUARANTINED if outcome.result.ledger.quarantined else terminal.OK
-    elif options.as_json:
-        _print_document(outcome.document)
-    return terminal.FAILED
+        _show_error(outcome, outcome.error)
+    if outcome.result is None:
+        if options.as_json:
+            _print_document(outcome.document)
+        return terminal.FAILED
+    total_s = time.monotonic() - began  # with the end of the workers and the writing of large values
+    _show(outcome, outcome.result, options, total_s)
+    if outcome.error is not None:
+        return terminal.FAILED
+    return terminal.QUARANTINED if outcome.result.ledger.quarantined else terminal.OK
+
+
+def _check(options: RunOptions) -> None:
+    """Raise UsageError if options contradict each other, or name files that can't be used."""
+    if options.resume and options.restart:
+        option = "--reuse" if options.resume == "reuse" else "--resume"
+        raise UsageError(
+            f"{option} and --restart exclude each other. {option} continues the run in the output folder, "
+            "--restart discards it"
+        )
+    if options.force_code and not options.resume:
+        raise UsageError(
+            "--force-code needs --resume or --reuse: it keeps results of functions that have changed"
+        )
+    if options.verbose and options.quiet:
+        raise UsageError("--verbose and --quiet exclude each other. Give one of them")
+    if options.live:
+        from pipedist.report.live import LiveOptions
+
+        addresses = (options.live_address, options.live_token_file, options.live_cert, options.live_key)
+        LiveOptions(*addresses).checked()
+    if options.trace is not None:
+        from pathlib import Path
+
+        from pipedist.core.files import is_replaceable
+
+        path = Path(options.trace)
+        if not options.trace or path.is_dir() or not path.parent.is_dir() or not is_replaceable(path):
+            raise UsageError(f"can't write --trace {options.trace!r}: give a file in a folder that exists")
+
+
+def _show_error(outcome: RunOutcome, error: PipedistError) -> None:
+    terminal.report(error)
+    if outcome.result is None and outcome.resumable:
+        again = "" if error.has_advice else f" {terminal.CONTINUE}, or start again with --restart"
+        write_error(f"Committed steps and finished calls are kept.{again}\n")
 
 
 async def _run(options: RunOptions, interruption: Interruption, stalls: StallReporter) -> RunOutcome:
@@ -360,6 +360,13 @@ def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: flo
         write_out(render(rows, result.ledger.to_json(), times, result.retries, result.resumed))
     if result.quarantined:
         write_error(_quarantine_text(result, replays=options.key_file is None))
+    if options.verify and result.restored is None and not options.quiet:
+        calls = "every remaining call" if options.resume else "every call"
+        write_error(
+            f"pipedist: {calls} was executed twice in one process, with equal results. This does not detect "
+            "differences between processes (process ids, host names, the order of sets). Run again with "
+            "other --workers and another --output, and compare the files\n"
+        )
 
 
 def _quarantine_text(result: Result, *, replays: bool) -> str:
