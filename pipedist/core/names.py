@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 GIVEN_CHARACTERS_MAX = 200  # a longer text is no mistyped name, and comparing it takes long
 
@@ -40,6 +40,16 @@ def plural(count: int, noun: str) -> str:
         return f"1 {noun}"
     ends_in_y = noun.endswith("y") and noun[-2] not in "aeiou"
     return f"{count:,} {noun[:-1]}ies" if ends_in_y else f"{count:,} {noun}s"
+
+
+def few(items: Sequence[object], count: int) -> str:
+    """Return the first items of a list: "1, 2", or "1, 2, ..." if there are more."""
+    return ", ".join(map(str, items[:count])) + ", ..." * (len(items) > count)
+
+
+def excerpt(text: str, characters_max: int) -> str:
+    """Return a text; if it is longer, its beginning and "..."."""
+    return text if len(text) <= characters_max else f"{text[: characters_max - 3]}..."
 
 
 def printable(text: str) -> str:

@@ -22,6 +22,7 @@ from msgspec import Struct
 from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
+from pipedist.core.names import excerpt
 from pipedist.datasets.sources.row_files import csv_of_long_fields
 
 BLOCK_BYTES = 4 * 2**20  # of an array that is compared at a time
@@ -79,8 +80,7 @@ def _shown(value: object) -> str:
     if value is _ABSENT:
         return "nothing"
     plain = value.item() if isinstance(value, np.generic) else value
-    text = repr(plain)
-    return text if len(text) <= CELL_CHARS_MAX else text[: CELL_CHARS_MAX - 3] + "..."
+    return excerpt(repr(plain), CELL_CHARS_MAX)
 
 
 def same_bytes(a: Path, b: Path) -> bool:

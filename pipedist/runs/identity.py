@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from pipedist.core.functions import reference
+from pipedist.core.names import excerpt
 from pipedist.core.types import is_record
 from pipedist.protocol.codec import encode
 from pipedist.runs.pickle_digest import digest_of_pickle
@@ -125,7 +126,4 @@ def _text(value: Any) -> str:
 
 
 def _excerpt(value: Any) -> str:
-    if value is _MISSING:
-        return "nothing"
-    text = repr(value)
-    return text if len(text) <= TEXT_MAX else text[: TEXT_MAX - 3] + "..."
+    return "nothing" if value is _MISSING else excerpt(repr(value), TEXT_MAX)

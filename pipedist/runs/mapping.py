@@ -22,6 +22,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, Unpack, overload
 
 from pipedist.core.import_guard import reject_during_import, without_collections
+from pipedist.core.names import few
 from pipedist.runs import api
 from pipedist.runs.sync_stream import Outcome, RunReader, SyncStream
 
@@ -445,8 +446,8 @@ class _Job:
 
         if self._data.is_list and self._per_element:
             return _with_places([item for part in parts for item in self._split(part)], result)
-        if found := [str(entry["element"]) for entry in result.quarantined]:
-            ids = ", ".join(found[:IDS_SHOWN]) + (", ..." if len(found) > IDS_SHOWN else "")
+        if result.quarantined:
+            ids = few([entry["element"] for entry in result.quarantined], IDS_SHOWN)
             warnings.warn(f"quarantined elements have no result: {ids}", stacklevel=2)
         if self._data.is_list:
             return [item for part in parts for item in self._split(part)]

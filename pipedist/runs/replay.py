@@ -17,7 +17,7 @@ import anyio
 from msgspec import Struct
 from msgspec.structs import replace
 
-from pipedist.core.names import listed, plural
+from pipedist.core.names import few, listed, plural
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
 from pipedist.datasets.sources import SourceError
@@ -358,4 +358,4 @@ def _no_such_step(key: CallKey, pass_: PassPlan, steps: int | None) -> UsageErro
 def _ranges(ids: Sequence[int]) -> str:
     if len(ids) > 1 and ids[-1] - ids[0] == len(ids) - 1:
         return f"{ids[0]} to {ids[-1]}"
-    return ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
+    return few(ids, 10)

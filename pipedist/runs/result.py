@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from pipedist.core import html
-from pipedist.core.names import listed
+from pipedist.core.names import few, listed
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError, UsageError
 from pipedist.runs.quarantine import FILE as QUARANTINE
@@ -256,9 +256,7 @@ class Result(Mapping[str, Tree]):
         return len(self.by_stage)
 
     def __repr__(self) -> str:
-        stages = ", ".join(islice(self.by_stage, STAGES_SHOWN)) + (
-            ", ..." if len(self) > STAGES_SHOWN else ""
-        )
+        stages = few([*self.by_stage], STAGES_SHOWN)
         counts = ", ".join(f"{count:,} {kind}" for kind, count in self.ledger.to_json().items())
         return f"<Result of {self.name}: {stages or 'no values'}; {counts}>"
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from pipedist.coordinator.measurements import SPAN, DriverSpan, Mark, PassRecord, Recorder, Totals
 from pipedist.core.files import replace_file
+from pipedist.core.names import few
 from pipedist.core.platform_id import peak_memory_bytes
 from pipedist.errors import UsageError
 
@@ -362,9 +363,7 @@ def limit_of(
         return f"The driver was busy {driver:.0%} of the time, workers {share:.0%}: larger batches need fewer messages."
     loaded = [each for each in workers if each.busy_s > _BUSY * window]
     if loaded and min(each.busy_s for each in workers) < _BUSY / 2 * window:
-        names = ", ".join(each.name for each in loaded[:_NAMED_MAX]) + (
-            ", ..." if len(loaded) > _NAMED_MAX else ""
-        )
+        names = few([each.name for each in loaded], _NAMED_MAX)
         return (
             f"Only {names} of {len(workers)} workers had calls for more than {_BUSY:.0%} of the time: the others could "
             "not execute more of them."

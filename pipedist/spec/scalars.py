@@ -12,6 +12,8 @@ import math
 import re
 from collections.abc import Iterable
 
+from pipedist.core.names import excerpt
+
 INTEGER_MIN = -(2**63)
 INTEGER_MAX = 2**64 - 1
 
@@ -135,5 +137,5 @@ def listing(names: Iterable[str]) -> str:
     return f"{', '.join(head)} or {last}" if head else last
 
 
-def _short(text: str, characters_max: int = 40) -> str:
-    return text if len(text) <= characters_max else text[: characters_max - 3] + "..."
+def _short(text: str) -> str:
+    return excerpt(text, 40)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipedist.core import ragged, trees
+from pipedist.core.names import excerpt
 from pipedist.datasets.element import ArraySpec, misfit
 from pipedist.datasets.sources.base import SourceError, SourceReader
 from pipedist.datasets.sources.memory import leading_arrays
@@ -187,5 +188,4 @@ def _listed(ids: Ids) -> str:
 
 
 def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."
+    return excerpt(" ".join(repr(value).split()), 60)
