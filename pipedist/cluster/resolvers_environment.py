@@ -90,8 +90,8 @@ class SlurmClusterResolver(ClusterResolver):
     Args:
         jobs: job name -> number of tasks; together all tasks of the step. None: all are workers.
         port_base: port of the first task of each host.
-        gpus_per_node: None: the number that `nvidia-smi` lists on this host, 0 without that tool. Without GPUs
-            everything works too. (tf.distribute fails then.)
+        gpus_per_node: None: the number that `nvidia-smi` lists on this host, 0 without that tool. Without GPUs,
+            and without `gpus_per_task`, everything works too. (tf.distribute fails then.)
         gpus_per_task: None: those of a node, divided evenly among the tasks of the node with most tasks.
         tasks_per_node: a number, or host -> number; None: Slurm's.
         auto_set_gpu: set CUDA_VISIBLE_DEVICES to this task's GPUs, if it has any.
@@ -226,20 +226,17 @@ class SlurmClusterResolver(ClusterResolver):
         return {"worker": total}
 
     def _gpus_of_a_task(self, per_node: int | None, per_task: int | None, tasks: int) -> int:
-        gpus = (
-            accelerators.installed(self._environ)[0]
+        gpus, how = (
+            accelerators.installed(self._environ)
             if per_node is None
-            else number("gpus_per_node", per_node)
+            else (number("gpus_per_node", per_node), "gpus_per_node")
         )
         if per_task is None:
             return gpus // max(1, tasks)
         each = number("gpus_per_task", per_task)
-        if per_node is None and gpus == 0:
-            return 0
         if each * tasks > gpus:
             raise ResolverStateError(
-                f"{tasks} tasks on a node with {each} GPUs each need {each * tasks}, but gpus_per_node is "
-                f"{gpus}"
+                f"{tasks} tasks on a node with {each} GPUs each need {each * tasks}, but the node has {gpus} ({how})"
             )
         return each
 

@@ -34,7 +34,8 @@ class KubernetesClusterResolver(ClusterResolver):
             `job-name=tensorflow`. The pods of a selector are sorted by name.
         tf_server_port: port of every task.
         rpc_layer: prefix of addresses.
-        list_pods: queries the API server; None: with the package `kubernetes` and the user's configuration.
+        list_pods: queries the API server; None: with the package `kubernetes`, as the pod that this process is in, or
+            with the user's configuration.
 
     Raises:
         ImportError: `list_pods` is None, and the package `kubernetes` is not installed.
@@ -93,7 +94,10 @@ def _api_server() -> ListPods:
         ) from error
 
     def list_pods(selector: str) -> list[Pod]:
-        config.load_kube_config()
+        try:
+            config.load_incluster_config()
+        except config.ConfigException:  # not in a pod
+            config.load_kube_config()
         found: Any = client.CoreV1Api().list_pod_for_all_namespaces(label_selector=selector, watch=False)
         return [Pod(each.metadata.name, each.status.host_ip, each.status.phase) for each in found.items]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -277,7 +279,8 @@ def test_slurm_tasks_are_on_the_hosts_that_slurm_put_them_on() -> None:
         (slurm_environ(), {"jobs": {"worker": 3}}, ResolverStateError, "3 tasks, but the Slurm step has 5"),
         (slurm_environ(), {"jobs": ["worker"]}, TypeError, "jobs is"),
         (slurm_environ(), {"jobs": {"worker": -1}}, ResolverError, "jobs\\['worker'\\] is -1"),
-        (slurm_environ(), {"gpus_per_node": 2, "gpus_per_task": 2}, ResolverStateError, "gpus_per_node is 2"),
+        (slurm_environ(), {"gpus_per_node": 2, "gpus_per_task": 2}, ResolverStateError, "has 2 \\(gpus_per_node"),
+        (slurm_environ(), {"gpus_per_task": 2}, ResolverStateError, "has 0 \\(there is no nvidia-smi"),
         (slurm_environ(), {"port_base": 0}, ResolverError, "port_base"),
         (slurm_environ(), {"tasks_per_node": "2"}, TypeError, "tasks_per_node"),
     ],
@@ -346,7 +349,40 @@ def test_kubernetes_asks_each_time() -> None:
         pipedist.KubernetesClusterResolver({"worker": "l=1"}, list_pods=lambda selector: [])
 
 
+@pytest.mark.parametrize("in_pod", [True, False])
+def test_kubernetes_asks_as_the_pod_if_it_is_in_one(in_pod: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ConfigException(Exception):
+        pass
+
+    def load_incluster_config() -> None:
+        if not in_pod:
+            raise ConfigException("Service host/port is not set.")
+        loaded.append("pod")
+
+    def load_kube_config() -> None:
+        if in_pod:
+            raise ConfigException("Invalid kube-config file. No configuration found.")
+        loaded.append("user")
+
+    class CoreV1Api:
+        def list_pod_for_all_namespaces(self, label_selector: str, watch: bool) -> SimpleNamespace:
+            status = SimpleNamespace(host_ip="10.0.0.1", phase="Running")
+            return SimpleNamespace(items=[SimpleNamespace(metadata=SimpleNamespace(name="a"), status=status)])
+
+    loaded: list[str] = []
+    config = SimpleNamespace(
+        load_incluster_config=load_incluster_config,
+        load_kube_config=load_kube_config,
+        ConfigException=ConfigException,
+    )
+    package = SimpleNamespace(config=config, client=SimpleNamespace(CoreV1Api=CoreV1Api))
+    monkeypatch.setitem(sys.modules, "kubernetes", package)
+    resolver = pipedist.KubernetesClusterResolver()
+    assert resolver.cluster_spec().as_dict() == {"worker": ["10.0.0.1:8470"]}
+    assert loaded == ["pod" if in_pod else "user"]
+
+
 def test_kubernetes_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "kubernetes", None)
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(ImportError, match="or pass `list_pods`"):
         pipedist.KubernetesClusterResolver()
