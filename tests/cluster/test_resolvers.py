@@ -279,7 +279,12 @@ def test_slurm_tasks_are_on_the_hosts_that_slurm_put_them_on() -> None:
         (slurm_environ(), {"jobs": {"worker": 3}}, ResolverStateError, "3 tasks, but the Slurm step has 5"),
         (slurm_environ(), {"jobs": ["worker"]}, TypeError, "jobs is"),
         (slurm_environ(), {"jobs": {"worker": -1}}, ResolverError, "jobs\\['worker'\\] is -1"),
-        (slurm_environ(), {"gpus_per_node": 2, "gpus_per_task": 2}, ResolverStateError, "has 2 \\(gpus_per_node"),
+        (
+            slurm_environ(),
+            {"gpus_per_node": 2, "gpus_per_task": 2},
+            ResolverStateError,
+            "has 2 \\(gpus_per_node",
+        ),
         (slurm_environ(), {"gpus_per_task": 2}, ResolverStateError, "has 0 \\(there is no nvidia-smi"),
         (slurm_environ(), {"port_base": 0}, ResolverError, "port_base"),
         (slurm_environ(), {"tasks_per_node": "2"}, TypeError, "tasks_per_node"),
