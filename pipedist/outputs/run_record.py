@@ -28,6 +28,7 @@ LIVE = "live"  # the folder in it that exists only while the run does
 _FORMAT = 1
 NEAR_MAX = 3  # runs that an error names
 LOOKED_AT_MAX = 100
+_EXCERPT = 20  # characters of a text around the one that an error is about
 RunState = Literal["running", "committing", "finished", "failed"]
 
 
@@ -165,8 +166,14 @@ def reading(label: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(label: object) -> Iterator[None]:
-    """Turn OSError into an OutputError that names the file."""
+    """Turn an OSError, or a text that a library can't encode, into an OutputError that names the file."""
     try:
         yield
+    except UnicodeEncodeError as error:
+        text = error.object[max(0, error.start - _EXCERPT) : error.end + _EXCERPT]
+        raise OutputError(
+            f"can't write {label}: the text {text!r} has half of a surrogate pair, which UTF-8 lacks. Write .jsonl or "
+            ".json, or replace it: text.encode(errors='replace').decode()."
+        ) from error
     except OSError as error:
         raise OutputError(f"can't write {label}: {error.strerror or error}") from error

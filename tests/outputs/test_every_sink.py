@@ -205,6 +205,11 @@ def append(path: Path, *pieces: Any, **how: Any) -> None:
         ("a.sqlite", {}, {"a": np.eye(2)}, "has axes"),
         ("a.sqlite", {}, {"a": np.array([2**63], np.uint64)}, "too large"),
         ("a.sqlite", {}, [{"a": [1]}], "'a' has a list"),
+        ("a.sqlite", {}, {"a": np.array(["b\ud800c"])}, r"a.sqlite: the text 'b\\ud800c' has half"),
+        ("a.sqlite", {}, {"k\ud800": np.arange(2)}, "half of a surrogate pair"),
+        ("a.h5", {}, {"a": np.array(["b\ud800c"])}, "half of a surrogate pair"),
+        ("a.zarr", {}, {"a": np.array(["b\ud800c"])}, "half of a surrogate pair"),
+        ("a.parquet", {}, {"k\ud800": np.arange(2)}, "half of a surrogate pair"),
         ("a.h5", {}, {"a": np.array(["2024"], "M8[D]")}, ".h5 lacks"),
         ("a.zarr", {}, {"a": np.array([b"x"])}, ".zarr lacks"),
         (

@@ -4,7 +4,7 @@ A cell that is empty, `NA` or `NaN` is a missing value: NaN in a float column, "
 error in all others. Numbers are written as Python writes them (`1`, `-2.5`, `1e-3`, `inf`), with
 blanks around them but without underscores; a number that does not fit its type is an error. A
 float32 is the float64 of the text, rounded. Dates and timestamps are written as in ISO 8601, a timestamp also with a
-blank for `T`; one with `Z` or an offset is read in UTC; a missing one is NaT.
+blank for `T`; one with `Z` or an offset is read in UTC; a missing one, also written `NaT`, is NaT.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _times(cells: Cells, kind: str) -> Column:
     values: list[str | datetime] = []
     for row, text in enumerate(texts):
         found = pattern.fullmatch(text)
-        if found is None and text not in MISSING:
+        if found is None and text not in (*MISSING, b"NaT"):
             raise CellError(row, f"{_short(repr(text.decode('utf-8', 'replace')))} is not of type {kind}")
         if found is not None and kind == "timestamp" and found[1]:
             values.append(_in_utc(row, text.decode()))

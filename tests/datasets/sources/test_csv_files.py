@@ -330,18 +330,20 @@ def test_dates_and_timestamps(tmp_path: Path) -> None:
         ("0001-01-01", "2024-02-29T23:30:00-01:30"),
         ("NA", "2024-03-01"),
         (" 9999-12-31", "2024-03-01T00:00Z"),
+        ("NaT", "NaT"),  # as a .csv output has it
     ]
     text = "d,t\n" + "".join(f"{d},{t}\n" for d, t in rows)
     shard = _read(tmp_path, {"d": "date", "t": "timestamp"}, text)
     assert shard["d"].dtype == "datetime64[D]"
     assert shard["t"].dtype == "datetime64[us]"
-    assert shard["d"].astype(str).tolist() == ["2024-02-29", "NaT", "0001-01-01", "NaT", "9999-12-31"]
+    assert shard["d"].astype(str).tolist() == ["2024-02-29", "NaT", "0001-01-01", "NaT", "9999-12-31", "NaT"]
     assert shard["t"].tolist() == [
         datetime(2024, 2, 29, 12, 30),
         datetime(1969, 12, 31, 23, 59, 59, 1),
         datetime(2024, 3, 1, 1, 0),
         datetime(2024, 3, 1),
         datetime(2024, 3, 1),
+        None,
     ]
     for wrong, kind in (
         ("2024-02-30", "date"),
