@@ -12,6 +12,7 @@ any length. Pieces grow in temporary files beside the output, so only blocks of 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterator
@@ -60,6 +61,15 @@ class ArrayStoreSink(NpzSink):
     def _store(self, members: dict[str, Array | ArraySpool]) -> None:
         raise NotImplementedError
 
+    @contextlib.contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, TypeError) as error:  # half of a surrogate pair, a zero in a text, a long double
+            raise OutputError(
+                f"{self.label}: leaf {name!r} can't be in a {self._ending}: {error}. Write .npz or .json."
+            ) from error
+
 
 class ZarrSink(ArrayStoreSink):
     """`.zarr`: a group in a folder."""
@@ -81,9 +91,10 @@ class ZarrSink(ArrayStoreSink):
                 dtype: Any = str if member.dtype.kind == "U" else member.dtype
                 shape = member.shape
                 chunks = (max(1, min(rows, shape[0])), *(max(1, size) for size in shape[1:])) if shape else ()
-                array = group.create_array(name, shape=shape, dtype=dtype, chunks=chunks)
-                for place, block in _blocks(member, rows):
-                    array[place] = block
+                with self._writing(name):
+                    array = group.create_array(name, shape=shape, dtype=dtype, chunks=chunks)
+                    for place, block in _blocks(member, rows):
+                        array[place] = block
 
 
 class Hdf5Sink(ArrayStoreSink):
@@ -101,9 +112,10 @@ class Hdf5Sink(ArrayStoreSink):
         with h5py.File(self._out.written, "w") as file:
             for name, member in members.items():
                 dtype = h5py.string_dtype() if member.dtype.kind == "U" else member.dtype
-                dataset = file.create_dataset(name, shape=member.shape, dtype=dtype, track_times=False)
-                for place, block in _blocks(member, _rows_per_block(member)):
-                    dataset[place] = block
+                with self._writing(name):
+                    dataset = file.create_dataset(name, shape=member.shape, dtype=dtype, track_times=False)
+                    for place, block in _blocks(member, _rows_per_block(member)):
+                        dataset[place] = block
 
 
 def _rows_per_block(member: Array | ArraySpool) -> int:
