@@ -55,7 +55,7 @@ class ArrayStoreSink(NpzSink):
             raise OutputError(
                 f"{self.label}: leaf {name!r} has dtype {dtype}, which {self._ending} lacks. Write .npz or .parquet."
             )
-        if not name or any(part in ("", ".", "..") for part in name.split("/")):
+        if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
             raise OutputError(f"{self.label}: the leaf path {name!r} can't be a name in a {self._ending}")
 
     def _store(self, members: dict[str, Array | ArraySpool]) -> None:

@@ -231,10 +231,10 @@ class SqliteSink(RowSink):
 
 def _cells(array: Array, name: str, label: str) -> list[Any]:
     if array.dtype.kind == "M":
-        return [None if np.isnat(each) else str(each) for each in array]
+        return [_plain(each) for each in array]
     cells: list[Any] = array.tolist()
     if array.dtype.kind == "O":
-        plain = [each.item() if isinstance(each, np.generic) else each for each in cells]
+        plain = [_plain(each) for each in cells]
         for each in plain:
             if not isinstance(each, str | bytes | int | float | None):
                 raise OutputError(
@@ -243,6 +243,12 @@ def _cells(array: Array, name: str, label: str) -> list[Any]:
                 )
         return plain
     return cells
+
+
+def _plain(cell: Any) -> Any:
+    if isinstance(cell, np.datetime64):
+        return None if np.isnat(cell) else str(cell)
+    return cell.item() if isinstance(cell, np.generic) else cell
 
 
 class DuckdbSink(TableSink):

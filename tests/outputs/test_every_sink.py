@@ -209,6 +209,7 @@ def append(path: Path, *pieces: Any, **how: Any) -> None:
         ("a.sqlite", {}, {"k\ud800": np.arange(2)}, "half of a surrogate pair"),
         ("a.h5", {}, {"a": np.array(["b\ud800c"])}, "leaf 'a' can't be in a .h5: .*surrogates"),
         ("a.h5", {}, {"a": np.array(["b\0c"])}, "leaf 'a' can't be in a .h5: .*NULLs"),
+        ("a.h5", {}, {"a\0b": np.ones(2)}, "can't be a name in a .h5"),
         ("a.zarr", {}, {"a": np.array(["b\ud800c"])}, "leaf 'a' can't be in a .zarr: .*surrogates"),
         ("a.parquet", {}, {"k\ud800": np.arange(2)}, "half of a surrogate pair"),
         ("a.h5", {}, {"a": np.array(["2024"], "M8[D]")}, ".h5 lacks"),
@@ -308,6 +309,14 @@ def test_partitions_of_nulls_and_of_no_rows(tmp_path: Path, monkeypatch: pytest.
     append(tmp_path / "c", np.array([]), kind="parquet_parts", options=options)
     append(tmp_path / "d", np.array([]), kind="files", options={"names": "{k}.json"})
     assert files_in(tmp_path / "c") == files_in(tmp_path / "d") == []
+
+
+def test_dates_of_arrays_and_of_records_are_texts_of_sqlite(tmp_path: Path) -> None:
+    days = [np.datetime64("2024-03-01"), np.datetime64("NaT")]
+    append(tmp_path / "a.sqlite", {"day": np.array(days)})
+    append(tmp_path / "b.sqlite", [{"day": day} for day in days])
+    for name in ("a", "b"):
+        assert table_of(tmp_path / f"{name}.sqlite", "value") == [("2024-03-01",), (None,)]
 
 
 def test_contents_of_files(tmp_path: Path) -> None:
