@@ -26,7 +26,7 @@ from pipedist.reduction.tree import Reduction
 from pipedist.strategy import variables
 from pipedist.strategy.context import VariableOwner, require_cross_replica, scope_of
 from pipedist.strategy.distributed import InputStrategy
-from pipedist.strategy.passes import require_callable
+from pipedist.strategy.function_references import require_callable
 from pipedist.strategy.variables import Variable
 from pipedist.values import Mirrored, PerReplica, ReduceOp
 from pipedist.worker.strategy_views import ReplicaStrategy

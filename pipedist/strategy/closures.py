@@ -20,8 +20,8 @@ from pipedist.core.functions import reference
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import PipedistError
 from pipedist.strategy.context import NotForReplicas
+from pipedist.strategy.function_references import serialized
 from pipedist.strategy.parameter_server import CommitOrder, ParameterVariable, capturing
-from pipedist.strategy.passes import serialized
 from pipedist.strategy.per_worker import AS_ARGUMENT, PerWorkerDataset, PerWorkerIterator
 from pipedist.worker.variables.access import ShardedVariable
 from pipedist.worker.variables.closures import VariablePlaceholder, closure_of

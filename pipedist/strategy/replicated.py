@@ -26,7 +26,8 @@ from pipedist.protocol.program import JaxDevices
 from pipedist.reduction.tree import Reduction
 from pipedist.strategy.base import BaseStrategy, bytes_of
 from pipedist.strategy.context import require_cross_replica
-from pipedist.strategy.passes import PARTIAL, SLOT, FunctionPasses, FunctionReferences, require_callable
+from pipedist.strategy.function_references import FunctionReferences, require_callable
+from pipedist.strategy.passes import PARTIAL, SLOT, FunctionPasses
 from pipedist.strategy.step_runs import STEPS_AHEAD, PendingGroup, PendingRun, StepRuns
 from pipedist.strategy.variables import CapturedVariables, Transaction, used
 from pipedist.values import Partial, reduce_components

@@ -40,7 +40,7 @@ from pipedist.strategy.context import (
     in_replica_function,
     set_default_strategy,
 )
-from pipedist.strategy.passes import require_callable
+from pipedist.strategy.function_references import require_callable
 from pipedist.strategy.replicated import ClusterLike, Strategy
 from pipedist.worker.array_isolation import as_readonly
 from pipedist.worker.context import ReplicaContext, current, get_replica_context

@@ -21,7 +21,8 @@ from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import UsageError
 from pipedist.protocol.program import JaxDevices
 from pipedist.strategy.context import require_cross_replica
-from pipedist.strategy.passes import PASSES_MAX, require_callable
+from pipedist.strategy.function_references import require_callable
+from pipedist.strategy.passes import PASSES_MAX
 from pipedist.strategy.replicated import ClusterLike, PreparedCall, Strategy
 from pipedist.strategy.step_runs import STEPS_AHEAD, PendingRun, StepRuns
 from pipedist.strategy.variables import CapturedVariables

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipedist.core import functions as travelling
-from pipedist.strategy.passes import FunctionReferences
+from pipedist.strategy.function_references import FunctionReferences
 from pipedist.strategy.variables import CapturedVariables
 from tests.strategy import functions
 
