@@ -10,17 +10,14 @@ from pipedist.spec.datasets import DatasetSpec
 from pipedist.spec.interpolation import StageRef, StateRef, references, substitute
 from pipedist.spec.load import Spec, load, with_cluster
 from pipedist.spec.model import QUARANTINE_DEFAULT, ClusterSection
+from pipedist.spec.stage_options import TORCH_IMPLEMENTATIONS, CollectivesSpec, ResourcesSpec, RetrySpec
 from pipedist.spec.stages import (
-    TORCH_IMPLEMENTATIONS,
-    CollectivesSpec,
     GatherSpec,
     InitFile,
     InitFunction,
     InitLiteral,
     Per,
     ReduceSpec,
-    ResourcesSpec,
-    RetrySpec,
     RunSpec,
     StageSpec,
     Until,

@@ -373,28 +373,6 @@ class ArraysSource(Section):
     arrays: Any
 
 
-SOURCES: Final[Mapping[str, type[Section]]] = {
-    "range": RangeSource,
-    "npy": NpySource,
-    "npz": NpzSource,
-    "csv": CsvSource,
-    "parquet": ParquetSource,
-    "arrow": ArrowSource,
-    "jsonl": JsonlSource,
-    "text": TextSource,
-    "files": FilesSource,
-    "images": ImagesSource,
-    "tar": TarSource,
-    "hdf5": Hdf5Source,
-    "zarr": ZarrSource,
-    "sql": SqlSource,
-    "huggingface": HuggingfaceSource,
-    "function": FunctionSource,
-    "source": ClassSource,
-    "arrays": ArraysSource,
-}
-
-
 def _source(model: type[Section], *examples: object) -> Any:
     """Return a source key. Its default stands for an absent key; null is not a source."""
     return Field(default=None, description=summary(model), examples=list(examples))
@@ -478,5 +456,10 @@ class DatasetSpec(Section):
         }
 
 
+SOURCES: Final[Mapping[str, type[Section]]] = {
+    name: kind
+    for name, field in DatasetSpec.model_fields.items()
+    if isinstance(kind := field.annotation, type) and issubclass(kind, Section)
+}
 DATASET_KEYS: Final = tuple(name for name in DatasetSpec.model_fields if name not in SOURCES)
 """The keys of a dataset that are not sources."""

@@ -19,7 +19,8 @@ from pipedist.spec.fields import Section, expected_phrase, keys_of, summary
 from pipedist.spec.model import CheckpointSection, ClusterSection, SpecSection
 from pipedist.spec.outputs import SINK_SECTIONS
 from pipedist.spec.plugins import plugin_sinks, plugin_sources, section_of
-from pipedist.spec.stages import STAGES, CollectivesSpec, RateSpec, ResourcesSpec, RetrySpec
+from pipedist.spec.stage_options import CollectivesSpec, RateSpec, ResourcesSpec, RetrySpec
+from pipedist.spec.stages import STAGES
 
 SECTIONS: Final[tuple[type[Section], ...]] = (
     SpecSection,
