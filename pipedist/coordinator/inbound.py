@@ -17,10 +17,10 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from pipedist.coordinator.gang_relay import GangRelay
-from pipedist.coordinator.measurements import SpanEnd
 from pipedist.coordinator.notices import LOGGER, Notices, as_line
 from pipedist.coordinator.passes import OpenPasses
 from pipedist.coordinator.results import Chunk, FailedElement, open_chunk
+from pipedist.coordinator.spans import SpanEnd
 from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.errors import RemoteProtocolError

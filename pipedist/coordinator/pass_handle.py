@@ -19,8 +19,9 @@ from msgspec.structs import replace
 
 from pipedist.coordinator.failed_calls import FailedCalls
 from pipedist.coordinator.failures import DeathOutcome, FailurePolicy
-from pipedist.coordinator.measurements import DriverWork, PassRecord
+from pipedist.coordinator.measurements import PassRecord
 from pipedist.coordinator.results import Chunk, ElementStore, QuarantinedCall, ResultStore, Slots, key_of
+from pipedist.coordinator.spans import DriverWork
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import ElementRanges, Feed, ShardRead

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedist.coordinator.measurements import thin
+from pipedist.coordinator.spans import thin
 from pipedist.errors import UsageError
 from pipedist.outputs.run_record import LIVE, PRIVATE, RunRecord, existing_record
 from pipedist.plan.picture import picture

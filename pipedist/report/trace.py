@@ -16,7 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedist.coordinator.measurements import SPANS_MAX, DriverSpan, DriverWork, Mark, SpanEnd, thin
+from pipedist.coordinator.measurements import SPANS_MAX
+from pipedist.coordinator.spans import DriverSpan, DriverWork, Mark, SpanEnd, thin
 from pipedist.errors import UsageError
 from pipedist.outputs.run_record import PRIVATE, existing_record
 from pipedist.runs.timings import Measured, read_timings

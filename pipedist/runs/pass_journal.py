@@ -17,8 +17,9 @@ import anyio
 import anyio.to_thread
 from msgspec import Struct, convert, to_builtins
 
-from pipedist.coordinator.measurements import DriverWork, Recorder
+from pipedist.coordinator.measurements import Recorder
 from pipedist.coordinator.results import CALL_BYTES, Chunk, FailedElement, QuarantinedCall
+from pipedist.coordinator.spans import DriverWork
 from pipedist.core.types import Tree
 from pipedist.errors import JournalError
 from pipedist.journal.history import CALLS, DurableProgress, History, PassHistory

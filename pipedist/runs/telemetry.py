@@ -17,7 +17,8 @@ from collections.abc import Iterator, Mapping
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from pipedist.coordinator.measurements import PassRecord, SpanEnd
+from pipedist.coordinator.measurements import PassRecord
+from pipedist.coordinator.spans import SpanEnd
 from pipedist.runs.timings import Measurements, StageTimings
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from pipedist.coordinator.measurements import SPAN, DriverSpan, Mark, PassRecord, Recorder, Totals
+from pipedist.coordinator.measurements import PassRecord, Recorder, Totals
+from pipedist.coordinator.spans import SPAN, DriverSpan, Mark
 from pipedist.core.files import replace_file
 from pipedist.core.names import few
 from pipedist.core.platform_id import peak_memory_bytes

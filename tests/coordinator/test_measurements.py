@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from pipedist.coordinator import measurements
-from pipedist.coordinator.measurements import DriverWork, PassRecord, Recorder, SpanEnd, thin
+from pipedist.coordinator.measurements import PassRecord, Recorder
+from pipedist.coordinator.spans import DriverWork, SpanEnd, thin
 from pipedist.protocol.messages import Failed, Results
 from tests.python_calls import PythonCalls
 

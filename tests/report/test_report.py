@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.coordinator.measurements import SPAN
+from pipedist.coordinator.spans import SPAN
 from pipedist.errors import UsageError
 from pipedist.report import collect, page
 from pipedist.report.metrics import exposition

@@ -17,15 +17,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from pipedist.coordinator.measurements import (
-    DRIVER_SPANS_MAX,
-    MARKS_MAX,
-    SPAN,
-    SPANS_MAX,
-    DriverSpan,
-    DriverWork,
-    Mark,
-)
+from pipedist.coordinator.measurements import DRIVER_SPANS_MAX, MARKS_MAX, SPANS_MAX
+from pipedist.coordinator.spans import SPAN, DriverSpan, DriverWork, Mark
 from pipedist.core.files import is_replaceable
 from pipedist.errors import UsageError
 from pipedist.report import trace_of
