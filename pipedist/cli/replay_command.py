@@ -44,7 +44,7 @@ def execute(run: str, call: str, elements: tuple[int, ...], *, debug: bool, as_j
 
 
 def _execute(folder: Path, call: str, elements: tuple[int, ...], debug: bool, as_json: bool) -> int:
-    from pipedist.runs.programs import CallKey
+    from pipedist.runs.call_keys import CallKey
     from pipedist.runs.replay import open_replay, threads_of
 
     key = CallKey.of(call)

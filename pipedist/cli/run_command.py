@@ -394,7 +394,7 @@ def _replays(listed: Path) -> list[str]:
     import json
     from itertools import islice
 
-    from pipedist.runs.programs import CallKey
+    from pipedist.runs.call_keys import CallKey
 
     commands = []
     with listed.open("rb") as lines:

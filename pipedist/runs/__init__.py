@@ -16,6 +16,6 @@ worker processes import none of it.
 | `training`, `state_history` | states, their updates, and the versions that are kept for replays |
 | `quarantine` | elements that are set aside |
 | `identity`, `pass_journal`, `resume` | when a run can be resumed, and the snapshots for that |
-| `replay`, `call_replay` | one call executed again |
+| `call_keys`, `replay`, `call_replay` | the name of a call, and the call executed again |
 | `diagnostics` | what a run waits for, and the socket that reports it |
 """

@@ -35,8 +35,8 @@ async def exporting(
     tasks: anyio.abc.TaskGroup,
     cause: Callable[[], BaseException | None],
 ) -> AsyncIterator[None]:
-    """Make spans and metrics of a run with OpenTelemetry; `cause` returns why it was cancelled."""
-    opened = await anyio.to_thread.run_sync(telemetry.open_providers)
+    """Make spans and metrics of a run with OpenTelemetry, if wanted; `cause` returns why it was cancelled."""
+    opened = await anyio.to_thread.run_sync(telemetry.open_providers) if telemetry.is_wanted() else None
     if opened is None:
         yield
         return

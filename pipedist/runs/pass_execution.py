@@ -17,7 +17,7 @@ import anyio.abc
 import anyio.to_thread
 
 from pipedist.coordinator import Arrival, Batch, Chunk, Coordinator, PassHandle, Slots
-from pipedist.coordinator.measurements import DriverWork
+from pipedist.coordinator.spans import DriverWork
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed, SequentialFeed
 from pipedist.errors import OutputError
@@ -35,7 +35,6 @@ from pipedist.runs.programs import (
     slot_of,
 )
 from pipedist.runs.quarantine import PassQuarantine
-from pipedist.runs.state_history import StateHistory
 from pipedist.runs.subscription import ITEMS_MAX, Part, Step, Subscription
 from pipedist.runs.training import Trainer, TrainingParticipant
 from pipedist.scheduler import PassSettings
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from pipedist.coordinator.measurements import Recorder
     from pipedist.outputs import RunFolder
     from pipedist.runs.pass_journal import PassJournal, PendingSnapshot, RunJournal, Versioned
+    from pipedist.runs.state_history import StateHistory
 
 
 LATE_S_MAX = 2.0  # longest time, in seconds, that an ending pass waits for workers to drop its calls
@@ -251,6 +251,8 @@ class PassExecution:
         if self._durable is None:
             return
         if self._training is not None:
+            from pipedist.runs.state_history import StateHistory  # only trainings with a folder need it
+
             self._state_history = StateHistory(self._durable)
         await self._kept.restore()
         await self._feed.begin_at(self.steps)

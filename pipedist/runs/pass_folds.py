@@ -36,7 +36,6 @@ from pipedist.runs.programs import (
     FINISHED,
     combine_program,
     finish_program,
-    origin_of,
     parts_of,
     reduction_of,
     slot_of,
@@ -255,6 +254,8 @@ class PassFolds:
                 raise FoldError(name, self._no_value(name)) from error
             if isinstance(error, OutputError):
                 raise
+            from pipedist.runs.call_keys import origin_of  # errors are rare
+
             of, misfit = self._plan.spec.stages[name].of, self._folds[name].misfit_at
             call = None if misfit is None or of not in self._pass.runs else (of, *misfit)
             raise FoldError(name, str(error), origin=origin_of(self._plan, name), call=call) from error

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import Feed
 from pipedist.errors import LocalProtocolError
-from pipedist.runs.programs import CallKey
 from pipedist.scheduler.commands import CallsQuarantined, Cause
 
 FILE = "quarantine.jsonl"  # name of the file in the output folder
@@ -58,6 +57,8 @@ class QuarantinedElement(Struct, frozen=True):
     def line(self, dataset: str) -> str:
         """Return its line of the file, wherever that is, without a line end."""
         import json  # rarely needed
+
+        from pipedist.runs.call_keys import CallKey
 
         head = {
             "dataset": dataset,

@@ -28,6 +28,7 @@ from pipedist.journal.writer import Journal, file_name
 from pipedist.outputs.run_record import PRIVATE, existing_record
 from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.protocol.program import Shards
+from pipedist.runs.call_keys import CallKey, pass_of
 from pipedist.runs.call_replay import CallReplay, Replayed, execute, first_value
 from pipedist.runs.gather_fold import GatherFold
 from pipedist.runs.identity import differences, meaning
@@ -35,15 +36,7 @@ from pipedist.runs.kept_values import Spool
 from pipedist.runs.pass_feeds import SpoolFeed, feed_of
 from pipedist.runs.pass_folds import restore_pass
 from pipedist.runs.pass_journal import PASS_STATE, PassJournal
-from pipedist.runs.programs import (
-    FINISH,
-    FINISHED,
-    CallKey,
-    finish_program,
-    pass_of,
-    pass_program,
-    slot_of,
-)
+from pipedist.runs.programs import FINISH, FINISHED, finish_program, pass_program, slot_of
 from pipedist.runs.quarantine import QuarantinedElement
 from pipedist.runs.run_header import (
     changed_inputs,

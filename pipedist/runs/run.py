@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -32,7 +33,6 @@ from pipedist.errors import OutputError, RunCancelled, UsageError
 from pipedist.plan import Plan, compile_plan
 from pipedist.plan.compiler import needs_gpus, supply_for
 from pipedist.protocol import messages as msg
-from pipedist.runs import telemetry
 from pipedist.runs.execution import Execution
 from pipedist.runs.pass_folds import tables_of
 from pipedist.runs.progress import REFRESH_S, ProgressTotals, Reporter, is_interactive, open_reporter
@@ -464,8 +464,8 @@ class Run(AsyncOnly):
     async def _observed(self, execution: Execution) -> AsyncIterator[None]:
         assert self._tasks is not None  # since the run was entered
         async with AsyncExitStack() as stack:
-            if telemetry.is_wanted():
-                from pipedist.runs.observers import exporting
+            if "opentelemetry" in sys.modules or any(name.startswith("OTEL_") for name in os.environ):
+                from pipedist.runs.observers import exporting  # few programs use OpenTelemetry
 
                 opened = exporting(execution, self.plan, self.id, self._tasks, lambda: self._error)
                 await stack.enter_async_context(opened)

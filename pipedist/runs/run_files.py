@@ -22,7 +22,6 @@ from pipedist.errors import (
 )
 from pipedist.plan import Plan
 from pipedist.runs.pass_folds import tables_of
-from pipedist.runs.programs import is_reduced, origin_of, replay_of
 from pipedist.runs.quarantine import FILE as QUARANTINE
 from pipedist.runs.quarantine import QuarantinedElement, write_file
 from pipedist.runs.result import Result, files_of, restored
@@ -183,6 +182,8 @@ class RunFiles:
 
         A replay needs a folder, and a spec that a later process can load.
         """
+        from pipedist.runs.call_keys import is_reduced, origin_of, replay_of  # errors are rare
+
         if isinstance(error, CallError) and is_reduced(plan, error.stage):
             error.origin = origin_of(plan, error.stage)
         if isinstance(error, CallError | FoldError) and self.folder is not None and self.source.source:

@@ -20,8 +20,8 @@ from pipedist.core.types import Tree
 from pipedist.errors import UsageError
 from pipedist.plan import PassPlan, Plan
 from pipedist.protocol.codec import encode
+from pipedist.runs.call_keys import CallKey
 from pipedist.runs.pass_journal import PASS_STATE
-from pipedist.runs.programs import CallKey
 
 if TYPE_CHECKING:
     from pipedist.runs.pass_journal import PassJournal

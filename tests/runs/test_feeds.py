@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import pipedist
 from pipedist.coordinator import PassHandle
-from pipedist.coordinator.measurements import DriverWork, PassRecord, Recorder
+from pipedist.coordinator.measurements import PassRecord, Recorder
+from pipedist.coordinator.spans import DriverWork
 from pipedist.core.functions import reference
 from pipedist.datasets.division import Division
 from pipedist.datasets.feeds import IndexedFeed, SequentialFeed, StepBatch

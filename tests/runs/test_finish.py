@@ -12,8 +12,8 @@ import pytest
 import pipedist
 from pipedist.plan.compiler import compile_plan
 from pipedist.plan.view import as_text
+from pipedist.runs.call_keys import CallKey
 from pipedist.runs.call_replay import Replayed
-from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import open_replay
 from pipedist.spec import load
 from pipedist.testing import Faults

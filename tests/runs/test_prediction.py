@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import pipedist
 from pipedist.cli.app import app
-from pipedist.coordinator.measurements import SPAN
+from pipedist.coordinator.spans import SPAN
 from pipedist.plan import Plan, compile_plan
 from pipedist.runs.prediction import (
     Costs,

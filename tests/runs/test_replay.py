@@ -18,9 +18,9 @@ from pipedist.errors import CallError, JournalError, UsageError
 from pipedist.journal.history import audit, read_history
 from pipedist.outputs.run_record import PRIVATE
 from pipedist.runs import state_history
+from pipedist.runs.call_keys import CallKey
 from pipedist.runs.call_replay import Replayed
 from pipedist.runs.execution import Execution
-from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import Replay, open_replay
 from pipedist.worker.boot import environment
 from tests.preloaded import run_module

@@ -20,7 +20,7 @@ from pipedist.core.gpus import VisibleGpus
 from pipedist.datasets.division import permutation
 from pipedist.errors import CallError, FoldError, RunDrained
 from pipedist.runs import execution, pass_execution, pass_journal
-from pipedist.runs.programs import CallKey
+from pipedist.runs.call_keys import CallKey
 from pipedist.runs.replay import open_replay
 from pipedist.testing import Faults, simulate
 from tests.runs import stream_functions as functions

@@ -13,7 +13,7 @@ import pipedist
 from pipedist.core import gpus as accelerators
 from pipedist.core.gpus import VisibleGpus
 from pipedist.errors import CallError, RunDrained
-from pipedist.runs.programs import CallKey
+from pipedist.runs.call_keys import CallKey
 from pipedist.runs.replay import open_replay
 from pipedist.testing import Faults, simulate
 from tests.runs import stream_functions as functions

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pipedist
-from pipedist.coordinator.measurements import SPAN, DriverWork, SpanEnd
+from pipedist.coordinator.spans import SPAN, DriverWork, SpanEnd
 from pipedist.errors import CallError, UsageError
 from pipedist.report import collect
 from pipedist.runs.timings import (

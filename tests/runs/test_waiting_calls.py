@@ -16,8 +16,8 @@ import pipedist
 from pipedist.plan import compile_plan
 from pipedist.plan.callables import exception_names
 from pipedist.plan.view import as_text
+from pipedist.runs.call_keys import CallKey
 from pipedist.runs.identity import meaning
-from pipedist.runs.programs import CallKey
 from pipedist.runs.replay import open_replay
 from pipedist.spec import load
 
