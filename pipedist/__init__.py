@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from pipedist.errors import PipedistError as PipedistError
     from pipedist.errors import PlanError as PlanError
     from pipedist.errors import Problem as Problem
+    from pipedist.errors import QuarantineError as QuarantineError
     from pipedist.errors import RetryAfter as RetryAfter
     from pipedist.errors import RunCancelled as RunCancelled
     from pipedist.errors import RunDrained as RunDrained
@@ -128,7 +129,7 @@ _HOMES = {
     "pipedist.cluster.engine_clusters": "DaskCluster RayCluster",
     "pipedist.errors": (
         "CallError CollectiveMismatchError CollectiveTimeoutError FoldError JournalError "
-        "OutOfRangeError OutputError PipedistError PlanError Problem RetryAfter RunCancelled "
+        "OutOfRangeError OutputError PipedistError PlanError Problem QuarantineError RetryAfter RunCancelled "
         "RunDrained SpecError UsageError WorkerDied WorkersLost"
     ),
     "pipedist.cluster.base": "LocalCluster",

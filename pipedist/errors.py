@@ -155,6 +155,30 @@ class FoldError(PipedistError):
         return _with_replay(super().__str__(), self.replay)
 
 
+class QuarantineError(PipedistError):
+    """More elements failed than may be quarantined, or all of them.
+
+    Args:
+        message: how many elements failed, the first failures, and what to do.
+        stage, step, replica: the call of the first failure.
+
+    Attributes:
+        replay: the command that executes this call again, alone; or "".
+    """
+
+    has_advice = True
+    replay = ""
+
+    def __init__(self, message: str, *, stage: str, step: int, replica: int) -> None:
+        self.stage = stage
+        self.step = step
+        self.replica = replica
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return _with_replay(super().__str__(), self.replay)
+
+
 class WorkerDied(PipedistError):
     """A worker process ended while it was executing a call.
 

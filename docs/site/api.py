@@ -53,8 +53,9 @@ PAGES = {
     "errors": (
         "Exceptions",
         "Every exception that pipedist raises. [Errors and their fixes](../errors.md) explains the causes.",
-        "PipedistError SpecError Problem PlanError UsageError CallError WorkerDied WorkersLost RunCancelled RunDrained "
-        "FoldError OutputError JournalError OutOfRangeError CollectiveMismatchError CollectiveTimeoutError",
+        "PipedistError SpecError Problem PlanError UsageError CallError QuarantineError WorkerDied WorkersLost "
+        "RunCancelled RunDrained FoldError OutputError JournalError OutOfRangeError CollectiveMismatchError "
+        "CollectiveTimeoutError",
     ),
 }
 

@@ -383,9 +383,6 @@ def _quarantine_text(result: Result, *, replays: bool) -> str:
             lines.append(f"    to replay: {again[place]}")
     if len(entries) > QUARANTINED_SHOWN:
         lines.append("  ...")
-    if not result.ledger.committed:
-        rerun = ", and rerun with --reuse" if result.quarantine_file is not None else ""
-        lines.append(f"  no element was committed: if the data is as it should be, fix the function{rerun}")
     return "\n".join(lines) + "\n"
 
 

@@ -25,7 +25,7 @@ from pipedist.coordinator.spans import DriverWork
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import ElementRanges, Feed, ShardRead
-from pipedist.errors import LocalProtocolError, PipedistError, RunDrained
+from pipedist.errors import LocalProtocolError, QuarantineError, RunDrained
 from pipedist.protocol.codec import Frame
 from pipedist.protocol.program import Program, Shards, to_frames
 from pipedist.scheduler import Event, PassSettings
@@ -458,11 +458,11 @@ class PassHandle:
 
     def on_quarantine_full(self, command: QuarantineFull) -> None:
         """Fail the pass, because more elements failed than may be quarantined."""
-        lines = []
+        lines: dict[str, tuple[str, int, int]] = {}  # elements of one call often fail for one reason
         for call, cause in command.first:
-            step, replica = divmod(call, self.settings.replicas)
-            lines.append(
-                f"\n    stage {cause.stage or self.name}, step {step}, replica {replica}: {cause.text}"
+            stage, (step, replica) = cause.stage or self.name, divmod(call, self.settings.replicas)
+            lines.setdefault(
+                f"\n    stage {stage}, step {step}, replica {replica}: {cause.text}", (stage, step, replica)
             )
         text = (
             f"{self.name}: {command.elements:,} elements failed, and at most {self.settings.quarantine_max:,} "
@@ -470,9 +470,8 @@ class PassHandle:
             f"{''.join(lines)}\n  Raise `quarantine_max` and rerun with --resume, or fix the function or the data and "
             "rerun with --reuse"
         )
-        error = PipedistError(text)
-        error.has_advice = True
-        self.fail(error)
+        stage, step, replica = next(iter(lines.values()))
+        self.fail(QuarantineError(text, stage=stage, step=step, replica=replica))
 
     def on_death(self, running: Running, *, timed_out: bool) -> DeathOutcome:
         """Return the consequence of a worker's death for the call that it executed."""

@@ -137,9 +137,9 @@ def _pass_lines(plan: Plan, pass_: PassPlan) -> list[str]:
     if pass_.gpus:
         lines.append(f"  {_gpus(plan, pass_)}")
     if any(getattr(plan.spec.stages[name], "on_error", "") == "quarantine" for name in pass_.runs):
-        lines.append(
-            f"  ends if more than {plural(plan.quarantine_max(pass_.dataset), 'element')} fail (quarantine_max)"
-        )
+        limit = plural(plan.quarantine_max(pass_.dataset), "element")
+        every = ", or all," if plan.spec.quarantine_max == "auto" else ""
+        lines.append(f"  ends if more than {limit}{every} fail (quarantine_max)")
     needs = {getattr(plan.spec.stages[name], "gpus", 0.0) for name in pass_.runs}
     if len(pass_.runs) > 1 and (len(needs) > 1 or any(plan.maker(each) for each in plan.passes)):
         datasets, links = tuple(plan.spec.datasets), plan.spec.links

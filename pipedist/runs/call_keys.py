@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from pipedist.errors import CallError, FoldError, UsageError
+from pipedist.errors import CallError, FoldError, QuarantineError, UsageError
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.programs import FINISH
 from pipedist.spec import GatherSpec, ReduceSpec
@@ -74,7 +74,7 @@ def origin_of(plan: Plan, name: str) -> str:
     return f"{by} {made} the values that stage {name}{at} {verb}s."
 
 
-def replay_of(plan: Plan, error: CallError | FoldError, run: Path) -> str:
+def replay_of(plan: Plan, error: CallError | FoldError | QuarantineError, run: Path) -> str:
     """Return the command that executes a failed call again, or ""."""
     if isinstance(error, FoldError):
         return "" if error.call is None else CallKey(*error.call).command(run)

@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.abc
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from pipedist.coordinator import Coordinator, PassHandle
 from pipedist.coordinator.pass_handle import PassCounts
 from pipedist.core.types import Tree
 from pipedist.datasets.feeds import SequentialFeed
-from pipedist.errors import CallError, JournalError, LocalProtocolError, OutputError, RunDrained
+from pipedist.errors import (
+    CallError,
+    JournalError,
+    LocalProtocolError,
+    OutputError,
+    QuarantineError,
+    RunDrained,
+)
 from pipedist.journal.history import DurableProgress
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.kept_values import Spool
@@ -31,6 +39,7 @@ from pipedist.runs.run_log import RunLog
 from pipedist.runs.subscription import Subscription
 from pipedist.runs.timings import Measurements
 from pipedist.runs.training import Trainer
+from pipedist.scheduler.quarantine import CAUSES_MAX
 
 if TYPE_CHECKING:
     from pipedist.coordinator.diagnostics import Stall, Waiting
@@ -90,6 +99,7 @@ class Execution:
                 await self._run_phase(phase, stack)
                 self.timings[f"phase {number + 1}"] = time.monotonic() - start
                 self._log.event(f"{title} has ended after {time.monotonic() - start:.1f} s")
+                self._check_quarantine()
             self._settle()
             if self._journal is not None:
                 await self._journal.end(self.ledger().to_json(), self._files_kept)
@@ -260,23 +270,43 @@ class Execution:
 
     def ledger(self) -> Ledger:
         """Return how many elements are committed, quarantined and lost so far."""
-        elements = committed = quarantined = 0
+        found = [self._ledger_of(dataset) for dataset in self._plan.spec.datasets]
+        return Ledger(*(sum(counts) for counts in zip(*map(astuple, found), strict=True)))
+
+    def _ledger_of(self, dataset: str) -> Ledger:
+        passes = [p for p in self._plan.passes if p.dataset == dataset]
+        handles = [self._counts.get(pass_) for pass_ in passes]
+        issued = max((h.counts.elements_offered for h in handles if h is not None), default=0)
+        # a complete pass may have had fewer steps than another of its dataset, which then ended early
+        seen = [issued if _is_complete(h) else h.counts.elements_visible if h else 0 for h in handles]
+        places: dict[int, int] = {}  # by quarantined element, the number of elements before its step
+        for pass_ in passes:
+            if pass_ in self._quarantines:
+                steps = self._quarantines[pass_].steps().items()
+                places |= {element: self._plan.elements(pass_, step) for element, step in steps}
+        committed = min(seen, default=0) - sum(1 for before in places.values() if before < min(seen))
+        return Ledger(issued, committed, len(places), issued - committed - len(places))
+
+    def _check_quarantine(self) -> None:
+        """Fail a run that has set a whole dataset aside, which is no success: the function or the data is wrong."""
+        if self._plan.spec.quarantine_max != "auto":
+            return
         for dataset in self._plan.spec.datasets:
-            passes = [p for p in self._plan.passes if p.dataset == dataset]
-            handles = [self._counts.get(pass_) for pass_ in passes]
-            issued = max((h.counts.elements_offered for h in handles if h is not None), default=0)
-            elements += issued
-            # a complete pass may have had fewer steps than another of its dataset, which then ended early
-            seen = [issued if _is_complete(h) else h.counts.elements_visible if h else 0 for h in handles]
-            committed += min(seen, default=0)
-            places: dict[int, int] = {}  # by quarantined element, the number of elements before its step
-            for pass_ in passes:
-                if pass_ in self._quarantines:
-                    steps = self._quarantines[pass_].steps().items()
-                    places |= {element: self._plan.elements(pass_, step) for element, step in steps}
-            committed -= sum(1 for before in places.values() if before < min(seen))
-            quarantined += len(places)
-        return Ledger(elements, committed, quarantined, elements - committed - quarantined)
+            ledger = self._ledger_of(dataset)
+            if ledger.quarantined == ledger.elements > 0:
+                found = [each for name, each in self.quarantine() if name == dataset]
+                lines = [
+                    f"\n    element {each.element}, stage {each.stage}: {each.cause}"
+                    for each in found[:CAUSES_MAX]
+                ]
+                raise QuarantineError(
+                    f"all elements of {dataset} failed ({ledger.elements:,}), so the run ends. The first "
+                    f"failures:{''.join(lines)}\n  Fix the function or the data and rerun with --reuse; if the cause "
+                    f"was elsewhere, rerun with --restart; `quarantine_max: {ledger.elements}` in the spec accepts it",
+                    stage=found[0].stage,
+                    step=found[0].step,
+                    replica=found[0].replica,
+                )
 
     def retries(self) -> dict[str, dict[str, int]]:
         """Return how many attempts of calls did not count, by stage and reason."""

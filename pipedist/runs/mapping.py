@@ -352,6 +352,11 @@ class _Job:
             "dataset": {**data.source, "batch": data.batch if batch is None else batch},
             "stages": stages,
         }
+        if data.is_list and self._per_element:  # all may fail: the results tell which did
+            from pipedist.spec.model import QUARANTINE_DEFAULT
+
+            elements = len(data.source.get("arrays", ()))
+            spec["quarantine_max"] = max(QUARANTINE_DEFAULT, elements // 100)
         if self._is_kept:
             from pipedist.worker.mapped import joined
 

@@ -17,6 +17,7 @@ from pipedist.errors import (
     FoldError,
     JournalError,
     OutputError,
+    QuarantineError,
     RunCancelled,
     UsageError,
 )
@@ -186,7 +187,11 @@ class RunFiles:
 
         if isinstance(error, CallError) and is_reduced(plan, error.stage):
             error.origin = origin_of(plan, error.stage)
-        if isinstance(error, CallError | FoldError) and self.folder is not None and self.source.source:
+        if (
+            isinstance(error, CallError | FoldError | QuarantineError)
+            and self.folder is not None
+            and self.source.source
+        ):
             error.replay = replay_of(plan, error, self.folder.path)
 
     def fail(self, error: Exception) -> None:

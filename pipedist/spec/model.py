@@ -261,7 +261,7 @@ class SpecSection(Section):
         default="auto",
         description="The number of elements that may be quarantined in one pass over a dataset; when more fail, "
         "the run ends with an error, and `--resume` continues it with a higher number. `auto`: 1,000, or 1% of the "
-        "elements of all epochs if that is more and their number is known. It never changes a result.",
+        "elements of all epochs if that is more and their number is known, and never all. It never changes a result.",
         examples=[100],
     )
     cluster: Annotated[ClusterSection, ExpectedShape("a mapping of cluster keys", mapping)] = Field(

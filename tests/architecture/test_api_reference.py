@@ -77,7 +77,7 @@ def examples(name: str) -> str:
 WITHOUT_EXAMPLE = {
     "AutoShardPolicy", "ClosureCancelled", "CollectiveMismatchError", "CollectiveTimeoutError", "DeviceAssignment",
     "FoldError", "InputReplicationMode", "JournalError", "OutOfRangeError", "PipedistError", "PlanError", "Problem",
-    "RunCancelled", "RunDrained", "UsageError", "WorkerDied", "WorkersLost",
+    "QuarantineError", "RunCancelled", "RunDrained", "UsageError", "WorkerDied", "WorkersLost",
 }  # fmt: skip
 """Exceptions that need none, and enumerations that the example of their user shows."""
 

@@ -107,6 +107,8 @@ async def test_results_have_the_kind_of_the_data(tmp_path: Path) -> None:
         # quarantined elements are not lost silently
         found = await amap(above, [1.0, 3.0, 2.0], per_element=True, on_error="quarantine")
         assert found == [1.0, pipedist.Quarantined(1, "ValueError: 3.0 is too large"), 2.0]
+        every = await amap(above, [3.0], per_element=True, on_error="quarantine")
+        assert every == [pipedist.Quarantined(0, "ValueError: 3.0 is too large")]
         with pytest.warns(UserWarning, match="quarantined elements have no result: 1"):
             kept = await amap(above, np.array([1.0, 3.0, 2.0]), per_element=True, on_error="quarantine")
         assert kept.tolist() == [1.0, 2.0]

@@ -427,15 +427,40 @@ def test_the_command_line_reports_quarantined_elements_and_exits_with_3(
     assert again == 3, "of a run that is finished already, too"
 
 
-def test_the_command_line_points_to_the_function_if_nothing_was_committed(
+def test_a_run_that_sets_all_elements_aside_fails_and_keeps_the_files_of_the_run_before(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    doc = {"pipedist": 1, "dataset": {"range": 4, "batch": 2}}
-    doc["stages"] = {"v": {"run": "json:loads", "on_error": "quarantine"}, "rows": {"gather": 0, "of": "v"}}
-    spec = tmp_path / "rows.yaml"
-    spec.write_text(json.dumps(doc))
-    assert execute(RunOptions(str(spec), workers=1, output=str(tmp_path / "out"))) == 3
-    assert "no element was committed" in capfd.readouterr().err
+    spec, out = tmp_path / "rows.yaml", tmp_path / "out"
+
+    def run(function: str, resume: bool = False, **keys: Any) -> int:
+        stages = {"v": {"run": function, "on_error": "quarantine"}, "rows": {"gather": 0, "of": "v"}}
+        doc = {"pipedist": 1, "dataset": {"range": 4, "batch": 2}, "stages": stages, **keys}
+        spec.write_text(json.dumps(doc | {"outputs": {"rows": "rows.csv"}}))
+        return execute(RunOptions(str(spec), workers=1, output=str(out), resume=resume))
+
+    assert run("numpy:negative") == 0
+    before = (out / "rows.csv").read_bytes()
+    capfd.readouterr()
+    for resume in (False, True):
+        assert run("json:loads", resume) == 1
+        err = capfd.readouterr().err
+        assert "all elements of dataset failed (4), so the run ends. The first failures:" in err
+        assert "\n    element 0, stage v: TypeError: " in err
+        assert "rerun with --reuse" in err
+        assert f"To execute only this call again: pipedist replay {out} --call v/0/0\n" in err
+        assert (out / "rows.csv").read_bytes() == before
+    assert run("json:loads", resume=True, quarantine_max=4) == 3
+    assert (out / "rows.csv").read_bytes() != before
+
+
+def test_a_dataset_of_which_nothing_is_left_fails_the_run_beside_others() -> None:
+    doc = document(list(range(N)))
+    doc["datasets"] = {"bad": doc.pop("dataset"), "good": {"range": 4, "batch": 4}}
+    doc["stages"] |= {"total": {"reduce": "sum", "of": "good", "axis": 0}}
+    doc["stages"]["a"]["of"] = "bad"
+    with pytest.raises(pipedist.QuarantineError, match=r"all elements of bad failed \(64\)") as caught:
+        pipedist.run(doc, workers=2)
+    assert (caught.value.stage, caught.value.step, caught.value.replica) == ("a", 0, 0)
 
 
 # -- timeouts without quarantine ------------------------------------------------------------------
@@ -521,11 +546,13 @@ def test_arrays_of_a_probe_are_like_others() -> None:
 @pytest.mark.parametrize("gang", [False, True])
 def test_a_run_in_which_every_element_fails_ends_at_the_limit_and_resumes(tmp_path: Path, gang: bool) -> None:
     doc = document(list(range(N)), collectives=gang) | {"quarantine_max": 20}
-    with pytest.raises(pipedist.PipedistError, match="may be quarantined") as caught:
+    with pytest.raises(pipedist.QuarantineError, match="may be quarantined") as caught:
         pipedist.run(doc, workers=2, output=tmp_path)
     text = str(caught.value)
     assert "stage a, step 0, replica" in text
     assert "ValueError: indigestible" in text
+    lines = text.splitlines()
+    assert len(lines) == len(set(lines)), "a reason is named once for each call"
     assert "Raise `quarantine_max` and rerun with --resume, or fix the function" in text
     result = pipedist.run(doc | {"quarantine_max": N}, workers=2, output=tmp_path, resume=True)
     assert result.ledger.quarantined == N
