@@ -27,38 +27,20 @@ from pipedist.core.types import Tree
 from pipedist.errors import PipedistError
 from pipedist.protocol.program import Emit, Program
 from pipedist.worker import failures, process_setup
-from pipedist.worker.array_isolation import COPIED_BYTES, as_readonly
-from pipedist.worker.context import ContextOnDemand, ReplicaContext, current
+from pipedist.worker.array_isolation import as_readonly
+from pipedist.worker.context import ReplicaContext, current
 from pipedist.worker.failures import CallFailure
-from pipedist.worker.inputs import FinishedElements, LeaseShards, Shard, ShardBlock, ShardFinder, States
+from pipedist.worker.inputs import FinishedElements, LeaseShards, Shard, ShardFinder, States
 from pipedist.worker.log_forwarding import importer
-from pipedist.worker.outcomes import ABSENT, Outcome, OutcomeBuilder, Result
+from pipedist.worker.outcomes import ABSENT, VALUES, OutcomeBuilder, Result
+from pipedist.worker.plain_calls import PlainCalls
 from pipedist.worker.progress import StageClock
 from pipedist.worker.stages import Call, GangCallContext, Stage
-from pipedist.worker.verification import Digests, check_same, digests_of
 
 if TYPE_CHECKING:
     from pipedist.worker.variables.replica import ReplicaVariable
+    from pipedist.worker.verification import Digests
     from pipedist.worker.waiting_calls import OnRetry, WaitingStage, WorkerShare
-
-
-_NUMPY = (np.ndarray, np.float64, np.float32, np.int64)
-VALUES = frozenset({bool, int, float, complex, type(None), str, dict, list, tuple, *_NUMPY})
-"""Frequent types of results, which are no awaitables: `hasattr` takes longer to find that out."""
-
-
-class Tally:
-    """The calls of a lease that returned: their outcomes until they are reported, and what they cost.
-
-    Calls of a plain program have one value each, without its slot.
-    """
-
-    __slots__ = ("bytes", "outcomes", "worked_until_ns")
-
-    def __init__(self) -> None:
-        self.outcomes: list[Outcome] | list[Tree] = []
-        self.bytes = 0  # of the outcomes since the slice began
-        self.worked_until_ns = time.perf_counter_ns()  # when the last one had returned
 
 
 class PassExecutor:
@@ -94,6 +76,7 @@ class PassExecutor:
         self._waiting_stages: dict[str, WaitingStage] = {}
         self.calls_overlap: bool | None = None
         """Whether calls of a lease may overlap; None until all functions are loaded."""
+        self.plain_calls: PlainCalls | None = None  # from then on, if the program is plain
         self.waits = any(stage.waits for stage in self._stages)
         """Whether its calls are tasks of an event loop, because they wait for elements, attempts or a rate."""
         self._shard_is_shared = (readers + [emit.of for emit in program.emits]).count(-1) > 1
@@ -130,7 +113,21 @@ class PassExecutor:
         self.calls_overlap = any(s.is_async for s in self._stages) and not any(
             s.is_class and s.is_async for s in self._stages
         )
+        if not self.calls_overlap and self._is_plain():
+            self.plain_calls = PlainCalls(self.program, self._stages[0], self.outcomes)
         return self.calls_overlap
+
+    def _is_plain(self) -> bool:
+        """Return whether the program is one function of the shard, whose whole value is sent."""
+        if len(self._stages) != 1 or self.outcomes.sole is None:
+            return False
+        stage, program = self._stages[0], self.program
+        return (
+            stage.takes_shard_only
+            and program.threads == self._threads
+            and not (self._shard_is_shared or self.waits or self.outcomes.stores or program.verify)
+            and not (stage.collectives or stage.limit_ns)
+        )
 
     def use_quota(self, calls: tuple[int, ...], sharing: int) -> None:
         """Set how much of the limits of stages the calls may use; see `messages.Quota`."""
@@ -251,103 +248,6 @@ class PassExecutor:
         stage = self._stages[0]
         return (stage, sole) if stage.is_loaded and not (stage.is_class or stage.is_async) else None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether `run_plain` may execute the calls: one function of the shard, whose whole value is sent."""
-        outcomes = self.outcomes
-        if outcomes.sole is None or outcomes.stores:
-            return False
-        if len(self._stages) > 1 or self._shard_is_shared or self.waits:
-            return False
-        stage, program = self._stages[0], self.program
-        return stage.takes_shard_only and not (
-            program.verify or program.threads != self._threads or stage.collectives or stage.limit_ns
-        )
-
-    def run_plain(
-        self,
-        call: Call,
-        shards: LeaseShards,
-        numbers: range,
-        begin: Callable[[int], None],
-        wait: Callable[[Awaitable[Any]], Any],
-        tally: Tally,
-        until_ns: int,
-        bytes_max: int,
-    ) -> None:
-        """Execute calls one after the other, as `run` does, until a time, or until results of this size wait.
-
-        `call` is the running call, and the last one at the end. Its shard is read with those of the next calls, and
-        what is the same for all of them is found once. The outcomes in the tally are bare values, see `Tally`.
-        """
-        stage, sole = self._stages[0], self.outcomes.sole
-        assert sole is not None  # see `is_plain`
-        name, fn = stage.name, stage.fn
-        enter, add, clock = current.set, tally.outcomes.append, time.perf_counter_ns
-        mark = getattr(begin, "next", begin)
-        first = number = numbers.start
-        outside = enter(None)
-        try:
-            while first < numbers.stop:
-                begin(first)
-                call.number = number = first
-                call.reading = True
-                block, index = shards.from_call(first)
-                call.reading = False
-                values = block.values[index:] if index else block.values
-                context = partial(self._plain_context, block, first - index)
-                call.in_user_code = True
-                for number, value in enumerate(values, first):
-                    if number != first:
-                        mark(number)
-                    enter(ContextOnDemand(context, number))
-                    try:
-                        result = fn(value)
-                        if (kind := type(result)) not in VALUES and hasattr(kind, "__await__"):
-                            result = wait(result)
-                            kind = type(result)
-                    finally:
-                        if process_setup.is_copy:
-                            process_setup.end_copy(name)
-                    if (
-                        kind is np.ndarray
-                        and (size := result.nbytes) <= COPIED_BYTES
-                        and result.dtype.kind != "O"
-                    ):
-                        add(result.copy())  # as `take_ownership` does, without its Python call
-                    else:
-                        box = [result]
-                        del result
-                        call.in_user_code, call.permanent = False, True
-                        owned, size = self.outcomes.own(box, sole)
-                        call.in_user_code, call.permanent = True, False
-                        add(owned)
-                    tally.bytes += size
-                    tally.worked_until_ns = now_ns = clock()
-                    if now_ns >= until_ns or tally.bytes >= bytes_max:
-                        return
-                call.in_user_code = False
-                first += len(values)
-        finally:
-            call.number = number
-            current.reset(outside)
-
-    def _plain_context(self, block: ShardBlock, first: int, number: int) -> ReplicaContext:
-        """Return the context of a call whose shard is in a block that begins with the shard of call `first`."""
-        stage, replicas = self._stages[0], self.program.replicas
-        step, replica = divmod(number, replicas)
-        shard = block.shard(number - first)
-        return ReplicaContext(
-            replica,
-            replicas,
-            step,
-            shard.epoch,
-            stage.name,
-            shard.elements,
-            self.program.seed,
-            device=stage.device,
-        )
-
     def _values(
         self, call: Call, shard: Shard, empty: bool, wait: Callable[[Awaitable[Any]], Any]
     ) -> list[Tree]:
@@ -463,9 +363,13 @@ class PassExecutor:
 
     @staticmethod
     def _digests(values: list[Tree]) -> list[Digests]:
+        from pipedist.worker.verification import digests_of  # few runs verify
+
         return [digests_of(None if value is ABSENT else value) for value in values]
 
     def _check_same(self, call: Call, first: list[Digests], values: list[Tree]) -> None:
+        from pipedist.worker.verification import check_same  # loaded already
+
         call.permanent = True
         for stage, before, now in zip(self._stages, first, self._digests(values), strict=True):
             call.stage = stage.name

@@ -28,7 +28,15 @@ TRACEBACK_CHARS_MAX = 65_536  # maximum length of a formatted traceback
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _CALLERS = frozenset(
     os.path.join(_FOLDER, name)
-    for name in ("execution.py", "lease_run.py", "mapped.py", "progress.py", "stages.py", "waiting_calls.py")
+    for name in (
+        "execution.py",
+        "lease_run.py",
+        "mapped.py",
+        "plain_calls.py",
+        "progress.py",
+        "stages.py",
+        "waiting_calls.py",
+    )
 )
 """The files whose frames call user code."""
 

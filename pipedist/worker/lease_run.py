@@ -25,10 +25,11 @@ from pipedist.core.types import Tree
 from pipedist.protocol.columns import SlotValues
 from pipedist.protocol.program import Shards
 from pipedist.worker import failures
-from pipedist.worker.execution import PassExecutor, Tally
+from pipedist.worker.execution import PassExecutor
 from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
 from pipedist.worker.outcomes import Outcome, Result
+from pipedist.worker.plain_calls import PlainCalls, Tally
 from pipedist.worker.progress import Stepped
 from pipedist.worker.stages import Call, CallHeld
 
@@ -146,7 +147,7 @@ class LeaseRun:
         self._taken = lo  # the first call that has neither been taken nor raised
         self._reported_until_ns = self._tally.worked_until_ns
         self._overlaps = executor.calls_overlap
-        self._is_plain: bool | None = None  # whether the tally has bare values; None until a call runs
+        self._plain_calls = executor.plain_calls  # with them, the tally has bare values
         self._running: deque[tuple[Call, asyncio.Task[Result]]] = deque()  # overlapping calls, in order
         self._is_abandoned = False  # they were cancelled
 
@@ -203,18 +204,21 @@ class LeaseRun:
         if self._overlaps is None:
             self._begin(self._next)  # the import of a user's module may end the process
             self._overlaps = self.executor.overlaps(self.executor.call(self._next))
+            self._plain_calls = self.executor.plain_calls
         self._tally.worked_until_ns = self._reported_until_ns = start = time.perf_counter_ns()
         until_ns = start + int(slice_s * 1e9)
         if self._overlaps:
             failure: CallFailure | None = self._loop.run(self._overlapping(until_ns, slice_bytes))
             return failure
+        if self._plain_calls is not None:
+            return self._plain(self._plain_calls, until_ns, slice_bytes)
         return self._one_by_one(until_ns, slice_bytes)
 
     def take(self) -> FinishedCalls:
         """Return the outcomes since the last `take`, in order."""
         count = len(self._tally.outcomes)
         outcomes: Sequence[Outcome] = self._tally.outcomes[:count]
-        if self._is_plain:
+        if self._plain_calls is not None:
             outcomes = SlotValues(self.executor.outcomes.sole_slot, outcomes)
         del self._tally.outcomes[:count]
         lo = self._taken
@@ -234,10 +238,6 @@ class LeaseRun:
             self._loop.run(cancel_tasks([task for _, task in self._running]))
 
     def _one_by_one(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
-        if self._is_plain is None:
-            self._is_plain = self.executor.is_plain
-        if self._is_plain:
-            return self._plain(until_ns, slice_bytes)
         while self._next < self._hi:
             call = self.executor.call(self._next)
             self._begin(call.number)
@@ -250,13 +250,12 @@ class LeaseRun:
                 break
         return None
 
-    def _plain(self, until_ns: int, slice_bytes: int) -> CallFailure | None:
-        """Execute calls of a plain program, which most calls have: in one loop, which makes few Python calls."""
+    def _plain(self, calls: PlainCalls, until_ns: int, slice_bytes: int) -> CallFailure | None:
         call = self.executor.call(self._next)
         failure: CallFailure | None = None
         try:
             numbers = range(self._next, self._hi)
-            self.executor.run_plain(
+            calls.run(
                 call, self._shards, numbers, self._begin, self._wait, self._tally, until_ns, slice_bytes
             )
         except BaseException as error:  # any exception of user code is a failure of its call

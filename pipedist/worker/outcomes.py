@@ -33,6 +33,12 @@ Result = tuple[Outcome, int]  # an outcome, and its size in bytes
 ABSENT = object()
 """Stands for the value of a stage that was not called."""
 
+VALUES = frozenset(
+    {bool, int, float, complex, type(None), str, dict, list, tuple}
+    | {np.ndarray, np.float64, np.float32, np.int64}
+)
+"""Frequent types of results, which are no awaitables: `hasattr` takes longer to find that out."""
+
 STORED_S_MIN = 0.001  # the value of a shorter call is not stored for a reuse
 
 STORED_BYTES_PER_S = 4 * 2**20

@@ -20,10 +20,10 @@ from pipedist.errors import PipedistError
 from pipedist.protocol.program import load_tree
 from pipedist.worker import process_setup
 from pipedist.worker.context import ReplicaContext, current
-from pipedist.worker.execution import VALUES, PassExecutor
+from pipedist.worker.execution import PassExecutor
 from pipedist.worker.gangs import GangRun, ReplicaCollectives
 from pipedist.worker.lease_run import FinishedCalls
-from pipedist.worker.outcomes import Outcome, Result
+from pipedist.worker.outcomes import VALUES, Outcome, Result
 
 if TYPE_CHECKING:
     from pipedist.collectives.gang import LocalGang

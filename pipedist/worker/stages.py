@@ -67,8 +67,8 @@ class Stage:
         self.of = program.of
         self.collectives = program.collectives
         self.device = GPU if program.gpus else CPU
+        self.program = program
         self.limit_ns = 0 if program.timeout_s is None else max(1, int(program.timeout_s * 1e9))  # 0: none
-        self._program = program
         self._code = code
         self._error: Exception | None = None
         self._reads = sorted(state_names(program.kwargs)) if program.kwargs else []  # names of states
@@ -83,7 +83,6 @@ class Stage:
         self.is_loaded = False  # whether the function was found, and can be called
         self.is_class = False  # whether calls go to an instance, which serves one call at a time
         self.is_async = False  # whether calls return an awaitable
-        self.program = program
         self.waits = program.per_element or program.attempts > 1 or program.calls_per_s > 0
 
     @property
@@ -99,24 +98,24 @@ class Stage:
         if self.is_loaded:
             return
         try:
-            self._prepare(functions.load(self._program.function, self._code))
+            self._prepare(functions.load(self.program.function, self._code))
         except Exception as error:
             self._error = error
             raise
 
     def _prepare(self, fn: Callable[..., Any]) -> None:
-        label = self._program.function.label
+        label = self.program.function.label
         called: object = fn
-        if inspect.isclass(fn) and self._program.form not in ("apply", "update"):
+        if inspect.isclass(fn) and self.program.form not in ("apply", "update"):
             self.is_class = True
             if wrong := functions.uncallable(fn, label):
                 raise TypeError(wrong)
             called = functions.call_of(fn)
         self.is_async = functions.is_async(called)
         self._wants_ctx = functions.wants_ctx(called)
-        others = self.is_class or self._wants_ctx or self._program.kwargs
-        self.takes_shard_only = self._program.form == "shard" and not (others or self._program.given_as)
-        if self._program.form == "combine" and self.is_async:
+        others = self.is_class or self._wants_ctx or self.program.kwargs
+        self.takes_shard_only = self.program.form == "shard" and not (others or self.program.given_as)
+        if self.program.form == "combine" and self.is_async:
             raise TypeError(f"{label} combines values, so it must be a plain function, not an async one")
         self._fn = fn
         self.is_loaded = True
@@ -132,7 +131,7 @@ class Stage:
             raise RemoteProtocolError(f"stage {self.name} reads {missing}, which its lease does not name")
         read = [(states[name][0], states[name][1]) for name in self._reads]
         if read != self._read:
-            self._kwargs = _Kwargs(fill_states(self._program.kwargs, values))
+            self._kwargs = _Kwargs(fill_states(self.program.kwargs, values))
             self._instances.clear()
             self._read = read
 
@@ -148,18 +147,18 @@ class Stage:
         assert fn is not None  # load() came first
         if self.takes_shard_only:  # the common case, cheaper
             return fn(value)
-        form = self._program.form
-        if form == "apply" and not (self._values or self.is_class or self._program.kwargs):
+        form = self.program.form
+        if form == "apply" and not (self._values or self.is_class or self.program.kwargs):
             args, own = value
             if self._wants_ctx and "ctx" not in own:
                 return fn(*args, ctx=ctx, **own)
             return fn(*args, **own)
         kwargs = {} if self.is_class else self._kwargs.fresh()
         if form == "shard":
-            if self._program.given_as:
+            if self.program.given_as:
                 from pipedist.datasets.frames import form_of  # rarely needed
 
-                value = form_of(value, self._program.given_as)
+                value = form_of(value, self.program.given_as)
             return self.call_with((value,), kwargs, ctx, fn)
         if form == "combine":
             return _fold(fn, value, kwargs)
@@ -170,7 +169,7 @@ class Stage:
 
     def arguments(self, value: Tree) -> tuple[tuple[Any, ...], dict[str, Tree]]:
         """Return the arguments of a call of a plain function, the context excepted."""
-        args, own = self._filled(value) if self._program.form == "apply" else ((value,), {})
+        args, own = self._filled(value) if self.program.form == "apply" else ((value,), {})
         return tuple(args), {**self._kwargs.fresh(), **own}
 
     def call_with(

@@ -60,7 +60,7 @@ def test_calls_of_a_lease_have_their_own_contexts_and_failures() -> None:
     begun: list[int] = []
     lease = LeaseRun(executor, PersistentLoop(), Shards(), 2, 8, begun.append)
     failure = lease.advance(60.0, 2**30)
-    assert executor.is_plain
+    assert executor.plain_calls is not None
     assert failure is not None
     assert (failure.call, failure.stage, failure.retryable) == (5, "y", True)
     assert (failure.name, failure.text) == ("StopIteration", "the end")
