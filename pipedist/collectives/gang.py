@@ -193,13 +193,11 @@ class LocalGang:
         except BaseException as error:  # an outcome; the caller of `run` decides
             outcome, failed = error, True
         self.end_alone(failed=failed)
-        if self._channel is not None:
-            self._channel.ended(returned=not failed)
         return outcome
 
-    def begin_alone(self, *, has_ended: bool = False) -> None:
+    def begin_alone(self) -> None:
         """Begin the only replica of this process, which its caller runs instead of `run`."""
-        self._states[0].state = ReplicaState.ENDED if has_ended else ReplicaState.RUNNING
+        self._states[0].state = ReplicaState.RUNNING
 
     def begin_another(self, on_stalled: OnStalled) -> None:
         """Begin another attempt of the only replica, whose last one has returned, through the same channel."""
@@ -214,6 +212,8 @@ class LocalGang:
             self._states[0].failed = failed
             self._states[0].state = ReplicaState.ENDED
         self._alone = None  # it refers to this gang: a cycle would wait for the garbage collector
+        if self._channel is not None:
+            self._channel.ended(returned=not failed)
 
     def abort(self, reason: str) -> None:
         """Abort replicas that wait for a local one or call a collective later. Thread-safe."""

@@ -181,9 +181,7 @@ class GangRun:
         self._outcomes: list[Outcome] = []  # of calls from `_next` on, up to the first that did not return
         self._over: dict[int, Result | CallFailure] | None = None  # by call, when the gang is over
         self._busy_ns = 0
-        self._gang: LocalGang | None = None
-        self._has_ended = False  # the only replica; without a gang, which would know it
-        self._lock = threading.Lock()  # guards the creation of the gang: user code may have threads
+        self.gang = self.factory.new_gang(self.executor, self.local, self.channel, self.assigned.lease)
 
     @property
     def is_relayed(self) -> bool:
@@ -194,18 +192,6 @@ class GangRun:
     def outcomes(self) -> Sequence[Outcome]:
         """The outcomes that `take` will return."""
         return self._outcomes
-
-    @property
-    def gang(self) -> LocalGang:
-        """The gang of these replicas; a single one that calls no collective needs none."""
-        with self._lock:
-            if self._gang is None:
-                self._gang = self.factory.new_gang(
-                    self.executor, self.local, self.channel, self.assigned.lease
-                )
-                if self.hi - self.lo == 1:
-                    self._gang.begin_alone(has_ended=self._has_ended)
-            return self._gang
 
     def advance(self, _slice_s: float, _slice_bytes: int) -> CallFailure | None:
         """Execute all calls at the first time; then go to the next failure, and return it."""
@@ -262,7 +248,7 @@ class GangRun:
             bodies.append(partial(self._run, call, collectives))
         found: list[Result | BaseException]
         try:
-            found = [self._run_alone(bodies[0])] if len(bodies) == 1 else self.gang.run(bodies)
+            found = self.gang.run(bodies)
         finally:
             if self.channel is not None:
                 self.channel.close()
@@ -278,33 +264,9 @@ class GangRun:
             self.on_success()
         return over
 
-    def _run_alone(self, body: Callable[[], Result]) -> Result | BaseException:
-        """Run the only replica of this process, in this thread."""
-        outcome: Result | BaseException
-        has_failed = False
-        try:
-            outcome = contextvars.copy_context().run(body)
-        except BaseException as error:  # an outcome; its caller decides
-            outcome, has_failed = error, True
-        self._end_alone(has_failed)
-        return outcome
-
-    def _end_alone(self, has_failed: bool) -> None:
-        with self._lock:
-            self._has_ended = True
-            if self._gang is not None:
-                self._gang.end_alone(failed=has_failed)
-        if self.channel is not None:
-            self.channel.ended(returned=not has_failed)
-
-    def use(self, gang: LocalGang) -> None:
-        """Use the gang that the only replica, which is executed elsewhere, has already."""
-        self._gang = gang
-
     def conclude(self, call: Call, found: Result | BaseException) -> None:
         """Set the outcome of the only replica, which was executed elsewhere."""
-        has_failed = isinstance(found, BaseException)
-        self._end_alone(has_failed)
+        self.gang.end_alone(failed=isinstance(found, BaseException))
         self._over = {call.number: self._failure(call, found) if isinstance(found, BaseException) else found}
 
     def _run(self, call: Call, collectives: ReplicaCollectives) -> Result:

@@ -195,8 +195,8 @@ class PreparedStep:
             self._frames = ()  # its threads, if it has left some, call no collective from now on
             if self._gang is not None:
                 self._gang.end_alone(failed=False)
-        if self._channel is not None:
-            self._channel.ended(returned=True)
+            elif self._channel is not None:
+                self._channel.ended(returned=True)
 
     def _conclude(self, found: Result | BaseException) -> None:
         """Have the general run report the step."""
@@ -213,7 +213,9 @@ class PreparedStep:
             if self._collectives is None:
                 self._run = run = self._leases.general_step(self.assigned, self._frames, self._begin)
                 if self._gang is not None:
-                    run.use(self._gang)
+                    run.gang = self._gang
+                else:
+                    run.gang.begin_alone()
                 self._gang = self._kept_gang = None
                 self._collectives = ReplicaCollectives(
                     run, self._replica, self.assigned.lo, run.factory.loops[0]
