@@ -216,6 +216,7 @@ class Steps:
         words, arrival = self._words, self._arrivals[place]
         # A member ends after its last arrival, so a reader that sees the end also sees that arrival.
         ended = words[arrival + self._ended]
+        code = self._end_code(ended)
         fence()
         value = words[arrival]
         if value > self._last:
@@ -224,13 +225,11 @@ class Steps:
                 raise GangAborted(self._over())
         if target <= value <= self._last:
             return True
-        if self._begin < ended <= self._last:
-            if (
-                ended & _STEP_MASK
-            ) >> 2 > target - self._begin:  # it is two attempts ahead, or has just arrived
-                return True
-            if ended & _CODE_MASK == _RETURNED:
-                return False
+        arrivals = (ended & _STEP_MASK) >> 2
+        if code and arrivals > target - self._begin:  # it is two attempts ahead, or has just arrived
+            return True
+        if code == _RETURNED:
+            return False
         if value > self._last or ended > self._last:
             raise GangAborted(self._over())
         return None
@@ -241,10 +240,13 @@ class Steps:
         if words[ABORT_AT // 8] >= self.serial:
             return f"attempt {self.serial} of the gang was aborted by the scheduler"
         for other, arrival in zip(self._others, self._arrivals, strict=True):
-            ended = words[arrival + self._ended]
-            if self._begin < ended <= self._last and ended & _CODE_MASK == _FAILED:
+            if self._end_code(words[arrival + self._ended]) == _FAILED:
                 return f"a replica of member {other} failed"
         return None
+
+    def _end_code(self, ended: int) -> int:
+        """Return how an ENDED word says that its member ended in this attempt; 0: it is of another one."""
+        return ended & _CODE_MASK if self._begin < ended <= self._last else 0
 
     def _over(self) -> str:
         return f"attempt {self.serial} of the gang is over: a later one has started"
