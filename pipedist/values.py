@@ -312,6 +312,9 @@ def concatenate(components: Sequence[Tree], axis: int, names: Sequence[str] = ()
         components: trees of one structure; one that is None contributes nothing.
         axis: the axis of concatenation; lists of records are concatenated along axis 0.
         names: what to call the components in errors; default: "replica 0", "replica 1", ...
+
+    Raises:
+        ValueError, TypeError: as `gather`; with the path of the leaf in the attribute `leaf` if one does not fit.
     """
     numbered = [number for number, component in enumerate(components) if component is not None]
     present = [components[number] for number in numbered]
@@ -332,7 +335,9 @@ def concatenate(components: Sequence[Tree], axis: int, names: Sequence[str] = ()
         except (TypeError, ValueError) as error:
             path = trees.treedef_paths(treedef)[index]
             place = f"leaf {path!r}" if path else "the value"
-            raise type(error)(f"gather of {place}: {error}") from None
+            located: Any = type(error)(f"gather of {place}: {error}")
+            located.leaf = path
+            raise located from None
     return trees.unflatten(treedef, gathered)
 
 

@@ -146,13 +146,13 @@ class GatherFold(Fold):
                     try:
                         concatenate(tried, self._axis, [*names, "this one"][-len(tried) :])
                     except (TypeError, ValueError) as fault:
-                        hint, self.misfit_at = "", (step, replica)
+                        hint, misfit, self.misfit_at = "", getattr(fault, "leaf", ""), (step, replica)
                         if problem := ragged.record_problem(part):
                             return f"step {step}, replica {replica}: {problem}. Return plain dicts, one for each row"
                         if isinstance(part, list | tuple):
                             hint = "; a list is a tree of values: to return one array, use np.array(...)"
                         for key, column in part.items() if isinstance(part, dict) else ():
-                            if isinstance(column, list | tuple) and f"leaf '{key}/" in str(fault):
+                            if isinstance(column, list | tuple) and misfit.startswith(f"{key}/"):
                                 hint = f"; {key!r} is a list, a tree of values: to return one array, use np.array(...)"
                         return f"step {step}, replica {replica}: {fault}{hint}"
                 if not seen and part is not None:
