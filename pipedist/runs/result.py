@@ -338,11 +338,13 @@ def restored(spec: Spec, finished: FinishedRun, tables: Mapping[str, Table]) -> 
     for key, file in files.items():
         name, _, part = key.partition("/")
         places[name] = {**places.get(name, {}), part: file} if part else file
+    pers = {name: per_of(stage) for name, stage in spec.stages.items()}
     values: Mapping[str, Tree] = {}
     if finished.values is not None:
         from pipedist.runs.saved_values import read_values
 
-        values = read_values(finished.values)
+        stored = {name: file for name, file in finished.stored.items() if pers.get(name) == "run"}
+        values = read_values(finished.values, stored)
     return Result(
         name=document["name"],
         run_id=document["run"],
@@ -358,6 +360,6 @@ def restored(spec: Spec, finished: FinishedRun, tables: Mapping[str, Table]) -> 
         quarantine_file=finished.files.get(QUARANTINE),
         notice=notice,
         restored=document,
-        pers={name: per_of(stage) for name, stage in spec.stages.items()},
+        pers=pers,
         tables=tables,
     )

@@ -237,8 +237,9 @@ class RunFiles:
         folder = self.folder.values
 
         def write() -> Mapping[str, Any]:
-            write_values(folder, results)
-            return store_large(inline, folder, {name: pers[name] for name in inline})
+            stored = store_large(inline, folder, {name: pers[name] for name in inline})
+            write_values(folder, results, stored)
+            return stored
 
         return await anyio.to_thread.run_sync(write)
 

@@ -325,6 +325,7 @@ def test_a_large_value_without_an_output_is_in_a_file_of_the_run_folder(
     assert results == {"ys": {"file": str(file), "dtype": "int64", "shape": [20_000]}, "t": int(result["t"])}
     assert result.document["results"] == results
     assert_same(pipedist.run(large, workers=1, output=tmp_path, resume=True)["ys"], result["ys"])
+    assert file.with_name(".values").stat().st_size < 1_000, "it is in one of them"
     monkeypatch.setattr(saved_values, "VALUE_BYTES_MAX", 100_000)  # very large values are their files
     pipedist.run(large, workers=1, output=tmp_path)
     again = pipedist.run(large, workers=1, output=tmp_path, resume=True)
