@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipedist.cli import terminal
-from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
+from pipedist.cli.terminal import stdout_to_stderr, write_error, write_json, write_out
 from pipedist.errors import SpecError, UsageError
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ def print_plan(
     path: str, form: str, workers: int | None, sets: Sequence[str], cluster: str | None = None
 ) -> int:
     """Print what `pipedist run` would execute; `form` is text, mermaid or json."""
-    import json
-
     from pipedist.cluster.base import usable_cores
     from pipedist.cluster.factory import cluster_for
     from pipedist.outputs import encoding
@@ -59,19 +57,16 @@ def print_plan(
     try:
         cluster_for(plan)  # checks the launcher; the cluster is not opened
         if form == "json":
-            text = json.dumps(encoding.to_json(as_json(plan)))
+            write_json(encoding.to_json(as_json(plan)))
         else:
-            text = as_mermaid(plan) if form == "mermaid" else as_text(plan)
+            write_out((as_mermaid(plan) if form == "mermaid" else as_text(plan)).rstrip("\n") + "\n")
     finally:
         plan.close()
-    write_out(text.rstrip("\n") + "\n")
     return terminal.OK
 
 
 def predict_run(path: str, form: str, sets: Sequence[str], sample: int, measured: str | None) -> int:
     """Print the expected times of a run, from an earlier run or a sample; `form` is text or json."""
-    import json
-
     import anyio
 
     from pipedist.outputs import encoding
@@ -96,7 +91,7 @@ def predict_run(path: str, form: str, sets: Sequence[str], sample: int, measured
     if form == "json":
         import msgspec
 
-        write_out(json.dumps(encoding.to_json(msgspec.to_builtins(document))) + "\n")
+        write_json(encoding.to_json(msgspec.to_builtins(document)))
     else:
         write_out(prediction.as_text(costs, rows) + "\n")
     return terminal.OK
@@ -154,12 +149,13 @@ def write_report(run: str, output: str | None, trace: str | None = None) -> int:
 
 def diff_runs(a: str, b: str, *, as_json: bool) -> int:
     """Print the differences of two runs; return 1 if their results differ."""
-    import json
-
     from pipedist.report.differences import as_text, compare
 
     found = compare(Path(a), Path(b))
-    write_out((json.dumps(found, allow_nan=False) if as_json else as_text(found)) + "\n")
+    if as_json:
+        write_json(found)
+    else:
+        write_out(as_text(found) + "\n")
     return terminal.OK if found["same"] else terminal.FAILED
 
 
@@ -235,10 +231,9 @@ def explain_run(run: str, *, as_json: bool) -> int:
             again = _resume_command(found.history.header, path)
     if as_json:
         head = {"pipedist_why": VERSION, "run": record.run, "state": state}
-        text = json.dumps({**head, "journal": journal, "passes": passes})
+        write_json({**head, "journal": journal, "passes": passes})
     else:
-        text = "\n".join([f"run {record.run} in {path} {_ENDED[state]}", *again, *journal])
-    write_out(text + "\n")
+        write_out("\n".join([f"run {record.run} in {path} {_ENDED[state]}", *again, *journal]) + "\n")
     return terminal.FAILED
 
 

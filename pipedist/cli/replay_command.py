@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pipedist.cli import terminal
-from pipedist.cli.terminal import stdout_to_stderr, write_error, write_error_at_once, write_out
+from pipedist.cli.terminal import stdout_to_stderr, write_error, write_error_at_once, write_json, write_out
 from pipedist.core.names import plural
 from pipedist.core.types import Tree
 
@@ -145,8 +145,6 @@ def _traceback(outcome: Replayed) -> str:
 
 
 def _print_document(replay: Replay, outcome: Replayed) -> None:
-    import json
-
     from pipedist.errors import OutputError
     from pipedist.outputs import to_json
 
@@ -179,7 +177,7 @@ def _print_document(replay: Replay, outcome: Replayed) -> None:
             document["result"] = to_json(value)
         except OutputError:  # a value that exists only in a worker
             document["result"] = repr(value)
-    write_out(json.dumps(document, allow_nan=False) + "\n")
+    write_json(document)
 
 
 def _debug(error: BaseException) -> None:

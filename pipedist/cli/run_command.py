@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from pipedist.cli import terminal
 from pipedist.cli.signals import Interruption, StallReporter
-from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
+from pipedist.cli.terminal import stdout_to_stderr, write_error, write_json, write_out
 from pipedist.core.names import plural
 from pipedist.errors import OutputError, PipedistError, RunCancelled, UsageError
 from pipedist.runs.progress import REFRESH_S, ProgressTotals, Reporter, open_reporter
@@ -95,7 +95,7 @@ def execute(options: RunOptions) -> int:
         _show_error(outcome, outcome.error)
     if outcome.result is None:
         if options.as_json:
-            _print_document(outcome.document)
+            write_json(outcome.document)
         return terminal.FAILED
     total_s = time.monotonic() - began  # with the end of the workers and the writing of large values
     _show(outcome, outcome.result, options, total_s)
@@ -345,7 +345,7 @@ def _show(outcome: RunOutcome, result: Result, options: RunOptions, total_s: flo
         write_error(f"pipedist: {result.notice}\n")
     if options.as_json:
         document = outcome.document or {}
-        _print_document({**document, "timings": document["timings"] | total})
+        write_json({**document, "timings": document["timings"] | total})
     else:
         from pipedist.cli.rendering import Row, render
 
@@ -400,12 +400,6 @@ def _replays(listed: Path) -> list[str]:
             element = entry["element"] if entry["alone"] else None
             commands.append(CallKey.of(entry["call"]).command(listed.parent, element))
     return commands
-
-
-def _print_document(document: Mapping[str, object] | None) -> None:
-    import json
-
-    write_out(json.dumps(document, allow_nan=False) + "\n")  # ASCII: any terminal shows it
 
 
 def verb_of(stage: StageSpec) -> str:

@@ -103,6 +103,13 @@ def write_out(text: str) -> None:
         raise output_error(error) from error
 
 
+def write_json(document: object) -> None:
+    """Write a document to standard output, on one line of ASCII, which any terminal shows."""
+    import json
+
+    write_out(json.dumps(document, allow_nan=False) + "\n")
+
+
 def output_error(error: OSError) -> OutputError:
     """Drop buffered output, and return the error to raise for an unwritable standard output."""
     _drop(sys.stdout.fileno())
