@@ -20,6 +20,7 @@ from pipedist.core.functions import reference
 from pipedist.core.types import FunctionRef, Tree
 from pipedist.errors import PipedistError
 from pipedist.strategy.context import NotForReplicas
+from pipedist.strategy.distributed import until_ready
 from pipedist.strategy.function_references import serialized
 from pipedist.strategy.parameter_server import CommitOrder, ParameterVariable, capturing
 from pipedist.strategy.per_worker import AS_ARGUMENT, PerWorkerDataset, PerWorkerIterator
@@ -165,11 +166,18 @@ class ClosureBuilder:
             numbers.append(own.number)
         return VariablePlaceholder(numbers, name)
 
-    async def take(self, worker: int) -> None:
+    async def until_ready(self, worker: int) -> None:
+        """Wait until `take` need not wait; takes no element, so it is safe to cancel."""
+        readers = [iterator.reader(worker) for iterator in self.iterators]
+        while not all(reader.ready for reader in readers):  # others may take an element meanwhile
+            for reader in readers:
+                await until_ready(reader)
+
+    def take(self, worker: int) -> None:
         """Take the next element of each iterator; an error of reading becomes the closure's error."""
         for iterator in self.iterators:
             try:
-                self.iterators[iterator] = await iterator.take(worker)
+                self.iterators[iterator] = iterator.take(worker)
             except Exception as error:  # reading user data may raise any exception
                 self._error = self._error or error
         self._leaves = [

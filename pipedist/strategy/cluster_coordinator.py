@@ -141,11 +141,13 @@ class ClusterCoordinator(AsyncOnly):
             [arguments] = self._strategy._arguments(args, kwargs)
             parts = ClosureBuilder(fn, arguments, self._order)
             if parts.iterators:
-                await parts.take(self._dataset_reads % self._strategy.workers)
-                self._dataset_reads += 1  # after the await: a cancelled read does not count
+                worker = self._dataset_reads % self._strategy.workers
+                await parts.until_ready(worker)
+                self._check_open()  # it may have failed, or been closed, meanwhile
+                parts.take(worker)
+                self._dataset_reads += 1
             reads = self._number - self._staleness if parts.variables else 0
             closure = parts.scheduled(self._number, max(self._order.observed, reads))
-            self._check_open()  # it may have been closed while an element was read
             self._number += 1
             self._uncommitted.append(closure)
             self._unsent.append(closure)

@@ -19,7 +19,7 @@ from pipedist.datasets.logical import Dataset
 from pipedist.datasets.read_ahead import ReadAhead
 from pipedist.errors import OutOfRangeError
 from pipedist.strategy.context import NotForReplicas
-from pipedist.strategy.distributed import DistributedDataset, DistributedIterator, until_ready
+from pipedist.strategy.distributed import DistributedDataset, DistributedIterator
 
 _BUFFER_ELEMENTS = 1
 
@@ -74,11 +74,12 @@ class PerWorkerIterator:
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         self._readers: list[ReadAhead[Tree]] = [ReadAhead(each, _BUFFER_ELEMENTS) for each in datasets]
 
-    async def take(self, worker: int) -> Tree:
-        """Return the next element of a worker's iterator; a cancelled call takes no element."""
-        reader = self._readers[worker]
-        await until_ready(reader)
-        for element in reader:
+    def reader(self, worker: int) -> ReadAhead[Tree]:
+        return self._readers[worker]
+
+    def take(self, worker: int) -> Tree:
+        """Return the next element of a worker's iterator, whose reader is ready."""
+        for element in self._readers[worker]:
             return element
         raise OutOfRangeError(f"the per-worker dataset of worker {worker} has no more elements")
 

@@ -255,7 +255,7 @@ async def test_logical_workers_take_turns_and_each_has_its_own_iterator() -> Non
 
 
 @pytest.mark.parametrize("ends", ["cancelled", "closed"])
-async def test_a_closure_that_is_not_scheduled_takes_no_turn(ends: str) -> None:
+async def test_a_closure_that_is_not_scheduled_takes_no_turn_and_no_element(ends: str) -> None:
     readable = threading.Event()
 
     def dataset_fn(context: InputContext) -> pipedist.Dataset:
@@ -267,8 +267,9 @@ async def test_a_closure_that_is_not_scheduled_takes_no_turn(ends: str) -> None:
 
     async with pipedist.LocalCluster(workers=1) as cluster:
         coordinator = parameter_server(cluster, of_workers=2)
+        first = iter(coordinator.create_per_worker_dataset(pipedist.Dataset.range(2)))
         iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
-        waiting = asyncio.create_task(coordinator.schedule(functions.increment, (iterator,)))
+        waiting = asyncio.create_task(coordinator.schedule(lambda a, b: (a, b), (first, iterator)))
         for _ in range(20):  # of the loop's turns, in which it has come to wait for its element
             await asyncio.sleep(0)
         if ends == "closed":
@@ -281,8 +282,8 @@ async def test_a_closure_that_is_not_scheduled_takes_no_turn(ends: str) -> None:
         with pytest.raises(asyncio.CancelledError):
             await waiting
         readable.set()
-        values = [await coordinator.schedule(functions.increment, (iterator,)) for _ in range(4)]
-        assert await coordinator.fetch(values) == [1, 11, 2, 12]
+        values = [await coordinator.schedule(lambda a, b: (a, b), (first, iterator)) for _ in range(4)]
+        assert await coordinator.fetch(values) == [(0, 0), (0, 10), (1, 1), (1, 11)]
 
 
 async def test_the_end_of_a_per_worker_dataset_is_the_closures_error(tmp_path: Path) -> None:
