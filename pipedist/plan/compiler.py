@@ -180,9 +180,10 @@ def _is_keyed(spec: Spec, name: str, ref: FunctionRef) -> bool:
 
 
 def _check_waiting(plan: Plan) -> Iterator[Problem]:
-    """Check that calls that wait at the same time are async, and read no state that changes."""
+    """Check that calls that wait at the same time are async, read no state that changes, and are of no gang."""
     for pass_ in plan.passes:
         states = plan.states_read(pass_)
+        gang = next((n for n in pass_.runs if getattr(plan.spec.stages[n], "collectives", False)), "")
         for name in pass_.runs:
             stage = plan.spec.stages[name]
             if not isinstance(stage, RunSpec):
@@ -193,10 +194,21 @@ def _check_waiting(plan: Plan) -> Iterator[Problem]:
                     "`async def`, or no `concurrency`: a plain function runs once at a time in each worker"
                 )
                 yield plan.spec.document.problem(("stages", name, "concurrency"), message, expected=expected)
-            for key in ("concurrency", "per", "rate") if states else ():
+            message, expected = "", ""
+            if states:
+                message = f"is not possible in a pass whose calls read a state that changes (`{states[0]}`)"
+            elif gang:
+                message = (
+                    f"is for calls that are executed by themselves, and those of `{name}` are executed with those of "
+                    f"`{gang}`, which has `collectives`"
+                )
+                expected = "a `batch` for the one that reads the other (`after`, if neither does), or "
+            for key in ("concurrency", "per", "rate") if message else ():
                 if getattr(stage, key) is not None:
-                    message = f"`{key}` is not possible in a pass whose calls read a state that changes (`{states[0]}`)"
-                    yield plan.spec.document.problem(("stages", name, key), message, expected=f"no `{key}`")
+                    place = ("stages", name, key)
+                    yield plan.spec.document.problem(
+                        place, f"`{key}` {message}", expected=f"{expected}no `{key}`"
+                    )
 
 
 def _check_retries(spec: Spec) -> Iterator[Problem]:

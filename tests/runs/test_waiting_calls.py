@@ -244,6 +244,22 @@ def test_mistakes_have_a_place(keys: dict[str, Any], message: str) -> None:
     assert "stages.y" in str(caught.value)
 
 
+@pytest.mark.parametrize("keys", [{"concurrency": 2}, {"rate": {"calls": 50}}, {"per": "element"}])
+@pytest.mark.parametrize("first", ["y", "gang"])
+def test_calls_with_a_limit_are_not_those_of_a_gang(keys: dict[str, Any], first: str) -> None:
+    """With a `batch` in the stage that reads the other one, both have calls of their own."""
+    last = "y" if first == "gang" else "gang"
+    spec = document("doubled", n=4, batch=2, **keys)
+    spec["stages"]["gang"] = {"run": f"{F}:plus_sum", "collectives": True}
+    spec["stages"][last]["of"] = first
+    spec["stages"]["out"]["of"] = last
+    [key] = keys
+    with pytest.raises(pipedist.PlanError, match=rf"stages.y.{key}: .*\n *expected a `batch` for the one"):
+        pipedist.run(spec, workers=1)
+    spec["stages"][last]["batch"] = 2
+    assert pipedist.run(spec, workers=1)["out"].tolist() == [2, 4, 14, 16]
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

@@ -38,6 +38,15 @@ def plain(x: np.ndarray) -> np.ndarray:
     return x * 2
 
 
+async def doubled(x: Any) -> np.ndarray:
+    return np.asarray(x) * 2
+
+
+def plus_sum(x: np.ndarray, ctx: Any) -> np.ndarray:
+    """Add the sum of all replicas' shards."""
+    return x + int(ctx.all_reduce("sum", int(x.sum())))
+
+
 def plain_element(x: Any, ctx: Any) -> dict[str, Any]:
     return {"text": f"{x}-{ctx.elements[0]}", "draw": ctx.rng.random()}
 
