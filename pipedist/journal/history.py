@@ -25,7 +25,7 @@ from pipedist.core.names import plural
 from pipedist.errors import JournalError, UsageError
 from pipedist.journal.log_format import FIRST, JournalRecord, LogEnd, read_records, unpacked
 
-FORMAT: Final = 7
+FORMAT: Final = 8
 NAME: Final = "journal"
 
 

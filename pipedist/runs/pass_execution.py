@@ -98,7 +98,7 @@ class PassExecution:
         self._training = training if pass_.updates else None
         self._state_history: StateHistory | None = None
         self._snapshot_versions: dict[str, int] = {}
-        """The versions of states in the latest snapshot, which is in slot `_slot`."""
+        """The versions of states in the latest snapshot, which is in slot `_slot`, also of an earlier process."""
         self._slot = -1
         self._journal = journal
         self._durable = durable
@@ -257,9 +257,12 @@ class PassExecution:
         await self._kept.restore()
         await self._feed.begin_at(self.steps)
         if self.steps:
-            self.quarantine.restore(self._durable.part(PASS_STATE)["quarantine"])
+            found = self._durable.part(PASS_STATE)
+            self.quarantine.restore(found["quarantine"])
             if self._participant is not None:
-                self._participant.restore(self._durable.part(PASS_STATE)["training"])
+                self._participant.restore(found["training"])
+            if self._training is not None:
+                self._slot, self._snapshot_versions = found["slot"], self._training.states.versions
         if self._calls is not None:
             limit = self._plan.quarantine_max(self._pass.dataset)
             rest = None if limit is None else limit - self.handle.settings.quarantined
@@ -405,19 +408,21 @@ class PassExecution:
 
     def _snapshot(self, durable: PassJournal, finished: Mapping[Finished, Tree] = {}) -> PendingSnapshot:
         version = 3 * self.steps + self._prepared + self.is_complete
+        if (
+            self._training is not None
+            and (versions := self._training.states.versions) != self._snapshot_versions
+        ):
+            self._snapshot_versions = versions
+            self._slot = (self._slot + 1) % self._plan.spec.checkpoint.keep
         state = {
             "folds": self._folds.state(),
             "training": None if self._participant is None else self._participant.state(),
             "quarantine": self.quarantine.state(self.steps),
+            "slot": self._slot,
         }
         parts: dict[str, Versioned] = {PASS_STATE: (version, state)}
         if self._training is not None:
-            latest = self._training.states.latest
-            versions = {name: number for name, (number, _) in latest.items()}
-            if versions != self._snapshot_versions:
-                self._snapshot_versions = versions
-                self._slot = (self._slot + 1) % self._plan.spec.checkpoint.keep
-            for name, (number, value) in latest.items():
+            for name, (number, value) in self._training.states.latest.items():
                 parts[f"{STATE}{self._slot}.{name}"] = (number, [value, number])
         dropped = self._kept.dropped()
         if self._state_history is not None:

@@ -308,6 +308,10 @@ class TrainingStates:
     def value(self, name: str) -> Tree:
         return self.latest[name][1]
 
+    @property
+    def versions(self) -> dict[str, int]:
+        return {name: version for name, (version, _) in self.latest.items()}
+
     def read(self, names: Sequence[str]) -> dict[str, list[int]]:
         """Return references to the latest states: name -> [space, version]."""
         return {name: [self._spaces[name], self.latest[name][0]] for name in names}

@@ -16,6 +16,7 @@ import pipedist
 from pipedist.coordinator import pass_handle
 from pipedist.errors import CallError, JournalError, UsageError
 from pipedist.journal.history import audit, read_history
+from pipedist.journal.log_format import unpacked
 from pipedist.outputs.run_record import PRIVATE
 from pipedist.runs import state_history
 from pipedist.runs.call_keys import CallKey
@@ -440,6 +441,26 @@ def test_a_resumed_training_executes_the_steps_after_its_last_snapshot_again(
     assert result.ledger == undisturbed.ledger
     for name in ("w.json", "m.jsonl"):
         assert (out / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+
+
+def test_a_resumed_training_keeps_the_snapshots_of_earlier_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process has one snapshot, after its first step."""
+    monkeypatch.setattr(pass_handle, "BATCH_STEPS_MAX", 1)
+    out, limit = tmp_path / "out", tmp_path / "limit"
+    spec = _limited(limit).replace("pipedist: 1", "pipedist: 1\ncheckpoint: {every_s: 3600, keep: 2}")
+    kept = []
+    for updates in (3, 6, 9):
+        limit.write_text(str(updates))
+        with pytest.raises(CallError):
+            pipedist.run(written(tmp_path, spec), workers=2, output=out, resume=bool(kept), force_code=True)
+        history = read_history(out / PRIVATE / "journal")
+        assert history is not None
+        parts = history.passes["0/train"].parts.items()
+        states = [unpacked(part.inline) for name, part in parts if name.startswith("state.") and part.inline]
+        kept.append(sorted(version for _, version in states))
+    assert kept == [[1], [1, 2], [2, 3]]
 
 
 def _limited(limit: Path) -> str:
