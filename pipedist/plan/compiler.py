@@ -302,23 +302,35 @@ def _check_inputs(spec: Spec) -> Iterator[Problem]:
 def _check_gangs(plan: Plan) -> Iterator[Problem]:
     """Check that the runs of a gang have an input for empty shards too."""
     for pass_ in plan.passes:
-        division = plan.division_of(pass_)
-        if not pass_.gang or division is None or not division.steps_per_epoch:
-            continue
-        last = division.steps_per_epoch - 1
-        parts = division.parts(last)
-        for name in pass_.runs if parts < division.replicas else ():
+        why, remedy = _why_empty(plan, pass_) if pass_.gang else ("", "")
+        for name in pass_.runs if why else ():
             stage = plan.spec.stages[name]
             source = plan.spec.stages.get(stage.of)
             joins = getattr(stage, "collectives", False) and source is not None and stage.of in pass_.runs
             if joins and not getattr(source, "collectives", False):
                 yield plan.spec.document.problem(
                     ("stages", name, "of"),
-                    f"step {last} of an epoch has {plural(parts, 'shard')} for "
-                    f"{plural(division.replicas, 'replica')}. An empty shard has no value of `{stage.of}`, but "
-                    f"`{name}` must join the collectives on every replica",
-                    expected=f"`collectives: true` on `{stage.of}` too, or `drop_remainder: true`",
+                    f"{why}. An empty shard has no value of `{stage.of}`, but `{name}` must join the collectives on "
+                    "every replica",
+                    expected=f"`collectives: true` on `{stage.of}` too{remedy}",
                 )
+
+
+def _why_empty(plan: Plan, pass_: PassPlan) -> tuple[str, str]:
+    """Return why shards of a pass may be empty, and what prevents that; ("", ""): no shard is empty."""
+    division = plan.division_of(pass_)
+    if division is not None and division.steps_per_epoch:
+        last = division.steps_per_epoch - 1
+        if (parts := division.parts(last)) < division.replicas:
+            shards, replicas = plural(parts, "shard"), plural(division.replicas, "replica")
+            return f"step {last} of an epoch has {shards} for {replicas}", ", or `drop_remainder: true`"
+    source = plan.source(pass_)
+    while source is not None:
+        for name in source.runs:
+            if getattr(plan.spec.stages[name], "on_error", "") == "quarantine":
+                return f"`{name}` may quarantine all elements of a shard", ""
+        source = plan.source(source)
+    return "", ""
 
 
 def _check_communication(plan: Plan) -> Iterator[Problem]:

@@ -136,9 +136,13 @@ class Plan(Struct, frozen=True):
         """Return the pass of the same phase whose values a pass reads; None if there is none."""
         return next((p for p in self.phases[pass_.phase] if pass_.root in p.runs), None)
 
+    def source(self, pass_: PassPlan) -> PassPlan | None:
+        """Return the pass of any phase whose values a pass reads; None: it reads a dataset."""
+        return next((p for p in self.passes if pass_.root in p.runs), None)
+
     def rebatched(self, pass_: PassPlan) -> int:
         """Return the batch size of a pass that divides the values that it reads into other steps; 0: it does not."""
-        source = next((p for p in self.passes if pass_.root in p.runs), None)
+        source = self.source(pass_)
         return 0 if source is None or source.batch == pass_.batch else pass_.batch
 
     def quarantine_max(self, dataset: str) -> int:

@@ -304,6 +304,26 @@ def test_an_empty_shard_has_something_to_join_a_collective_with() -> None:
     planned({**document, "dataset": {"range": 10, "batch": 8, "drop_remainder": True}}).close()
 
 
+def test_a_shard_may_be_empty_if_its_elements_were_quarantined() -> None:
+    stages: dict[str, Any] = {
+        "parsed": {"run": f"{F}:double", "on_error": "quarantine"},
+        "a": {"run": f"{F}:double", "of": "parsed", "batch": 4},
+        "b": {"run": f"{G}:normalized", "of": "a", "collectives": True},
+    }
+    document = {"pipedist": 1, "replicas": 4, "dataset": {"range": 8, "batch": 4}, "stages": stages}
+    with pytest.raises(PlanError) as caught:
+        planned(document)
+    (problem,) = caught.value.problems
+    assert problem.where == "stages.b.of"
+    assert "`parsed` may quarantine all elements of a shard. An empty shard has no value of `a`" in str(
+        problem
+    )
+    stages["a"]["collectives"] = True
+    planned(document).close()
+    del stages["a"]["collectives"], stages["parsed"]["on_error"]
+    planned(document).close()
+
+
 def gang(**collectives: object) -> dict[str, Any]:
     return {
         "pipedist": 1,
