@@ -290,6 +290,10 @@ def array_bytes(value: Tree) -> int:
 class ValueFold(Fold):
     """A finished fold, restored from the journal."""
 
+    async def _replay(self, meta: Tree, values: Tree) -> None:
+        if meta is None:  # the log of a gather with a `finish` has the components too
+            await super()._replay(meta, values)
+
     async def _take(self, steps: Sequence[Sequence[Tree]]) -> None:
         raise RuntimeError(f"the fold of stage {self.name} is finished")
 

@@ -69,7 +69,7 @@ def test_values_are_finished_on_workers_and_survive_a_resume(tmp_path: Path) -> 
         "std.finish": 1, "by_epoch.finish": 2, "by_step.finish": 6,
     }  # fmt: skip
     reused = pipedist.run(
-        {**document(**STAGES), "outputs": {"top": "t.json", "by_step": "s.json"}},
+        {**document(**STAGES), "outputs": {"top": "t.json", "by_step": "s.json", "top_of_epoch": "e.json"}},
         workers=1,
         output=out,
         resume="reuse",
@@ -77,6 +77,7 @@ def test_values_are_finished_on_workers_and_survive_a_resume(tmp_path: Path) -> 
     assert reused.timings.stages == [], "finished values are in the journal"
     assert json.loads((out / "t.json").read_text()) == [11, 11, 10]
     assert json.loads((out / "s.json").read_text()) == [[3], [7], [11]] * 2
+    assert json.loads((out / "e.json").read_text()) == [[11, 10], [11, 10]], "without the gathered components"
 
 
 def test_a_finish_that_fails_costs_no_step_and_can_be_replayed(tmp_path: Path) -> None:
