@@ -17,8 +17,7 @@ import anyio.to_thread
 from msgspec import Struct
 from msgspec.structs import replace
 
-from pipedist.coordinator.failed_calls import FailedCalls
-from pipedist.coordinator.failures import DeathOutcome, FailurePolicy
+from pipedist.coordinator.failures import DeathOutcome, FailedCalls, FailurePolicy
 from pipedist.coordinator.measurements import PassRecord
 from pipedist.coordinator.results import Chunk, ElementStore, QuarantinedCall, ResultStore, Slots, key_of
 from pipedist.coordinator.spans import DriverWork
