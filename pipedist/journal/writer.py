@@ -296,3 +296,8 @@ class Journal:
 
 def file_name(key: str, name: str) -> str:
     return f"{key.replace('/', '-')}.{name}"
+
+
+def log_file(key: str, name: str) -> str:
+    """Return the name of the file of a pass's log."""
+    return f"{file_name(key, name)}.log"

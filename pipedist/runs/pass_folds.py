@@ -14,7 +14,7 @@ from pipedist.coordinator import Coordinator, PassHandle, Slots
 from pipedist.coordinator.measurements import Recorder
 from pipedist.core.types import Tree
 from pipedist.errors import CallError, FoldError, OutputError
-from pipedist.journal.writer import file_name
+from pipedist.journal.writer import log_file
 from pipedist.plan import PassPlan, Plan
 from pipedist.reduction.tree import fold_all
 from pipedist.runs.combine_fold import CombineFold, FoldCall
@@ -409,7 +409,7 @@ def grows(plan: Plan, name: str) -> bool:
 
 def can_write(plan: Plan, name: str, found: PassHistory, key: str) -> bool:
     """Return whether the file of a stage can be written from the journal's part of its complete pass."""
-    return not grows(plan, name) or f"{file_name(key, name)}.log" in found.logs
+    return not grows(plan, name) or log_file(key, name) in found.logs
 
 
 def has_files(plan: Plan, folder: RunFolder, name: str) -> bool:

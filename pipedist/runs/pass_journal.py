@@ -24,7 +24,7 @@ from pipedist.core.types import Tree
 from pipedist.errors import JournalError
 from pipedist.journal.history import CALLS, DurableProgress, History, PassHistory
 from pipedist.journal.log_format import LogEntry, RecordLog, packed, read_log, unpacked
-from pipedist.journal.writer import Journal, PassSnapshot, file_name
+from pipedist.journal.writer import Journal, PassSnapshot, file_name, log_file
 from pipedist.plan import PassPlan
 from pipedist.protocol.codec import decode, encode
 from pipedist.scheduler.commands import CallsQuarantined
@@ -226,7 +226,7 @@ class PassJournal:
             yield entry
 
     def _raw(self, name: str) -> Iterator[tuple[LogEntry, list[bytes]]]:
-        file = f"{file_name(self._key, name)}.log"
+        file = log_file(self._key, name)
         if file in self.before.logs:
             yield from read_log(self._path(file), self.before.logs[file])
         elif self.before.steps:
@@ -240,7 +240,7 @@ class PassJournal:
 
     def log(self, name: str) -> RecordLog:
         """Open a log to append to it, after its durable entries."""
-        file = f"{file_name(self._key, name)}.log"
+        file = log_file(self._key, name)
         log = self._logs[file] = self._journal.log(file, self.before.logs.get(file))
         return log
 
@@ -251,15 +251,15 @@ class PassJournal:
 
     def has_log(self, name: str) -> bool:
         """Return whether a log is durable."""
-        return f"{file_name(self._key, name)}.log" in self.before.logs
+        return log_file(self._key, name) in self.before.logs
 
     def log_bytes(self, name: str) -> int:
         """Return the length of an open log."""
-        return self._logs[f"{file_name(self._key, name)}.log"].end().bytes
+        return self._logs[log_file(self._key, name)].end().bytes
 
     def is_open(self, name: str) -> bool:
         """Return whether a log is open, and not dropped."""
-        return f"{file_name(self._key, name)}.log" in self._logs
+        return log_file(self._key, name) in self._logs
 
     def snapshot(
         self,
@@ -286,7 +286,7 @@ class PassJournal:
             if self._versions.get(name) != version
         }
         first = self.steps_committed
-        gone = tuple(f"{file_name(self._key, name)}.log" for name in dropped)
+        gone = tuple(log_file(self._key, name) for name in dropped)
         snapshot = PassSnapshot(
             self._key,
             self._replicas,

@@ -24,7 +24,7 @@ from pipedist.datasets.sources import SourceError
 from pipedist.errors import JournalError, OutputError, UsageError
 from pipedist.journal.history import History, PassHistory, read_history
 from pipedist.journal.log_format import DISK, FIRST, RecordLog
-from pipedist.journal.writer import Journal, file_name
+from pipedist.journal.writer import Journal, log_file
 from pipedist.outputs.run_record import PRIVATE, existing_record
 from pipedist.plan import PassPlan, Plan, compile_plan
 from pipedist.protocol.program import Shards
@@ -128,7 +128,7 @@ class _ReadOnlyPassJournal(PassJournal):
         super().__init__(unopened, key, replicas, before)
 
     def log(self, name: str) -> RecordLog:
-        file = f"{file_name(self._key, name)}.log"
+        file = log_file(self._key, name)
         end = self.before.logs.get(file)
         if end is None:
             raise JournalError(f"the journal has no values of {name}")

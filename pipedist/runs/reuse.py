@@ -32,7 +32,7 @@ from msgspec.structs import replace
 from pipedist.core.files import link_or_copy
 from pipedist.core.names import listed
 from pipedist.journal.history import Header, History, PassHistory, read_history
-from pipedist.journal.writer import Journal, file_name
+from pipedist.journal.writer import Journal, file_name, log_file
 from pipedist.plan import PassPlan, Plan
 from pipedist.runs.code_modules import changed_modules, modules_of
 from pipedist.runs.identity import differences
@@ -69,7 +69,7 @@ class EarlierPass(Struct, frozen=True):
         return self.pass_.key
 
     def log(self, name: str) -> str:
-        return f"{file_name(self.key, name)}.log"
+        return log_file(self.key, name)
 
     def has_values(self, run: str) -> bool:
         """Return whether the values of a run stage are stored."""
