@@ -6,7 +6,6 @@ It is written into the run's folder. Reports read it without importing the user'
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -39,7 +38,7 @@ def write_about(folder: Path, plan: Plan, source: SpecSource, output: Path) -> N
         to_json(
             {
                 "format": 1,
-                "command": _command(plan, source, output),
+                "command": source.command(os.path.relpath(output), plan.workers),
                 "spec": _spec_text(source),
                 "spec_file": source.source,
                 "environment": {
@@ -65,15 +64,6 @@ def write_failure(folder: Path, error: BaseException) -> None:
     """Write why a run failed into its private folder."""
     text = f"{type(error).__name__}: {error}"[:FAILURE_CHARS_MAX]
     write_json(folder / FAILURE_FILE, {"text": text})
-
-
-def _command(plan: Plan, source: SpecSource, output: Path) -> str:
-    if not source.source:
-        return ""
-    words = ["pipedist", "run", os.path.relpath(source.source), "--workers", str(plan.workers)]
-    for each in source.sets:
-        words += ["--set", each]
-    return shlex.join([*words, "--output", os.path.relpath(output)])
 
 
 def _spec_text(source: SpecSource) -> str:

@@ -39,11 +39,12 @@ class SpecSource(Struct, frozen=True):
             return cls()
         return cls(os.path.abspath(os.fspath(spec)), tuple(sets), kept)
 
-    def command(self, output: str = "") -> str:
-        """Return the command line that runs the spec, "" if there is none; `output`: that of `--output`."""
+    def command(self, output: str = "", workers: int | None = None) -> str:
+        """Return the command line that runs the spec, with these options; "" if there is none."""
         if not self.source or self.params:
             return ""
         words = ["pipedist", "run", os.path.relpath(self.source)]
+        words += [] if workers is None else ["--workers", str(workers)]
         for each in self.sets:
             words += ["--set", each]
         return shlex.join([*words, "--output", output] if output else words)
