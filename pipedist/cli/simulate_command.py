@@ -6,12 +6,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pipedist.cli import terminal
 from pipedist.cli.terminal import stdout_to_stderr, write_error, write_out
 from pipedist.core.names import plural
 from pipedist.errors import UsageError
 from pipedist.runs.progress import LineTimes, duration
+
+if TYPE_CHECKING:
+    from pipedist.testing.spec_simulation import SpecSimulation
 
 SEEDS = 100
 FAILURES_SHOWN_MAX = 5
@@ -41,62 +45,76 @@ def execute(options: SimulateOptions, clock_s: Callable[[], float] = time.monoto
             "--seeds and --seed exclude each other. --seeds N simulates 0 to N-1, --seed K simulates K only"
         )
     from pipedist.testing.faults import Faults
-    from pipedist.testing.spec_simulation import REASONS, SimulationFailure, SpecSimulation
+    from pipedist.testing.spec_simulation import SimulationFailure, SpecSimulation
 
     faults = Faults.parse(DEFAULT_FAULTS if options.faults is None else options.faults)
     costs = parse_costs(options.costs)
-    counts: Counter[str] = Counter()
-    failures: list[str] = []
-    poisoned = 0
+    count = SEEDS if options.seeds is None else options.seeds
+    seeds: Sequence[int] = range(count) if options.seed is None else [options.seed]
+    found = Findings()
     with stdout_to_stderr():  # the user's modules may print
         simulation = SpecSimulation(
             options.spec, workers=options.workers, faults=faults, costs=costs, sets=options.sets
         )
-        count = SEEDS if options.seeds is None else options.seeds
-        seeds: Sequence[int] = range(count) if options.seed is None else [options.seed]
-        interrupted: KeyboardInterrupt | None = None
-        simulated = 0
         try:
             failure = simulation.reference.error
             if failure is not None and options.seed is None:  # one seed may be simulated to study the failure
                 seeds = ()
             progress = SeedProgress(len(seeds), clock_s)
             for seed in seeds:
-                outcome = simulation.run(seed)
-                simulated += 1
-                counts.update(outcome.counts)
-                poisoned += outcome.poisoned
-                progress.update(simulated, len(failures) + bool(outcome.violation))
-                if outcome.violation:
-                    failures.append(
-                        f"seed {seed}: {outcome.violation}\n  reproduce: {simulation.replay(seed)}\n"
-                    )
+                found.add(seed, simulation)
+                progress.update(found.simulated, len(found.failures))
         except SimulationFailure as error:
             write_error(f"pipedist: {error}\n")
             return terminal.FAILED
-        except KeyboardInterrupt as interrupt:  # findings so far are printed first
-            interrupted = interrupt
-    if simulated:
-        write_out(_table(simulated, options.workers, counts, poisoned, len(failures)))
-    for text in failures[:FAILURES_SHOWN_MAX]:
-        write_out(text)
-    if len(failures) > FAILURES_SHOWN_MAX:
-        write_out(f"and {len(failures) - FAILURES_SHOWN_MAX} more seeds\n")
-    if failures:
-        write_out(REASONS + "\n")
-    if interrupted is not None:
-        for note in getattr(interrupted, "__notes__", ()):
-            write_error(f"pipedist: {note}")
-        raise interrupted
+        except KeyboardInterrupt as interrupt:
+            found.interrupt = interrupt
+    found.show(options.workers)
     if failure is not None:
         terminal.report(failure)
-        effect = (
-            "The seed was only compared with that failure"
-            if seeds
-            else "Fix it first; no seeds were simulated"
-        )
+        effect = "The seed was only compared with that failure"
+        effect = effect if seeds else "Fix it first; no seeds were simulated"
         write_error(f"The spec fails without injected faults. {effect}.\n")
-    return terminal.FAILED if failures or failure is not None else terminal.OK
+    return terminal.FAILED if found.failures or failure is not None else terminal.OK
+
+
+class Findings:
+    """The outcomes of the simulated seeds."""
+
+    def __init__(self) -> None:
+        self.simulated = 0
+        self.failures: list[str] = []  # a text for each seed with a violation
+        self.interrupt: KeyboardInterrupt | None = None  # that ended the simulation
+        self._counts: Counter[str] = Counter()
+        self._poisoned = 0
+
+    def add(self, seed: int, simulation: SpecSimulation) -> None:
+        """Simulate a seed."""
+        outcome = simulation.run(seed)
+        self.simulated += 1
+        self._counts.update(outcome.counts)
+        self._poisoned += outcome.poisoned
+        if outcome.violation:
+            self.failures.append(
+                f"seed {seed}: {outcome.violation}\n  reproduce: {simulation.replay(seed)}\n"
+            )
+
+    def show(self, workers: int) -> None:
+        """Print the findings; raise the interrupt that ended the simulation, if one did."""
+        from pipedist.testing.spec_simulation import REASONS
+
+        if self.simulated:
+            write_out(_table(self.simulated, workers, self._counts, self._poisoned, len(self.failures)))
+        for text in self.failures[:FAILURES_SHOWN_MAX]:
+            write_out(text)
+        if len(self.failures) > FAILURES_SHOWN_MAX:
+            write_out(f"and {len(self.failures) - FAILURES_SHOWN_MAX} more seeds\n")
+        if self.failures:
+            write_out(REASONS + "\n")
+        if self.interrupt is not None:
+            for note in getattr(self.interrupt, "__notes__", ()):
+                write_error(f"pipedist: {note}")
+            raise self.interrupt
 
 
 class SeedProgress:
