@@ -34,10 +34,6 @@ class SimulateOptions:
     sets: tuple[str, ...] = ()
 
 
-DEFAULT_FAULTS = "drop=0.01,duplicate=0.01,delay=0.02,cut=0.01,partition=0.01,crash=0.02,pause=0.02,slow=0.05"
-"""Faults of a simulation without `--faults`."""
-
-
 def execute(options: SimulateOptions, clock_s: Callable[[], float] = time.monotonic) -> int:
     """Simulate a spec, and print the findings; return 1 if the run without faults fails, or a seed differs."""
     if options.seed is not None and options.seeds is not None:
@@ -47,7 +43,7 @@ def execute(options: SimulateOptions, clock_s: Callable[[], float] = time.monoto
     from pipedist.testing.faults import Faults
     from pipedist.testing.spec_simulation import SimulationFailure, SpecSimulation
 
-    faults = Faults.parse(DEFAULT_FAULTS if options.faults is None else options.faults)
+    faults = None if options.faults is None else Faults.parse(options.faults)
     costs = parse_costs(options.costs)
     count = SEEDS if options.seeds is None else options.seeds
     seeds: Sequence[int] = range(count) if options.seed is None else [options.seed]

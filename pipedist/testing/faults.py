@@ -106,3 +106,9 @@ class Faults:
     def draw(cls, random: Random) -> Self:
         """Draw some kinds of faults, and their rates."""
         return cls(**{f.name: random.choice(_DRAWN_RATES) for f in fields(cls) if random.random() < 0.3})
+
+
+USUAL_FAULTS = Faults(
+    drop=0.01, duplicate=0.01, delay=0.02, cut=0.01, partition=0.01, crash=0.02, pause=0.02, slow=0.05
+)
+"""Faults of the simulation of a spec for which none are chosen."""

@@ -66,7 +66,7 @@ def pipedist_faults(request: pytest.FixtureRequest) -> Callable[..., SimulatedRu
     """Create simulations with faults: `with pipedist_faults(drop=0.1, seed=7) as simulated:`.
 
     Takes rates as `pipedist.testing.Faults` does, `seed` (the first one), `seeds` (the number of seeds) and
-    `workers`. The `with` is optional.
+    `workers`. Without a rate, most kinds have a low one, as in `pipedist simulate`. The `with` is optional.
     """
     from pipedist.errors import UsageError  # most tests need no simulation
     from pipedist.testing.faults import Faults
@@ -85,7 +85,9 @@ def pipedist_faults(request: pytest.FixtureRequest) -> Callable[..., SimulatedRu
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"pipedist_faults: {name} must be an integer >= {least}, got {value!r}")
         seed = counts["seed"]
-        return SimulatedRuns(Faults.of(rates), range(seed, seed + counts["seeds"]), counts["workers"])
+        return SimulatedRuns(
+            Faults.of(rates) if rates else None, range(seed, seed + counts["seeds"]), counts["workers"]
+        )
 
     return make
 
@@ -116,12 +118,12 @@ class SimulatedRuns:
     """Runs specs in simulated clusters. Created by the fixture `pipedist_faults`.
 
     Args:
-        faults: the rates.
+        faults: the rates; None: those of `pipedist simulate`.
         seeds: each spec is run once with each seed.
         workers: number of simulated workers.
     """
 
-    def __init__(self, faults: Faults, seeds: range, workers: int) -> None:
+    def __init__(self, faults: Faults | None, seeds: range, workers: int) -> None:
         self._faults = faults
         self._seeds = seeds
         self._workers = workers

@@ -35,7 +35,7 @@ from pipedist.runs.run import Run, SpecLike
 from pipedist.spec import RunSpec, Spec, load
 from pipedist.spec.interpolation import read_setting
 from pipedist.testing.cooperative_threads import current_threads
-from pipedist.testing.faults import Faults
+from pipedist.testing.faults import USUAL_FAULTS, Faults
 from pipedist.testing.simulated_cluster import CheckedCoordinator, SimulatedCluster
 from pipedist.testing.virtual_clock import SimulationStalled, VirtualLoop, virtual_clock
 
@@ -162,7 +162,7 @@ class SpecSimulation:
     Args:
         spec: a path, a dict, or a loaded spec.
         workers: number of simulated workers, at least 1.
-        faults: the rates of the faults; None: no faults.
+        faults: the rates of the faults; None: most kinds, at low rates, as `pipedist simulate` has them.
         costs: seconds of virtual time of a call, by stage; such a stage is not executed.
         params: values of the spec's `params`.
         sets: the same as texts, "NAME=VALUE".
@@ -194,7 +194,7 @@ class SpecSimulation:
         if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
             raise UsageError(f"workers must be an integer >= 1, got {workers!r}")
         self._workers = workers
-        self._faults = Faults() if faults is None else faults
+        self._faults = USUAL_FAULTS if faults is None else faults
         self._costs = dict(costs or {})
         for stage in self._costs:
             if not isinstance(self._spec.stages.get(stage), RunSpec):

@@ -53,6 +53,11 @@ def test_marked(pipedist_faults):
         assert set(simulated.injected) == {"delay"}
     assert pipedist_faults().run(SPEC)["total"] == 780
 
+def test_unmarked(pipedist_faults):
+    simulated = pipedist_faults(seeds=5)
+    simulated.run(SPEC)
+    assert len(simulated.injected) > 2
+
 def test_wrong(pipedist_faults):
     with pipedist_faults(crush=0.1):
         pass
@@ -98,7 +103,7 @@ def test_under_pytest_asyncio(pytester: pytest.Pytester, mode: str) -> None:
 def test_in_plain_tests(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(PLAIN)
     result = pytester.runpytest_subprocess(*plugin(pytester), "--strict-markers")
-    result.assert_outcomes(passed=6, failed=3, errors=3)
+    result.assert_outcomes(passed=7, failed=3, errors=3)
     for line in (
         "*pipedist_faults() has no argument 'crush'; did you mean 'crash'? There are: drop, *, workers*",
         "*@pytest.mark.pipedist_cluster has no argument 'wrkers'; did you mean 'workers'? There are: *",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipedist.cli.app import app
-from pipedist.cli.simulate_command import DEFAULT_FAULTS, SeedProgress, SimulateOptions, execute, parse_costs
+from pipedist.cli.simulate_command import SeedProgress, SimulateOptions, execute, parse_costs
 from pipedist.errors import UsageError
 from pipedist.testing import Faults
 from tests.preloaded import run_module
@@ -43,10 +43,6 @@ def test_wrong_costs(text: str) -> None:
 def test_an_unknown_fault_is_reported_with_the_known_ones(kind: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         Faults.parse(f"{kind}=0.1")
-
-
-def test_the_default_faults_can_be_parsed() -> None:
-    assert str(Faults.parse(DEFAULT_FAULTS)) == DEFAULT_FAULTS
 
 
 def test_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:

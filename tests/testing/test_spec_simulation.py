@@ -43,6 +43,11 @@ def test_faults_do_not_change_the_results(function: object, capsys: pytest.Captu
     assert not capsys.readouterr().out
 
 
+def test_a_simulation_without_a_choice_of_faults_has_some() -> None:
+    assert simulate(spec_of(fn.squares), seeds=range(8))["crash"]
+    assert not simulate(spec_of(fn.squares), seeds=range(2), faults=Faults())
+
+
 @pytest.mark.parametrize("function", [fn.draws, pytest.param(fn.waits, marks=pytest.mark.slow)])
 def test_in_asyncios_debug_mode(function: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONASYNCIODEBUG", "1")
@@ -126,9 +131,9 @@ def test_the_command_has_the_file_and_its_parameters(
         "pipedist: 1\nparams: {what: 1}\ndataset: {range: 4, batch: 2}\n"
         "stages: {t: {reduce: sum, of: dataset, axis: 0}}\n"
     )
-    simulation = SpecSimulation(file, params=params)
+    simulation = SpecSimulation(file, params=params, faults=Faults())
     assert simulation.replay(4) == f"pipedist simulate {file} --seed 4 --workers 3 --faults none{option}"
-    without_option = SpecSimulation(file, params={"what": {"a": 1}})
+    without_option = SpecSimulation(file, params={"what": {"a": 1}}, faults=Faults())
     assert without_option.replay(4) == "with pipedist_faults(workers=3, seed=4) as simulated: ..."
 
 
