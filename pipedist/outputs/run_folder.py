@@ -286,6 +286,7 @@ def open_folder(
         raise UsageError(
             f"{label}: `~` is expanded only by a shell, at the start of a word. Write the whole path."
         )
+    denied: OSError | None = None
     with reading(label):
         if path.exists() and not path.is_dir():
             raise UsageError(
@@ -294,7 +295,14 @@ def open_folder(
         path.mkdir(parents=True, exist_ok=True)
         path = path.resolve()
         _claim(path, label)
-        lock = os.open(path / PRIVATE / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        flags = os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            lock = os.open(path / PRIVATE / "lock", os.O_RDWR | os.O_CREAT | flags, 0o666)
+        except OSError as error:
+            if not resume or error.errno not in (errno.EACCES, errno.EROFS):
+                raise
+            denied = error  # a finished run can be returned, for which reading is enough
+            lock = os.open(path / PRIVATE / "lock", os.O_RDONLY | flags)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, lock)
         if not try_lock(lock):
@@ -334,6 +342,9 @@ def open_folder(
                 stored = {file.stem: file for file in found.values()}
                 document = read_results(path, label)
                 return FinishedRun(path, old.run, document, files, changed, moved, stored, values)
+        with reading(label):
+            if denied is not None:
+                raise denied
         previous = _standing(old)
         _check_free(path, label, outputs, previous)
         if resume and old is not None and is_there(path / PRIVATE / "journal" / "journal", label):
@@ -344,11 +355,11 @@ def open_folder(
         notice = _decide(
             old, label, spec_hash=spec_hash, resume=resume, restart=restart, explain=explain, command=command
         )
-        with writing(path):
-            for name in ("new", "journal"):
+        for name in ("new", "journal", TIMINGS):
+            with writing(path / PRIVATE / name):
                 shutil.rmtree(path / PRIVATE / name, onerror=_unless_missing)
-                (path / PRIVATE / name).mkdir()
-            shutil.rmtree(path / PRIVATE / TIMINGS, onerror=_unless_missing)
+                if name != TIMINGS:
+                    (path / PRIVATE / name).mkdir()
         record = RunRecord(
             "running",
             run_id,

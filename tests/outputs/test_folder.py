@@ -4,7 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -146,6 +149,44 @@ def test_resume_of_a_finished_run_returns_it(tmp_path: Path) -> None:
     for _ in range(2):  # the lock was released
         found = open_folder(out, run_id="r2", spec_hash="s1", outputs=["a.json"], resume=True)
         assert found == FinishedRun(out, "r1", {"run": "r1"}, {"a.json": out / "a.json"})
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Let this process write nothing in a folder; root gets another user's rights meanwhile."""
+    for each in (folder, *folder.rglob("*")):
+        each.chmod(0o555 if each.is_dir() else 0o444)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for each in (folder, *folder.rglob("*")):
+            each.chmod(0o755)
+
+
+def test_resume_of_a_finished_run_needs_no_right_to_write() -> None:
+    with TemporaryDirectory() as name:  # the folders of `tmp_path` are closed to other users
+        folder = Path(name, "out")
+        Path(name).chmod(0o755)
+        complete(folder)
+        with read_only(folder):
+            found = open_folder(folder, run_id="r2", spec_hash="s1", outputs=["a.json"], resume=True)
+            assert isinstance(found, FinishedRun)
+            options: tuple[dict[str, Any], ...] = ({}, {"restart": True}, {"resume": True, "spec": "other"})
+            for each in options:
+                with pytest.raises(UsageError, match=r"can't use .* as output folder: Permission denied"):
+                    start(folder, **each)
+
+
+def test_a_file_in_place_of_a_folder_of_a_run_is_named(tmp_path: Path) -> None:
+    complete(tmp_path)
+    (tmp_path / ".pipedist/new").touch()
+    with pytest.raises(OutputError, match=r"can't write .*/\.pipedist/new: Not a directory"):
+        start(tmp_path)
 
 
 def test_resume_of_a_finished_run_with_missing_files(tmp_path: Path) -> None:
