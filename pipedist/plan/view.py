@@ -18,7 +18,6 @@ _REPLICAS_SHOWN = 8
 _SHARDS = {
     "jsonl": "a list of n objects",
     "text": "a list of n texts",
-    "files": "{path: list[str], bytes: list[bytes]}",
 }
 """The input of a function, from sources whose elements are no arrays."""
 

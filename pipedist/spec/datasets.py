@@ -328,7 +328,8 @@ class TextSource(FileSource):
 
 
 class FilesSource(FileSource):
-    """Whole files; each file is an element. A shard of n elements is `{path: list[str], bytes: list[bytes]}`."""
+    """Whole files; each file is an element. A shard of n elements is `{path, bytes}`: texts, and an object
+    array of bytes."""
 
 
 class FunctionSource(Section):

@@ -133,7 +133,6 @@ def test_the_text_has_the_shard_of_a_source_whose_elements_are_no_arrays(tmp_pat
     for source, shard in (
         ("text", "a list of n texts"),
         ("jsonl", "a list of n objects"),
-        ("files", "{path: list[str], bytes: list[bytes]}"),
     ):
         dataset = {source: {"path": str(tmp_path / "a.txt")}, "batch": 1}
         stages = {"rows": {"gather": 0, "of": "dataset"}}

@@ -11,8 +11,10 @@ from typing import Any
 
 import msgspec
 
+from pipedist.core import ragged
 from pipedist.core.names import nearest
 from pipedist.core.types import Tree
+from pipedist.datasets.element import ArraySpec
 from pipedist.datasets.sources.base import (
     Config,
     Ids,
@@ -208,6 +210,7 @@ class RawFilesSource(ReaderSource):
 
     def __init__(self, files: Sequence[DataFile], config: Config, reader: Reader) -> None:
         self._files = tuple(files)
+        self.element_spec = {"path": ArraySpec(str), "bytes": ArraySpec(object)}
         super().__init__(len(files), config, reader)
 
     def locate(self, ids: Ids) -> Tree:
@@ -222,13 +225,17 @@ class RawFilesReader(Reader):
     def __init__(self, _config: Config) -> None:
         """Create a reader; locations name the files."""
 
-    def read(self, location: Tree) -> dict[str, list[str] | list[bytes]]:
-        """Return {path: list[str], bytes: list[bytes]} of the files at `location`.
+    def read(self, location: Tree) -> dict[str, Column]:
+        """Return {path: texts, bytes: object array of bytes} of the files at `location`.
 
         A path is relative to the spec's folder if the source's was, so that it is equal on every host.
         """
         files = msgspec.convert(location, list[DataFile])
-        return {"path": [file.label for file in files], "bytes": [file.contents() for file in files]}
+        shard = {
+            "path": ragged.of_texts([file.label for file in files]),
+            "bytes": ragged.objects([file.contents() for file in files]),
+        }
+        return {name: sealed(column) for name, column in shard.items()}
 
 
 def open_files(config: Config, folder: Path) -> RawFilesSource:
