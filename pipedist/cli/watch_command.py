@@ -106,8 +106,8 @@ def screen_of(data: dict[str, Any]) -> RenderableType:
         workers = status["workers"]
         parts.append(
             Text(
-                f"phase {status['phase']} of {status['phases']}, {duration(status['elapsed_s'])}; {workers['ready']} "
-                f"workers ready, {workers['busy']} busy"
+                f"phase {status['phase']} of {status['phases']}, {duration(status['elapsed_s'])}; "
+                f"workers: {workers['ready']} ready, {workers['busy']} busy"
             )
         )
         bars = Table.grid(padding=(0, 2))

@@ -119,7 +119,7 @@ function waits() {
     wait.reason, wait.for_s === null ? "" : seconds(wait.for_s), wait.text]);
   const done = status.passes.map((each) => `${each.stages}: ${count(each.steps_done)} of ${each.steps_total === null ? "?" : count(each.steps_total)} steps`);
   return section("Now",
-    el("p", {}, `Phase ${status.phase} of ${status.phases}; ${status.workers.ready} workers ready, ${status.workers.busy} busy. ${done.join("; ")}`),
+    el("p", {}, `Phase ${status.phase} of ${status.phases}; workers: ${status.workers.ready} ready, ${status.workers.busy} busy. ${done.join("; ")}`),
     rows.length ? table([["stages"], ["step", 1], ["replica", 1], ["worker"], ["reason"], ["for", 1], ["detail"]], rows) : null);
 }
 

@@ -224,7 +224,7 @@ class Checks:
             return  # a problem of the key itself
         for key, example in (
             ("listen", '`listen: "tcp://ADDRESS:PORT"`'),
-            ("key_file", "`key_file: FILE`, a file made by `pipedist keys FILE`"),
+            ("key_file", "`key_file: FILE`, a file made by `pipedist keys new --output FILE`"),
         ):
             if launcher == "connect" and key not in cluster:
                 message = f"`{key}` is missing, and `launcher: connect` requires it"
