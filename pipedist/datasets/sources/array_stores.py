@@ -297,7 +297,7 @@ def _zarr(store: str, label: str) -> Any:
 def open_zarr(config: Config, folder: Path) -> ReaderSource:
     """Open a zarr array, or the arrays of a group."""
     path: str = config["path"]
-    store = path if is_remote(path) else os.path.abspath(os.path.join(folder, path))
+    store = path if is_remote(path) else os.path.abspath(os.path.join(folder, path.removeprefix("file://")))
     if not is_remote(path) and not os.path.exists(store):
         raise SourceError(f"there is no {path!r} in {os.path.abspath(folder)}", key="path")
     opened = _zarr(store, path)

@@ -36,9 +36,11 @@ def find(pattern: str) -> dict[str, tuple[int, int]]:
     with _errors_of(pattern):
         names = [root] if system.exists(root) else system.glob(root)
         details = {name: system.info(name) for name in names}
-    protocol = first.partition("://")[0]
+    path = root.lstrip("/")
+    # the part before a path may have a host or a user; the paths of HTTP are whole URLs
+    start = first.removesuffix(path) if first.endswith(path) else first.partition("://")[0] + "://"
     return {
-        f"{protocol}://{name.lstrip('/')}{chain}{rest}": (int(each["size"]), _stamp(each))
+        f"{start}{name.lstrip('/')}{chain}{rest}": (int(each["size"]), _stamp(each))
         for name, each in details.items()
         if each.get("type") == "file" and each.get("size") is not None
     }

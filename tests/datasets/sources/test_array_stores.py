@@ -108,6 +108,7 @@ def test_zarr_arrays(tmp_path: Path, version: int) -> None:
         assert (shard["images"] == group["images"][:][np.asarray(ids, int)]).all()
         assert (shard["label"] == group["label"][:][np.asarray(ids, int)]).all()
     check_source(ByIds(make("a.zarr/images")), make=lambda: ByIds(make("a.zarr/images")))
+    assert make(f"file://{tmp_path}/a.zarr").length == 50
     assert is_visible(source.config, [])
     group["label"][0] = 4
     assert make().fingerprint != source.fingerprint

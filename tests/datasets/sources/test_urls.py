@@ -6,7 +6,7 @@ import io
 import os
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -120,6 +120,43 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
     source = open_source("npy", {"path": f"file://{tmp_path}/*.npy"}, folder=Path("/"))
     assert source.length == 40
     source.close()
+
+
+@pytest.mark.parametrize("keeps_urls", [False, True])
+def test_urls_keep_their_hosts(keeps_urls: bool) -> None:
+    """The paths of SFTP and FTP have no host; those of HTTP are whole URLs."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Hosted(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+        protocol = "hosted"
+        store: ClassVar[dict[str, Any]] = {}
+
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            if keeps_urls:
+                return path
+            return "/" + path.removeprefix("hosted://user@host/").lstrip("/")
+
+        def glob(self, path: str, **kwargs: Any) -> list[str]:
+            return sorted(self.store)
+
+        def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+            return {"name": path, "size": len(self.store[path]), "type": "file"}
+
+        def exists(self, path: str, **kwargs: Any) -> bool:
+            return path in self.store
+
+        def cat_file(self, path: str, start: int = 0, end: int = 0, **kwargs: Any) -> bytes:
+            content: bytes = self.store[path][start:end]
+            return content
+
+    fsspec.register_implementation("hosted", Hosted, clobber=True)
+    urls = [f"hosted://user@host/deep/{name}.csv" for name in "ab"]
+    Hosted.store.update({Hosted._strip_protocol(url): url.encode() for url in urls})
+    assert list(remote.find(urls[0])) == urls[:1]
+    assert list(remote.find("hosted://user@host/deep/*.csv")) == urls
+    assert remote.read_range(urls[1], 0, 8) == b"hosted:/"
+    assert remote.current_version(urls[1])[0] == len(urls[1])
 
 
 def test_changed_and_missing_files_are_reported(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
