@@ -235,7 +235,7 @@ class TarSource(FileSource):
 
     A shard of n elements is a dict: `key`, the common name, and a column for each ending. By default these are object
     arrays of bytes. A part that an element lacks is a missing value. Archives are read by offset, so they can be
-    shuffled; `.tar.gz` is unpacked first.
+    shuffled; `.tar.gz` and `.tgz` are unpacked first.
     """
 
     columns: (

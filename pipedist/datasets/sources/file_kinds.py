@@ -225,7 +225,7 @@ def _unpack(file: DataFile, store: UnpackStore) -> DataFile:
     name = file.path.partition("::")[0] if is_remote(file.path) else file.path
     ending = os.path.splitext(name)[1].lower()
     try:
-        if ending == ".gz":
+        if ending in (".gz", ".tgz"):
             with os.fdopen(file.open(), "rb") as packed, gzip.open(packed) as stream:
                 return store.add(file.label, stream, packed_bytes=file.size_bytes)
         if ending == ".zip":

@@ -155,7 +155,13 @@ def open_tar(config: Config, folder: Path) -> TarFilesSource:
         there = list(dict.fromkeys(name for _, _, parts in elements for name in parts))
         columns: dict[str, str] = dict(config.get("columns") or dict.fromkeys(there, "bytes"))
         for name in columns:
-            if name not in there or name == "key":
+            if name == "key":
+                raise SourceError(
+                    f"the part 'key' of {files[0].label} can't be read: the column `key` has the common names",
+                    key="columns",
+                    expected="the other parts in `columns`",
+                )
+            if name not in there:
                 raise SourceError(
                     f"no element of {files[0].label} has the part {name!r}",
                     key="columns",
@@ -230,3 +236,12 @@ def _members(file: DataFile) -> Iterator[tuple[str, int, int]]:
             raise SourceError(
                 f"{file.label}: damaged{after}: there is neither a file nor the end", key="path"
             )
+        rest = file.size_bytes - end - tarfile.BLOCKSIZE
+        while rest > 0 and (zeros := stream.read(min(rest, tarfile.RECORDSIZE))):
+            if zeros.strip(b"\0"):
+                raise SourceError(
+                    f"{file.label}: there is data behind the end of the archive, after which nothing is read",
+                    key="path",
+                    expected="archives that are joined by `tar --concatenate`, not by `cat`",
+                )
+            rest -= len(zeros)

@@ -99,10 +99,10 @@ def shards(folder: Path) -> None:
                 (f"./train/{number:03}.cls", b"%d\n" % number),
             ]
             files += [(f"./train/{number:03}.meta.json", json.dumps({"n": number}).encode())] * (number != 4)
-        write_tar(folder / f"{shard}.tar{'.gz' * shard}", files, "w:gz" if shard else "w")
+        write_tar(folder / ("1.tgz" if shard else "0.tar"), files, "w:gz" if shard else "w")
 
 
-def tar(folder: Path, path: str = "*.tar*", **config: Any) -> Source:
+def tar(folder: Path, path: str = "*.t*", **config: Any) -> Source:
     return open_source("tar", {"path": path, **config}, folder=folder)
 
 
@@ -149,6 +149,13 @@ def test_damaged_archives_and_parts_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(data[:1024] + b"?" * 512 + data[1536:])
     with pytest.raises(SourceError, match=r"a\.tar: damaged after 1\.cls"):
         tar(tmp_path)
+    (tmp_path / "a.tar").write_bytes(data + data)
+    with pytest.raises(SourceError, match=r"a\.tar: there is data behind the end of the archive"):
+        tar(tmp_path)
     (tmp_path / "a.tar").write_bytes(png(1))
     with pytest.raises(SourceError, match=r"a\.tar: not a readable tar file"):
         tar(tmp_path)
+    write_tar(tmp_path / "a.tar", [("1.key", b"1"), ("1.txt", b"x")])
+    with pytest.raises(SourceError, match=r"the part 'key' of a\.tar can't be read"):
+        tar(tmp_path)
+    assert tar(tmp_path, columns={"txt": "str"}).length == 1
