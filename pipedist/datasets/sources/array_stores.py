@@ -96,13 +96,11 @@ class Hdf5Reader(ElementReader):
         return shard.get(BARE, shard)
 
     def _read(self, path: str, rows: range | Rows) -> Array:
-        if isinstance(rows, range):
-            segments = self._layout.segments(rows) or [(0, 0, 0)]
-            return ragged.concatenate([self._take(file, path, range(lo, hi)) for file, lo, hi in segments])
-        files, places = self._layout.places(rows)
-        chosen = [np.flatnonzero(files == file) for file in np.unique(files).tolist()]
-        pieces = [self._take(int(files[at[0]]), path, places[at]) for at in chosen]
-        return ragged.concatenate(pieces)[np.argsort(np.concatenate(chosen))]
+        pieces, order = self._layout.pieces(rows)
+        found = ragged.concatenate(
+            [self._take(file, path, chosen) for file, chosen in pieces or [(0, range(0))]]
+        )
+        return found if order is None else found[order]
 
     def _take(self, file: int, path: str, rows: range | Rows) -> Array:
         try:

@@ -209,6 +209,11 @@ def rows_of(ids: Ids, length: int) -> Ids:
     return rows % length
 
 
+def index_of(rows: Ids) -> Any:
+    """Return what an array is indexed with to get some rows, as a view if they are consecutive."""
+    return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+
+
 def sealed(array: npt.NDArray[_AnyArray]) -> npt.NDArray[_AnyArray]:
     """Return `array` C-contiguous, aligned, native, not wasteful, read-only, with a copy only if necessary."""
     if not array.dtype.isnative:
@@ -262,6 +267,18 @@ class RowLayout:
     def __init__(self, lengths: Sequence[int]) -> None:
         self._ends = np.cumsum(np.asarray(lengths, dtype=np.int64), dtype=np.int64)
         self.total = int(self._ends[-1]) if len(lengths) else 0
+
+    def pieces(self, rows: Ids) -> tuple[list[tuple[int, Ids]], npt.NDArray[np.int64] | None]:
+        """Return which rows to read of each piece, and where each of `rows` is among all that; None: in that order.
+
+        Consecutive rows are consecutive in each piece: a range. Pieces without rows are not returned.
+        """
+        if isinstance(rows, range):
+            return [(piece, range(lo, hi)) for piece, lo, hi in self.segments(rows)], None
+        pieces, places = self.places(rows)
+        chosen = [np.flatnonzero(pieces == piece) for piece in np.unique(pieces).tolist()]
+        order = np.argsort(np.concatenate(chosen)) if len(chosen) > 1 else None
+        return [(int(pieces[at[0]]), places[at]) for at in chosen], order
 
     def segments(self, rows: range) -> list[tuple[int, int, int]]:
         """Return the (piece, lo, hi) of consecutive `rows`, hi exclusive."""

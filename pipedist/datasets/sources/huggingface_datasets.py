@@ -21,6 +21,7 @@ from pipedist.datasets.sources.base import (
     ReaderSource,
     SourceError,
     imported,
+    index_of,
     rows_of,
     sealed,
 )
@@ -59,9 +60,8 @@ class HuggingfaceReader(ElementReader):
     def read(self, location: Tree) -> dict[str, Column]:
         """Return {column: array[n]} of the rows with the ids `location`."""
         rows = rows_of(location, len(self))
-        chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
         try:
-            table = self._dataset[chosen]
+            table = self._dataset[index_of(rows)]
         except (self._arrow.ArrowException, OSError) as error:
             first = rows[0] if len(rows) else 0
             raise SourceError(

@@ -28,6 +28,7 @@ from pipedist.datasets.sources.base import (
     ReaderSource,
     Source,
     SourceError,
+    index_of,
     plain_array,
     rows_of,
     sealed,
@@ -88,7 +89,7 @@ class ArrayTreeSource(Source):
 
     def read(self, location: Tree) -> Tree:
         rows = rows_of(location, self.length)
-        chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+        chosen = index_of(rows)
         if self._views is not None and isinstance(rows, range):
             found = list(map(itemgetter(chosen), self._views))
         else:

@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from pipedist.core import ragged
 from pipedist.core.types import Tree
 from pipedist.datasets.element import ArraySpec
 from pipedist.datasets.sources.base import (
@@ -30,9 +29,10 @@ from pipedist.datasets.sources.base import (
     RowLayout,
     SourceError,
     check_dtype,
+    index_of,
     rows_of,
-    sealed,
 )
+from pipedist.datasets.sources.columns import joined
 from pipedist.datasets.sources.file_kinds import UnpackStore, unreadable
 from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand
 
@@ -103,29 +103,13 @@ class NumpyReader(ElementReader):
         rows are read, not while a function uses them.
         """
         rows = rows_of(location, self._layout.total)
-        if isinstance(rows, range):
-            segments = self._layout.segments(rows) or [(0, 0, 0)]
-            shard = {name: self._slice(name, segments) for name in self._arrays}
-        else:
-            files, places = self._layout.places(rows)
-            shard = {name: self._take(name, files, places) for name in self._arrays}
+        pieces, order = self._layout.pieces(rows)
+        parts = [
+            {name: self._map(name, file)[index_of(chosen)] for name in self._arrays}
+            for file, chosen in pieces or [(0, range(0))]
+        ]
+        shard = joined(parts, order)
         return shard.get(BARE, shard)
-
-    def _slice(self, name: str, segments: list[tuple[int, int, int]]) -> Array:
-        parts = [self._map(name, file)[lo:hi] for file, lo, hi in segments]
-        return sealed(parts[0] if len(parts) == 1 else ragged.concatenate(parts))
-
-    def _take(self, name: str, files: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> Array:
-        present = np.unique(files).tolist()
-        if len(present) == 1:
-            return sealed(self._map(name, present[0])[places])
-        stored = self._arrays[name]
-        widest = max((np.dtype(stored[file].dtype) for file in present), key=lambda dtype: dtype.itemsize)
-        result = np.empty((len(files), *stored[0].shape[1:]), widest.newbyteorder("="))
-        for file in present:
-            chosen = files == file
-            result[chosen] = self._map(name, file)[places[chosen]]
-        return sealed(result)
 
     def _map(self, name: str, file: int) -> Array:
         array = self._mapped(name, file)

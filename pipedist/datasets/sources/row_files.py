@@ -15,6 +15,7 @@ a quote in an unusual place, more slowly.
 
 from __future__ import annotations
 
+import array
 import functools
 import importlib.util
 import io
@@ -294,27 +295,8 @@ def row_starts(blocks: Blocks, start: int, rules: RowRules) -> Offsets:
         return np.array([begin for begin, _ in lenient_rows(blocks(), start, rules)], np.int64)
 
 
-class _Grown:
-    """An array that grows in place: a list of arrays and their concatenation need twice the memory."""
-
-    def __init__(self) -> None:
-        self._array, self._used = np.empty(0, np.int64), 0
-
-    def append(self, offsets: Offsets) -> None:
-        stop = self._used + len(offsets)
-        if stop > len(self._array):
-            # NumPy fills what it adds with zeros, so room that is not used costs memory too.
-            self._array.resize(max(stop, len(self._array) * 5 // 4), refcheck=False)
-        self._array[self._used : stop] = offsets
-        self._used = stop
-
-    def array(self) -> Offsets:
-        self._array.resize(self._used, refcheck=False)
-        return self._array
-
-
 def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> Offsets:
-    found = _Grown()
+    found = array.array("q")  # grows in place: arrays and their concatenation need twice the memory
     inside = False  # whether a quoted field is open at the beginning of the block
     opened_at = start  # offset of the row whose quoted field is open
     begin = start  # offset of the row that the block continues
@@ -334,16 +316,17 @@ def _scan(blocks: Iterator[bytes], start: int, rules: RowRules) -> Offsets:
             begins[0] = begin
             begins[1:] = stops[:-1]
             begin = int(stops[-1])
-            found.append(begins if rules.keep_blank else _without_blank(begins, stops, data, start))
+            rows = begins if rules.keep_blank else _without_blank(begins, stops, data, start)
+            found.frombytes(rows.tobytes())
         opened_at = begin
         start += len(block)
         last = block[-1:]
     if inside:
         raise RowError(opened_at, NEVER_CLOSED)
     if begin < start and (rules.keep_blank or start - begin > 1 or last != b"\r"):
-        found.append(np.array([begin], np.int64))
-    found.append(np.array([start], np.int64))
-    return found.array()
+        found.append(begin)
+    found.append(start)
+    return np.frombuffer(found, np.int64)
 
 
 def _without_blank(begins: Offsets, stops: Offsets, data: npt.NDArray[np.uint8], start: int) -> Offsets:

@@ -29,6 +29,7 @@ from pipedist.datasets.sources.base import (
     RowLayout,
     SourceError,
     imported,
+    index_of,
     rows_of,
     sealed,
 )
@@ -196,21 +197,14 @@ class SqlReader(ElementReader):
     def read(self, location: Tree) -> dict[str, Column]:
         """Return {column: array[n]} of the rows with the ids `location`."""
         rows = rows_of(location, self._length)
-        if not len(rows):
+        pieces, order = self._layout.pieces(rows)
+        if not pieces:
             return joined([self._rows(0, 0)], None)
-        if isinstance(rows, range):
-            pieces = [
-                {name: column[lo:hi] for name, column in self._block(block).items()}
-                for block, lo, hi in self._layout.segments(rows)
-            ]
-            return joined(pieces, None)
-        blocks, places = self._layout.places(rows)
-        chosen = [np.flatnonzero(blocks == block) for block in np.unique(blocks).tolist()]
-        pieces = [
-            {name: column[places[at]] for name, column in self._block(int(blocks[at[0]])).items()}
-            for at in chosen
+        found = [
+            {name: column[index_of(chosen)] for name, column in self._block(block).items()}
+            for block, chosen in pieces
         ]
-        return joined(pieces, np.argsort(np.concatenate(chosen)))
+        return joined(found, order)
 
     def _block(self, block: int) -> dict[str, Column]:
         if block not in self._blocks:

@@ -18,7 +18,6 @@ from urllib.parse import unquote
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from pipedist.core.types import Tree
 from pipedist.datasets.element import ArraySpec
@@ -26,6 +25,7 @@ from pipedist.datasets.sources.arrow_columns import OWN_TYPE, numpy_column, plai
 from pipedist.datasets.sources.base import (
     Config,
     ElementReader,
+    Ids,
     ReaderSource,
     RowLayout,
     SourceError,
@@ -102,27 +102,21 @@ class TableReader(ElementReader):
         An error begins with `file:row:column`, the row counted from 1.
         """
         rows = rows_of(location, self._layout.total)
-        if isinstance(rows, range):
-            segments = self._layout.segments(rows)
-            if not segments:
-                return {name: self._empty(name) for name in self._columns}
-            pieces = []
-            for part, lo, hi in segments:
-                pieces.append(self._typed(part, self._table(part).slice(lo, hi - lo), range(lo, hi)))
-                if hi == self._parts[part][2]:
+        pieces, order = self._layout.pieces(rows)
+        if not pieces:
+            return {name: self._empty(name) for name in self._columns}
+        found = []
+        for part, chosen in pieces:
+            table = self._table(part)
+            if isinstance(chosen, range):
+                found.append(self._typed(part, table.slice(chosen.start, len(chosen)), chosen))
+                if chosen.stop == self._parts[part][2]:
                     self._free(part)
-            order = None
-        else:
-            parts, places = self._layout.places(rows)
-            chosen = [np.flatnonzero(parts == part) for part in np.unique(parts).tolist()]
-            pieces = [
-                self._typed(int(parts[at[0]]), self._table(int(parts[at[0]])).take(places[at]), places[at])
-                for at in chosen
-            ]
-            order = np.argsort(np.concatenate(chosen))
-        return joined(pieces, order)
+            else:
+                found.append(self._typed(part, table.take(chosen), chosen))
+        return joined(found, order)
 
-    def _typed(self, part: int, table: Any, rows: Sequence[int] | npt.NDArray[np.int64]) -> dict[str, Column]:
+    def _typed(self, part: int, table: Any, rows: Ids) -> dict[str, Column]:
         columns = {}
         file = self._parts[part][0]
         for name, kind in self._columns.items():

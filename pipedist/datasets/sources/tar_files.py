@@ -12,7 +12,6 @@ import os
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,6 +27,7 @@ from pipedist.datasets.sources.base import (
     Reader,
     ReaderSource,
     SourceError,
+    index_of,
     rows_of,
     sealed,
 )
@@ -128,10 +128,9 @@ class TarFilesSource(ReaderSource):
 
     def locate(self, ids: Ids) -> Tree:
         rows = rows_of(ids, self.length)
-        chosen: Any = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-        numbers = rows if isinstance(rows, range) else rows.tolist()
+        chosen = index_of(rows)
         return {
-            "keys": [self._keys[row] for row in numbers],
+            "keys": [self._keys[row] for row in rows],
             "files": self._files[chosen],
             "starts": self._starts[chosen],
             "sizes": self._sizes[chosen],
