@@ -27,6 +27,7 @@ from pipedist.datasets.sources.base import (
     RowLayout,
     SourceError,
     check_dtype,
+    check_rows,
     imported,
     plain_array,
     rows_of,
@@ -108,16 +109,12 @@ class Hdf5Reader(ElementReader):
             gap = max(1, array.chunks[0]) if array.chunks else 1
             found = take(array.asstr() if _is_text(array) else array, rows, gap)
         except (OSError, KeyError, RuntimeError, UnicodeDecodeError) as error:  # h5py's for damaged data
-            self._check(file)
+            self._watched.check(file)
             raise SourceError(
                 f"{self._files[file].label}: {_named(rows)} of {path!r} can't be read: {error}", key="path"
             ) from error
-        self._check(file)
+        self._watched.check(file)
         return plain_array(_with_texts(found), f"{self._files[file].label}: {path!r}", "dataset")
-
-    def _check(self, file: int) -> None:
-        if not is_remote(self._files[file].path):
-            self._watched.check(file)
 
     def _open(self, file: int) -> Any:
         return _hdf5(self._files[file])
@@ -147,11 +144,7 @@ def _hdf5(file: DataFile) -> Any:
     h5py = imported("h5py", "hdf5", "hdf5")
     file.check()
     try:
-        if is_remote(file.path):
-            from pipedist.datasets.sources.remote import open_stream
-
-            return h5py.File(open_stream(file.path), "r", rdcc_nbytes=CHUNKS_BYTES_MAX)
-        return h5py.File(file.path, "r", rdcc_nbytes=CHUNKS_BYTES_MAX)
+        return h5py.File(file.for_library(), "r", rdcc_nbytes=CHUNKS_BYTES_MAX)
     except (OSError, RuntimeError) as error:
         raise unreadable(file, "HDF5", error) from error
 
@@ -174,7 +167,7 @@ def open_hdf5(config: Config, folder: Path) -> ReaderSource:
                 ]
                 for path, array in zip(wanted, found, strict=True)
             ]
-            _check_rows({path: array.shape[0] for path, array in zip(wanted, found, strict=True)}, file.label)
+            check_rows({path: array.shape[0] for path, array in zip(wanted, found, strict=True)}, file.label)
             lengths.append(int(found[0].shape[0]))
         arrays = arrays or described
         if described != arrays:
@@ -222,12 +215,6 @@ def _dtype(array: Any, file: DataFile, path: str) -> str:
 
 def _element(described: Sequence[Any]) -> str:
     return f"{described[2]}{described[3]}"
-
-
-def _check_rows(lengths: Mapping[str, int], label: str) -> None:
-    if len(set(lengths.values())) > 1:
-        rows = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
-        raise SourceError(f"{label}: its arrays differ in rows: {rows}", key="path")
 
 
 # -- zarr -----------------------------------------------------------------------------------------------
@@ -326,7 +313,7 @@ def open_zarr(config: Config, folder: Path) -> ReaderSource:
         if not _is_zarr_text(array):
             check_dtype(array.dtype, what, "path")
     try:
-        _check_rows({name: array.shape[0] for name, array in arrays.items()}, path)
+        check_rows({name: array.shape[0] for name, array in arrays.items()}, path)
     except SourceError as error:
         raise SourceError(
             str(error), key="path", expected="`arrays`: those with one element a row"

@@ -63,12 +63,8 @@ class ArrowReader(TableReader):
         imported("pyarrow.ipc", "arrow", "arrow")
         file.check()
         try:
-            if is_remote(file.path):
-                from pipedist.datasets.sources.remote import open_stream
-
-                memory = arrow.PythonFile(open_stream(file.path), "r")
-            else:
-                memory = arrow.memory_map(file.path)
+            given = file.for_library()
+            memory = arrow.PythonFile(given, "r") if is_remote(file.path) else arrow.memory_map(given)
             head = memory.read(len(_MAGIC))
             memory.seek(0)
             if head != _MAGIC:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -257,6 +257,13 @@ def check_dtype(dtype: np.dtype[Any], what: str, key: str) -> None:
         key=key,
         expected=f"numbers, booleans, dates or text ({hint})",
     )
+
+
+def check_rows(lengths: Mapping[str, int], label: str) -> None:
+    """Raise SourceError unless the arrays of a file have one number of rows."""
+    if len(set(lengths.values())) > 1:
+        rows = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
+        raise SourceError(f"{label}: its arrays differ in rows: {rows}", key="path")
 
 
 class RowLayout:

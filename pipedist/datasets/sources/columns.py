@@ -35,23 +35,22 @@ class CellError(Exception):
 
     Args:
         row: of the cell.
-        fact: the mismatch, without advice.
-        fix: what to do about it in a spec; it ends the `message`.
+        fact: the mismatch.
     """
 
-    def __init__(self, row: int, fact: str, fix: str = "") -> None:
+    def __init__(self, row: int, fact: str) -> None:
         self.row = row
         self.fact = fact
-        self.message = f"{fact}: {fix}" if fix else fact
-        super().__init__(self.message)
+        self.message = fact  # with advice for a spec
+        super().__init__(fact)
 
 
 class MissingCellError(CellError):
     """Cell `row` has no value, and its column's type has none that stands for it."""
 
     def __init__(self, row: int, kind: object) -> None:
-        fix = "declare the column float64, which reads it as NaN"
-        super().__init__(row, f"a value of type {kind} is missing", fix)
+        super().__init__(row, f"a value of type {kind} is missing")
+        self.message = f"{self.fact}: declare the column float64, which reads it as NaN"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from pipedist.datasets.sources.base import (
     RowLayout,
     SourceError,
     check_dtype,
+    check_rows,
     index_of,
     rows_of,
 )
@@ -228,10 +229,7 @@ def _members(file: DataFile, store: UnpackStore) -> dict[str, Stored]:
         raise unreadable(file, ".npz", error) from error
     if not found:
         raise SourceError(f"{file.label} contains no array", key="path")
-    lengths = {name: stored.shape[0] for name, stored in found.items()}
-    if len(set(lengths.values())) > 1:
-        rows = ", ".join(f"{name!r} has {length}" for name, length in lengths.items())
-        raise SourceError(f"{file.label}: its arrays differ in rows: {rows}", key="path")
+    check_rows({name: stored.shape[0] for name, stored in found.items()}, file.label)
     return found
 
 

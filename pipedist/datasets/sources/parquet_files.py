@@ -38,11 +38,7 @@ class ParquetReader(TableReader):
         parquet = imported("pyarrow.parquet", "parquet", "parquet")
         file.check()  # pyarrow opens the file itself, to read without the GIL
         try:
-            if is_remote(file.path):
-                from pipedist.datasets.sources.remote import open_stream
-
-                return ParquetFile(parquet.ParquetFile(open_stream(file.path), pre_buffer=True))
-            return ParquetFile(parquet.ParquetFile(file.path, pre_buffer=False))
+            return ParquetFile(parquet.ParquetFile(file.for_library(), pre_buffer=is_remote(file.path)))
         except (arrow.ArrowException, OSError) as error:
             raise unreadable(file, "parquet", error) from error
 

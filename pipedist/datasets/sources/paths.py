@@ -11,6 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec import Struct
 
@@ -62,6 +63,14 @@ class DataFile(Struct, frozen=True, array_like=True):
             os.close(descriptor)
             raise
         return descriptor
+
+    def for_library(self) -> Any:
+        """Return what other libraries open: the path of the file; for a URL, a stream, which reads by byte ranges."""
+        if not is_remote(self.path):
+            return self.path
+        from pipedist.datasets.sources.remote import open_stream
+
+        return open_stream(self.path)
 
     def check_open(self, descriptor: int) -> None:
         """Check that the open file has not changed; its path may have been replaced."""
@@ -124,7 +133,9 @@ class OpenFiles:
         return self.files[file].read(self.descriptor(file), start, stop)
 
     def check(self, file: int) -> None:
-        self.files[file].check_open(self.descriptor(file))
+        """Check that a file has not changed; not for URLs, of which the version would be queried each time."""
+        if not is_remote(self.files[file].path):
+            self.files[file].check_open(self.descriptor(file))
 
     def descriptor(self, file: int) -> int:
         """Return an open descriptor of a file, which this object closes."""

@@ -44,20 +44,27 @@ _WALS = ("-wal", ".wal")  # changes that a database has not yet written to its m
 class Database(abc.ABC):
     """An open database, and a query to it."""
 
+    errors: tuple[type[Exception], ...]  # that queries raise
+
+    def __init__(self, database: Any, query: str) -> None:
+        self._database = database
+        self._query = f"({query})"
+
     @abc.abstractmethod
     def columns(self) -> dict[str, str]:
         """Return the names of the query's columns, and the type of each: that of a NumPy array, or "bytes"."""
 
-    @abc.abstractmethod
     def count(self) -> int:
         """Return the number of rows."""
+        (count,) = self._database.execute(f"SELECT count(*) FROM {self._query}").fetchone()
+        return int(count)
 
     @abc.abstractmethod
     def rows(self, lo: int, hi: int, columns: dict[str, str]) -> dict[str, Column]:
         """Return rows [lo, hi) as columns of the types; CellError has a row from 0."""
 
-    @abc.abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._database.close()
 
 
 class SqliteDatabase(Database):
@@ -66,10 +73,11 @@ class SqliteDatabase(Database):
     Its columns have no types, so each value has one of its own: those of all rows decide.
     """
 
+    errors = (sqlite3.Error, UnicodeDecodeError)
+
     def __init__(self, path: str, query: str) -> None:
-        self._database = sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True, check_same_thread=False)
-        self._query = f"({query})"
-        self.errors: tuple[type[Exception], ...] = (sqlite3.Error, UnicodeDecodeError)
+        opened = sqlite3.connect(f"file:{quote(path)}?mode=ro", uri=True, check_same_thread=False)
+        super().__init__(opened, query)
 
     def columns(self) -> dict[str, str]:
         cursor = self._database.execute(f"SELECT * FROM {self._query} LIMIT 0")
@@ -83,10 +91,6 @@ class SqliteDatabase(Database):
             columns[name] = _sqlite_type(there)
         return columns
 
-    def count(self) -> int:
-        (count,) = self._database.execute(f"SELECT count(*) FROM {self._query}").fetchone()
-        return int(count)
-
     def rows(self, lo: int, hi: int, columns: dict[str, str]) -> dict[str, Column]:
         text = f"SELECT * FROM {self._query} LIMIT ? OFFSET ?"
         found = self._database.execute(text, (hi - lo, lo)).fetchall()
@@ -95,9 +99,6 @@ class SqliteDatabase(Database):
             name: _sqlite_column(column, kind)
             for column, (name, kind) in zip(values, columns.items(), strict=True)
         }
-
-    def close(self) -> None:
-        self._database.close()
 
 
 def _quoted(name: str) -> str:
@@ -142,9 +143,8 @@ class DuckDatabase(Database):
         duckdb = imported("duckdb", "sql", "duckdb")
         self._arrow = imported("pyarrow", "sql", "duckdb")
         imported("pyarrow.compute", "sql", "duckdb")
-        self.errors: tuple[type[Exception], ...] = (duckdb.Error,)
-        self._database = duckdb.connect(path, read_only=True, config={"threads": 1})
-        self._query = f"({query})"
+        self.errors = (duckdb.Error,)
+        super().__init__(duckdb.connect(path, read_only=True, config={"threads": 1}), query)
 
     def _table(self, text: str) -> Any:
         return self._database.sql(text).to_arrow_table()
@@ -162,16 +162,9 @@ class DuckDatabase(Database):
             columns[field.name] = OWN_TYPE
         return columns
 
-    def count(self) -> int:
-        (count,) = self._database.execute(f"SELECT count(*) FROM {self._query}").fetchone()
-        return int(count)
-
     def rows(self, lo: int, hi: int, columns: dict[str, str]) -> dict[str, Column]:
         table = self._table(f"SELECT * FROM {self._query} LIMIT {hi - lo} OFFSET {lo}")
         return {name: numpy_column(self._arrow, table.column(name), kind) for name, kind in columns.items()}
-
-    def close(self) -> None:
-        self._database.close()
 
 
 class SqlReader(ElementReader):

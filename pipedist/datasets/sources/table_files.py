@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 from urllib.parse import unquote
@@ -41,7 +41,7 @@ from pipedist.datasets.sources.columns import (
     joined,
     no_such_column,
 )
-from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand, is_remote
+from pipedist.datasets.sources.paths import FILES_OPEN_MAX, DataFile, OpenFiles, expand
 
 PARTS_BYTES_MAX = 256 << 20  # limit of a reader's decoded data; the last part is always cached
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"  # the value of a folder whose rows have none
@@ -156,11 +156,11 @@ class TableReader(ElementReader):
         try:
             table = opened.read(number, [name for name in self._columns if name not in self._partitions])
         except (self._arrow.ArrowException, OSError) as error:
-            self._check(file)
+            self._watched.check(file)
             raise SourceError(
                 f"{self._files[file].label}: {self.part_name} {number} can't be read: {error}", key="path"
             ) from error
-        self._check(file)
+        self._watched.check(file)
         self._tables[part] = table, table.nbytes
         while len(self._tables) > 1 and sum(size for _, size in self._tables.values()) > PARTS_BYTES_MAX:
             self._tables.popitem(last=False)
@@ -175,13 +175,9 @@ class TableReader(ElementReader):
         if self._tables[part][1] * self._layout.total > PARTS_BYTES_MAX * rows:
             del self._tables[part]
 
-    def _check(self, file: int) -> None:
-        if not is_remote(self._files[file].path):
-            self._watched.check(file)
-
     def _open(self, number: int) -> TableFile:
         file = self.open_file(self._files[number])
-        self._check(number)
+        self._watched.check(number)
         return file
 
     def close(self) -> None:
@@ -294,7 +290,7 @@ def _with_types(
             yield [name, kind]
             continue
         if kind == OWN_TYPE:
-            kind = "int64" if _all(texts, lambda text: str(int(text)) == text) else "str"
+            kind = "int64" if _are_integers(texts) else "str"
         for file, text in zip(files, texts, strict=True):
             try:
                 _partition(text, kind)
@@ -305,9 +301,9 @@ def _with_types(
         yield [name, kind]
 
 
-def _all(texts: Sequence[str], is_plain: Callable[[str], bool]) -> bool:
+def _are_integers(texts: Sequence[str]) -> bool:
     try:
-        return all(map(is_plain, texts))
+        return all(str(int(text)) == text for text in texts)
     except ValueError:
         return False
 
