@@ -14,11 +14,15 @@ import contextlib
 import errno
 import fcntl
 import os
-from pathlib import Path
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePath
 from typing import BinaryIO
 
 _SYNCED_MAX = 256  # files of a folder that are made durable one by one
 
+_NOT_REPLACED = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -91,8 +95,9 @@ class AtomicPath:
     def commit(self) -> None:
         """Make what was written durable and rename it to `path`."""
         sync_tree(self.written)
-        if self.path.is_dir() or self.written.is_dir():  # a folder is not replaced in one step
+        if self.path.is_dir():  # a folder is not replaced in one step, and replaces no file
             remove_tree(self.path)
+        elif self.written.is_dir():
             self.path.unlink(missing_ok=True)
         os.replace(self.written, self.path)
         sync_folder(self.path.parent)
@@ -107,7 +112,7 @@ def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
     """Remove a folder, or do nothing if it is not there."""
     import shutil  # rarely needed
 
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+    with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
@@ -168,3 +173,53 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def move(source: Path, path: Path, name: PurePath) -> None:
+    """Move a file or folder to `path/name`, in place of what is there; do nothing if it was moved before.
+
+    Symbolic links below `path` are not followed.
+    """
+    with _parent(path, name, make=True) as target:
+        with contextlib.suppress(FileNotFoundError):  # moved before the kill
+            try:
+                os.replace(source, name.name, dst_dir_fd=target)
+            except OSError as error:
+                if error.errno not in _NOT_REPLACED:
+                    raise
+                _unlink(name.name, target)  # a folder is replaced in two steps
+                os.replace(source, name.name, dst_dir_fd=target)
+        os.fsync(target)
+
+
+def remove(path: Path, name: PurePath) -> None:
+    """Remove the file or folder `path/name`, if it is there; symbolic links below `path` are not followed."""
+    with contextlib.suppress(FileNotFoundError), _parent(path, name, make=False) as target:
+        _unlink(name.name, target)
+
+
+def _unlink(name: str, folder: int) -> None:
+    """Remove a file, or a folder with all that is in it; links in it are not followed."""
+    if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        import shutil  # rarely needed
+
+        shutil.rmtree(name, dir_fd=folder)
+    else:
+        os.unlink(name, dir_fd=folder)
+
+
+@contextlib.contextmanager
+def _parent(path: Path, name: PurePath, *, make: bool) -> Iterator[int]:
+    """Open the folder that holds `path/name`, following no symbolic link below `path`."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in name.parts[:-1]:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=fd)
+            below = os.open(part, _DIRECTORY, dir_fd=fd)
+            os.close(fd)
+            fd = below
+        yield fd
+    finally:
+        os.close(fd)

@@ -34,16 +34,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
-import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from pipedist.core.files import link_or_copy, sync_folder, try_lock
+from pipedist.core.files import link_or_copy, move, remove, remove_tree, sync_folder, try_lock
 from pipedist.errors import UsageError
 from pipedist.outputs.encoding import Json
 from pipedist.outputs.run_record import (
@@ -65,8 +63,6 @@ EXACT = ".values"  # the file among them that has values as they were returned; 
 TIMINGS = "timings"  # the folder in `.pipedist` of measurements
 
 Found = Literal["", "unfinished", "other"]
-_NOT_REPLACED = (errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR)
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class FinishedRun(Struct, frozen=True):
@@ -222,7 +218,7 @@ class RunFolder:
         with writing(self.values.parent):
             for earlier in self.values.parent.glob("*"):
                 if earlier != self.values:
-                    shutil.rmtree(earlier, onerror=_unless_missing)
+                    remove_tree(earlier)
         return {name: self.path / name for name in written}
 
     def fail(self, *, resumable: bool) -> None:
@@ -320,28 +316,10 @@ def open_folder(
             options,
         )
         if resume and old is not None and is_finished:
-            missing = [name for name in old.files if not is_there(path / name, label)]
-            changed, moved = map(tuple, since(path / PRIVATE / "journal") if since is not None else ((), ()))
-            if resume != "reuse" or not (missing or changed or moved):
-                if missing:
-                    raise UsageError(
-                        f"{label}/{missing[0]} of the finished run {old.run} is missing. --reuse writes "
-                        "it again; --restart runs everything again."
-                    )
-                if changed and not accept:
-                    lines = "".join(f"\n    {line}" for line in changed)
-                    raise UsageError(
-                        f"the run {old.run} in {label} is finished, but its results are stale, because something "
-                        f"has changed since then:{lines}\n  To execute again what that affects, use "
-                        "--reuse; to print the results as they are, --resume --force-code; to execute "
-                        "everything again, omit --resume"
-                    )
-                files = {name: path / name for name in old.files}
-                found = {file.name: file for file in (path / PRIVATE / VALUES / old.run).glob("*")}
-                values = found.pop(EXACT, None)
-                stored = {file.stem: file for file in found.values()}
-                document = read_results(path, label)
-                return FinishedRun(path, old.run, document, files, changed, moved, stored, values)
+            changes = since(path / PRIVATE / "journal") if since is not None else ((), ())
+            found = _finished(path, label, old, changes, reuse=resume == "reuse", accept=accept)
+            if found is not None:
+                return found
         with reading(label):
             if denied is not None:
                 raise denied
@@ -357,7 +335,7 @@ def open_folder(
         )
         for name in ("new", "journal", TIMINGS):
             with writing(path / PRIVATE / name):
-                shutil.rmtree(path / PRIVATE / name, onerror=_unless_missing)
+                remove_tree(path / PRIVATE / name)
                 if name != TIMINGS:
                     (path / PRIVATE / name).mkdir()
         record = RunRecord(
@@ -372,6 +350,39 @@ def open_folder(
         write_record(path, record)
         stack.pop_all()
         return RunFolder(path, lock, record, notice, options=options)
+
+
+def _finished(
+    path: Path,
+    label: Path,
+    old: RunRecord,
+    changes: tuple[Sequence[str], Sequence[str]],
+    *,
+    reuse: bool,
+    accept: bool,
+) -> FinishedRun | None:
+    """Return the finished run, None if parts of it are to be executed again, or raise UsageError; see `open_folder`."""
+    changed, moved = map(tuple, changes)
+    missing = [name for name in old.files if not is_there(path / name, label)]
+    if reuse and (missing or changed or moved):
+        return None
+    if missing:
+        raise UsageError(
+            f"{label}/{missing[0]} of the finished run {old.run} is missing. --reuse writes it again; --restart runs "
+            "everything again."
+        )
+    if changed and not accept:
+        lines = "".join(f"\n    {line}" for line in changed)
+        raise UsageError(
+            f"the run {old.run} in {label} is finished, but its results are stale, because something has changed "
+            f"since then:{lines}\n  To execute again what that affects, use --reuse; to print the results as they "
+            "are, --resume --force-code; to execute everything again, omit --resume"
+        )
+    files = {name: path / name for name in old.files}
+    stored = {file.name: file for file in (path / PRIVATE / VALUES / old.run).glob("*")}
+    values = stored.pop(EXACT, None)
+    by_stage = {file.stem: file for file in stored.values()}
+    return FinishedRun(path, old.run, read_results(path, label), files, changed, moved, by_stage, values)
 
 
 def _standing(old: RunRecord | None) -> tuple[str, ...]:
@@ -450,44 +461,17 @@ def _move_all(path: Path, record: RunRecord) -> RunRecord:
     with writing(path):
         for name in record.previous:
             if name not in record.files:
-                _remove(path, PurePath(name))
+                remove(path, PurePath(name))
         for name in record.files:
-            _move(path, PurePath(name))
+            move(path / PRIVATE / "new" / name, path, PurePath(name))
         private = path / PRIVATE
         with contextlib.suppress(FileNotFoundError):  # moved before the kill
             os.replace(private / "results.json.new", private / "results.json")
-        shutil.rmtree(private / "new", onerror=_unless_missing)
+        remove_tree(private / "new")
         sync_folder(path)
     done = replace(record, state=record.then, previous=(), resumable=record.then == "failed", complete=True)
     write_record(path, done)
     return done
-
-
-def _move(path: Path, name: PurePath) -> None:
-    source = path / PRIVATE / "new" / name
-    with _parent(path, name, make=True) as target:
-        with contextlib.suppress(FileNotFoundError):  # moved before the kill
-            try:
-                os.replace(source, name.name, dst_dir_fd=target)
-            except OSError as error:
-                if error.errno not in _NOT_REPLACED:
-                    raise
-                _unlink(name.name, target)  # a folder is replaced in two steps
-                os.replace(source, name.name, dst_dir_fd=target)
-        os.fsync(target)
-
-
-def _remove(path: Path, name: PurePath) -> None:
-    with contextlib.suppress(FileNotFoundError), _parent(path, name, make=False) as target:
-        _unlink(name.name, target)
-
-
-def _unlink(name: str, folder: int) -> None:
-    """Remove a file, or a folder with all that is in it; links in it are not followed."""
-    if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-        shutil.rmtree(name, dir_fd=folder)
-    else:
-        os.unlink(name, dir_fd=folder)
 
 
 def _remove_others(folder: Path, keep: Collection[str], below: PurePath) -> None:
@@ -502,26 +486,3 @@ def _remove_others(folder: Path, keep: Collection[str], below: PurePath) -> None
                 child.rmdir()
         else:
             child.unlink()
-
-
-@contextlib.contextmanager
-def _parent(path: Path, name: PurePath, *, make: bool) -> Iterator[int]:
-    """Open the folder that holds `path/name`, following no symbolic link below `path`."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for part in name.parts[:-1]:
-            if make:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, dir_fd=fd)
-            below = os.open(part, _DIRECTORY, dir_fd=fd)
-            os.close(fd)
-            fd = below
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _unless_missing(_function: Any, _path: str, info: Any) -> None:
-    """Raise an error of `shutil.rmtree`, unless the file is missing; its `onerror`."""
-    if not isinstance(info[1], FileNotFoundError):
-        raise info[1]

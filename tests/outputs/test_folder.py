@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -474,13 +475,13 @@ def test_values_of_the_run_before_that_cannot_be_removed_are_named(
     out = tmp_path / "out"
     (out / ".pipedist/values/r0").mkdir(parents=True)
 
-    remove = run_folder.shutil.rmtree
+    remove = shutil.rmtree
 
     def refuse(path: Path, **options: Any) -> None:
         if Path(path).name == "r0":
             raise PermissionError(13, "Permission denied", str(path))
         remove(path, **options)
 
-    monkeypatch.setattr(run_folder.shutil, "rmtree", refuse)
+    monkeypatch.setattr("shutil.rmtree", refuse)
     with pytest.raises(OutputError, match=r"can't write .*values: Permission denied"):
         complete(out)
