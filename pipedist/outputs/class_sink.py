@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,8 +66,16 @@ class ClassSink(RowSink):
             cls = load(reference(target.options["class"]), [])
             self._writer = cls(self._out.written, **target.options.get("with", {}))
 
-    def _errors(self) -> _Errors:
-        return _Errors(self.label, self._name)
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise an exception of the user's class as an OutputError that names it."""
+        try:
+            yield
+        except OutputError:
+            raise
+        except Exception as error:
+            kind = type(error).__name__
+            raise OutputError(f"{self.label}: {self._name} raised {kind}: {error}") from error
 
     def _rows(self, columns: dict[str, Array]) -> None:
         with self._errors():
@@ -84,22 +94,6 @@ class ClassSink(RowSink):
         if writer is not None:
             with self._errors():
                 writer.close()
-
-
-class _Errors:
-    """Raises an exception of the user's class as an OutputError that names it."""
-
-    def __init__(self, label: str, name: str) -> None:
-        self._label = label
-        self._name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, OutputError):
-            kind = type(error).__name__
-            raise OutputError(f"{self._label}: {self._name} raised {kind}: {error}") from error
 
 
 def class_problem(cls: object, with_: dict[str, Any], code: str) -> str:

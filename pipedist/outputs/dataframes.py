@@ -13,6 +13,7 @@ Dtypes and further axes are as `pipedist.datasets.frames` describes.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -90,45 +91,22 @@ def _rows_of(value: Tree, *, one_per_value: bool) -> Tree:
 
 def _of_records(records: list[dict[str, Any]], library: Library) -> Any:
     if library == "pandas":
-        import pandas
-
-        return pandas.DataFrame.from_records(records)
+        return importlib.import_module("pandas").DataFrame.from_records(records)
     if library == "polars":
-        import polars
-
-        return polars.from_dicts(records)
-    import pyarrow
-
-    return pyarrow.Table.from_pylist(records)
+        return importlib.import_module("polars").from_dicts(records)
+    return importlib.import_module("pyarrow").Table.from_pylist(records)
 
 
 def _read(path: Path, library: Library) -> Any:
     """Return a file that the library reads itself, or None."""
-    if path.suffix == ".parquet":
-        if library == "pandas":
-            import pandas
-
-            return pandas.read_parquet(path)
-        if library == "polars":
-            import polars
-
-            return polars.read_parquet(path)
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_table(path)
-    if path.suffix == ".csv":
-        if library == "pandas":
-            import pandas
-
-            return pandas.read_csv(path)
-        if library == "polars":
-            import polars
-
-            return polars.read_csv(path)
-        import pyarrow.csv
-
-        return pyarrow.csv.read_csv(path)
-    return None
+    if path.suffix not in (".parquet", ".csv"):
+        return None
+    kind = path.suffix[1:]
+    if library == "arrow":
+        module, name = f"pyarrow.{kind}", "read_table" if kind == "parquet" else "read_csv"
+    else:
+        module, name = library, f"read_{kind}"
+    return getattr(importlib.import_module(module), name)(path)
 
 
 def _loaded(path: Path) -> Tree:
