@@ -311,20 +311,13 @@ def sorted_rows(packed: Ints, size: int, *, has_runs: bool = False) -> tuple[Int
     Args:
         has_runs: whether they are a few sorted runs, which NumPy's stable sort of numbers merges.
     """
-    bits, row_bits = (size - 1).bit_length(), len(packed).bit_length()
+    bits = (size - 1).bit_length()
     if has_runs or bits > _RADIX_BITS_MAX:
-        if bits + row_bits > 62:
-            order = np.argsort(packed, kind="stable")
-            return order, packed.take(order)
-        keyed = packed << row_bits
-        keyed |= np.arange(len(packed))
-        keyed.sort(kind="stable")
-        values = keyed >> row_bits
-        keyed &= (1 << row_bits) - 1
-        return keyed, values
-    order = np.argsort(packed.astype(np.uint16), kind="stable")  # NumPy sorts 16 bits by radix
-    for shift in range(16, bits, 16):
-        order = order.take(np.argsort((packed.take(order) >> shift).astype(np.uint16), kind="stable"))
+        order = np.argsort(packed, kind="stable")
+    else:
+        order = np.argsort(packed.astype(np.uint16), kind="stable")  # NumPy sorts 16 bits by radix
+        for shift in range(16, bits, 16):
+            order = order.take(np.argsort((packed.take(order) >> shift).astype(np.uint16), kind="stable"))
     return order, packed.take(order)
 
 
