@@ -31,17 +31,17 @@ class EngineCluster(Cluster):
         self,
         workers: int,
         engine: Engine,
-        *,
         listen: str | None,
-        threads_per_replica: int,
+        threads: int,
         limits: SchedulerLimits | None,
-        force: bool = False,
+        *,
+        force: bool,
     ) -> None:
         super().__init__(workers, Supply(None, (), "workers that are placed bring them"))
         self._force = force
         self._engine = engine
         self._listen = listen
-        self._threads = threads_per_replica
+        self._threads = threads
         self._limits = limits
         self._keys = new_keys()
 
@@ -126,14 +126,7 @@ class RayCluster(EngineCluster):
             place_s=place_s,
             code=None if code is None else Path(code),
         )
-        super().__init__(
-            workers,
-            engine,
-            listen=listen,
-            threads_per_replica=threads_per_replica,
-            limits=limits,
-            force=force,
-        )
+        super().__init__(workers, engine, listen, threads_per_replica, limits, force=force)
 
 
 class DaskCluster(EngineCluster):
@@ -178,11 +171,4 @@ class DaskCluster(EngineCluster):
 
         workers = usable_cores() if workers is None else workers
         engine = DaskEngine(address=address, workers=workers, place_s=place_s)
-        super().__init__(
-            workers,
-            engine,
-            listen=listen,
-            threads_per_replica=threads_per_replica,
-            limits=limits,
-            force=force,
-        )
+        super().__init__(workers, engine, listen, threads_per_replica, limits, force=force)

@@ -51,7 +51,7 @@ SOON = SchedulerLimits(heartbeat_timeout_s=4)
 def cluster_of(
     engine: HereEngine, workers: int = 2, threads: int = 1, limits: SchedulerLimits | None = None
 ) -> EngineCluster:
-    return EngineCluster(workers, engine, listen=None, threads_per_replica=threads, limits=limits)
+    return EngineCluster(workers, engine, None, threads, limits, force=False)
 
 
 @pytest.mark.asyncio
@@ -334,7 +334,7 @@ def test_ctrl_c_in_a_notebook_ends_a_run_that_waits_for_its_engine(tmp_path: Pat
                     await anyio.sleep(0.5)
                 print("closed", flush=True)
         def cluster_for(*_, **__):
-            return EngineCluster(1, NoRoom(1), listen=None, threads_per_replica=1, limits=None)
+            return EngineCluster(1, NoRoom(1), None, 1, None, force=False)
         runs.cluster_for = cluster_for
         class Slow(threading.Thread):
             def start(self):
