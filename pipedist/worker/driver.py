@@ -271,7 +271,7 @@ class Driver:
         self._progress.idle()
         self.output.finish()
         with self._lock:
-            self._report(slice_.lease, slice_.hi, run, failure)
+            self._report(slice_.lease, run, failure)
 
     def _advance(self, run: Run, slice_s: float, slice_bytes: int) -> CallFailure | None:
         if not self._is_working:  # as `_working`, which is set in Python
@@ -279,7 +279,7 @@ class Driver:
             self._working.set()
         return run.advance(slice_s, slice_bytes)
 
-    def _report(self, lease: int, hi: int, run: Run, failure: CallFailure | None) -> None:
+    def _report(self, lease: int, run: Run, failure: CallFailure | None) -> None:
         """Report what a slice has executed; the caller holds the lock."""
         if (fault := self._log_forwarder.fault) is not None:
             if isinstance(fault, ConnectionLost) and self._run is run:
@@ -288,14 +288,13 @@ class Driver:
             raise fault
         if self._run is not run or self._left is not None:
             return  # the lease of a gang was dropped while its replicas handled messages
-        is_over = self._reports.finished(lease, run, ends_at=-1 if failure else hi)
+        self._reports.finished(lease, run)
         if self._log_forwarder.lines:
             self._log_forwarder.send_lines()
         if failure is not None:
             run.skip()
             self._reports.failed(lease, failure)
-        if not is_over:
-            self._handle(ev.SliceEnded(lease))
+        self._handle(ev.SliceEnded(lease))
         if self._slice is not None:  # else `run` waits for messages next
             self._receive()
 
@@ -327,7 +326,7 @@ class Driver:
                 self._step = self._run = None
                 return
             self._hand_over()
-            self._report(lease, assigned.hi, run, failure)
+            self._report(lease, run, failure)
 
     def _hand_over(self) -> None:
         """Have the machine see a lease that it has not seen before another event; the caller holds the lock."""

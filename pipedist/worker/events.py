@@ -75,17 +75,8 @@ class LeaveRequested(Struct, frozen=True):
     reason: str
 
 
-class LeaseFinished(Struct, frozen=True):
-    """The last calls of a lease returned, and its slice has ended: `CallsFinished`, then `SliceEnded`."""
-
-    lease: int
-    lo: int
-    hi: int
-    busy_ns: int
-
-
 class StepReturned(Struct, frozen=True):
-    """All calls of a gang's lease returned, which the machine has not seen: `AssignGang`, then `LeaseFinished`."""
+    """Calls of a gang's lease that the machine has not seen returned: `AssignGang`, `CallsFinished`, `SliceEnded`."""
 
     assigned: msg.AssignGang
     busy_ns: int
@@ -113,7 +104,6 @@ Event = (
     | CollectiveOverdue
     | RestartNeeded
     | LeaveRequested
-    | LeaseFinished
     | StepReturned
     | SliceEnded
     | TimePassed
@@ -165,7 +155,7 @@ TRANSITIONS: dict[ProtocolState, dict[type, frozenset[ProtocolState]]] = {
     },
     _EXECUTING: {
         **_to(_EXECUTING, on=(*_STORED, *_ASSIGNED, *_REPORTED)),
-        **_to(_EXECUTING, _READY, on=(*_OVER, msg.Unbind, msg.Cancel, LeaseFinished, SliceEnded)),
+        **_to(_EXECUTING, _READY, on=(*_OVER, msg.Unbind, msg.Cancel, SliceEnded)),
         **_to(_STOPPING, on=(*_LAST, RestartNeeded)),
     },
     _STOPPING: {},

@@ -280,14 +280,6 @@ class WorkerMachine:
         send = cmd.SendResults(msg.Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)
         return [send, *_end_of(lease)]
 
-    def _on_lease_finished(self, event: ev.LeaseFinished, now: float) -> list[cmd.Command]:
-        lease = self._leases.report(event.lease, event.lo, event.hi)
-        if lease.next < lease.hi or lease.overlaps:
-            raise LocalProtocolError(f"{lease} was reported as finished")
-        cache_pass = lease.pass_id if lease.cached else 0
-        send = cmd.SendResults(msg.Results(event.lease, event.lo, event.hi, event.busy_ns), cache_pass)
-        return [send, cmd.DropLease(lease.id), *self._execute(self._leases.next(), now)]
-
     def _on_step_returned(self, event: ev.StepReturned, _now: float) -> list[cmd.Command]:
         assigned = event.assigned
         if not self.executes_at_once(assigned):
@@ -379,7 +371,6 @@ _HANDLERS: dict[type, Callable[[WorkerMachine, Any, float], list[cmd.Command]]] 
     ev.CallRaised: WorkerMachine._on_call_raised,
     ev.CollectiveReached: WorkerMachine._on_collective_reached,
     ev.CollectiveOverdue: WorkerMachine._on_collective_overdue,
-    ev.LeaseFinished: WorkerMachine._on_lease_finished,
     ev.StepReturned: WorkerMachine._on_step_returned,
     ev.SliceEnded: WorkerMachine._on_slice_ended,
 }

@@ -32,7 +32,6 @@ from pipedist.worker.events import (
     CallsFinished,
     ElementsFinished,
     Event,
-    LeaseFinished,
     StepReturned,
 )
 from pipedist.worker.failures import CallFailure
@@ -165,13 +164,11 @@ class ResultReporter:
 
     # -- executed calls ------------------------------------------------------------------
 
-    def finished(self, lease: int, run: Run, *, ends_at: int = -1) -> bool:
-        """Report calls that returned; return True if the last one is before `ends_at`: then the lease is over, too."""
+    def finished(self, lease: int, run: Run) -> None:
+        """Report calls that returned."""
         lo, outcomes, busy_ns = run.take()
         if not outcomes or isinstance(run, RejectedLeaseRun):
-            return False
-        hi = lo + len(outcomes)
-        is_over = False
+            return
         self._executor = run.executor
         try:
             self.payload = encode(outcomes)
@@ -183,10 +180,8 @@ class ResultReporter:
                 self.payload = encode([outcome])
                 self._handle(CallsFinished(lease, call, call + 1, busy_ns if call == lo else 0))
         else:
-            is_over = hi == ends_at
-            self._handle((LeaseFinished if is_over else CallsFinished)(lease, lo, hi, busy_ns))
+            self._handle(CallsFinished(lease, lo, lo + len(outcomes), busy_ns))
         self.payload, self._executor = (), None
-        return is_over
 
     def step(self, assigned: AssignGang, run: GangRun | PreparedStep) -> bool:
         """Report a step whose calls all returned, and that the machine has not seen; False: a result can't be sent."""

@@ -19,7 +19,6 @@ from pipedist.worker import commands as wcmd
 from pipedist.worker.events import (
     CallsFinished,
     Event,
-    LeaseFinished,
     LeaveRequested,
     ProtocolState,
     QuotaReached,
@@ -274,11 +273,6 @@ class WorkerProcess:
 
     def _report(self, slice_: wcmd.Execute, done: int, busy_ns: int, raises: bool) -> None:
         self.busy = False
-        if slice_.lo < done == slice_.hi and not raises:
-            self.listening = False
-            self.executing = None
-            self.handle(LeaseFinished(slice_.lease, slice_.lo, done, busy_ns))
-            return
         if done > slice_.lo:
             self.handle(CallsFinished(slice_.lease, slice_.lo, done, busy_ns))
         if raises:

@@ -135,7 +135,7 @@ def fails(x: int) -> int:
         (
             "tests.worker.replica_functions:identity",
             (Unbind(2),),
-            ["AssignGang", "Unbind", "LeaseFinished", "StepReturned"],
+            ["AssignGang", "Unbind", "CallsFinished", "SliceEnded", "StepReturned"],
             ["Results"] * 2,
         ),
     ],

@@ -134,25 +134,6 @@ def test_leases_wait_in_order() -> None:
     assert scenario.handle(events.SliceEnded(7)) == [commands.DropLease(7), execute(9, 2, 3)]
 
 
-def test_the_last_report_of_a_lease_ends_it_with_one_event() -> None:
-    scenario, apart = ready(), ready()
-    for each in (scenario, apart):
-        each.handle(Assign(7, 1, 10, 14, 0))
-        each.handle(Assign(8, 1, 2, 3, 0))
-        each.handle(raised(7, 10))
-    separately = apart.handle(events.CallsFinished(7, 11, 14, 5)) + apart.handle(events.SliceEnded(7))
-    assert scenario.handle(events.LeaseFinished(7, 11, 14, 5)) == separately
-    assert separately == [
-        commands.SendResults(Results(7, 11, 14, 5)),
-        commands.DropLease(7),
-        execute(8, 2, 3),
-    ]
-    with pytest.raises(LocalProtocolError, match="was reported as finished"):
-        Scenario(events.Started(), WELCOME, Bind(1), Assign(7, 1, 0, 2, 0)).handle(
-            events.LeaseFinished(7, 0, 1, 1)
-        )
-
-
 def test_a_step_may_be_executed_before_its_lease_is_seen() -> None:
     scenario, assigned = ready(), AssignGang(7, 1, 0, 1, 0, 1, 0, 2, "")
     assert scenario.machine.executes_at_once(assigned)
