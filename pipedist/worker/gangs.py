@@ -107,28 +107,27 @@ class GangRunFactory:
         if assigned.members == 1:
             return None
         if assigned.segment and implementation is not Implementation.TRANSPORT:
-            shared = self.shared
-            key = assigned.segment, assigned.member, assigned.members
-            if shared is None or self._shared_by != key:
-                return self._shared_channel(assigned, replicas)
-            shared.begin(assigned.serial)  # the members of the gang before: the common case
-            return shared
+            return self._shared_channel(assigned, replicas)
         if implementation is Implementation.SHARED:
             raise UsageError(NOT_SHARED)
         return RelayChannel(self._client, assigned.lease, buffer, assigned.member, assigned.members)
 
     def _shared_channel(self, assigned: AssignGang, replicas: int) -> SharedChannel:
-        """Return a new channel through the gang's segment."""
+        """Return the channel through the gang's segment: that of the gang before, if it had the same members."""
+        key = assigned.segment, assigned.member, assigned.members
+        if self.shared is not None and self._shared_by == key:
+            self.shared.begin(assigned.serial)
+            return self.shared
         from pipedist.collectives.shared import SharedChannel  # as large as the rest of the package
 
-        self.shared = channel = SharedChannel(
+        self.shared = SharedChannel(
             self._segments.get(assigned.segment),
             serial=assigned.serial,
             member=assigned.member,
             spans=[range(a, b) for a, b in spans(replicas, assigned.members)],
         )
-        self._shared_by = assigned.segment, assigned.member, assigned.members
-        return channel
+        self._shared_by = key
+        return self.shared
 
     def close(self) -> None:
         self._threads.close()
@@ -199,10 +198,6 @@ class GangRun:
             start = time.perf_counter_ns()
             self._over = self._execute()
             self._busy_ns = time.perf_counter_ns() - start
-        if self.hi - self._next == 1 and not isinstance(only := self._over[self._next], CallFailure):
-            self._outcomes = [only[0]]  # the common case, cheaper
-            self._over.clear()
-            return None
         outcomes: list[Outcome] = []
         failure: CallFailure | None = None
         for number in range(self._next, self.hi):
