@@ -24,6 +24,7 @@ from pipedist.core.files import AtomicPath
 from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs.array_files import NpzSink
+from pipedist.outputs.sink import imported
 from pipedist.outputs.spool import BLOCK_BYTES, Array, ArraySpool
 
 
@@ -79,10 +80,7 @@ class ZarrSink(ArrayStoreSink):
     _refused = "S"
 
     def _store(self, members: dict[str, Array | ArraySpool]) -> None:
-        try:
-            import zarr
-        except ImportError:
-            raise OutputError(f"{self.label}: .zarr needs zarr: pip install 'pipedist[zarr]'") from None
+        zarr = imported("zarr", self.label, ".zarr", "zarr")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of data types that are not in the specification yet: dates
             group = zarr.open_group(str(self._out.written), mode="w", zarr_format=3)
@@ -105,10 +103,7 @@ class Hdf5Sink(ArrayStoreSink):
     _refused = "Mm"
 
     def _store(self, members: dict[str, Array | ArraySpool]) -> None:
-        try:
-            import h5py
-        except ImportError:
-            raise OutputError(f"{self.label}: .h5 needs h5py: pip install 'pipedist[hdf5]'") from None
+        h5py = imported("h5py", self.label, ".h5", "hdf5")
         with h5py.File(self._out.written, "w") as file:
             for name, member in members.items():
                 dtype = h5py.string_dtype() if member.dtype.kind == "U" else member.dtype

@@ -29,7 +29,7 @@ from pipedist.core.types import Tree
 from pipedist.datasets.sources.arrow_columns import arrow_column, numbers_of
 from pipedist.errors import OutputError
 from pipedist.outputs.row_files import RowSink
-from pipedist.outputs.sink import Target
+from pipedist.outputs.sink import Target, imported
 from pipedist.outputs.spool import Array
 from pipedist.reduction.keyed.keys import TextColumn
 from pipedist.reduction.keyed.table import KeyedTable
@@ -41,17 +41,6 @@ PARTITIONS_MAX = 1_000
 _PARTITIONS_BYTES_MAX = 4 * GROUP_BYTES_MAX  # bytes that wait for their groups, of all partitions
 
 NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
-
-
-def import_pyarrow(label: str, what: str, extra: str) -> Any:
-    """Import pyarrow; raise OutputError if it is missing."""
-    try:
-        import pyarrow
-        import pyarrow.compute
-        import pyarrow.parquet
-    except ImportError:
-        raise OutputError(f"{label}: {what} needs pyarrow: pip install 'pipedist[{extra}]'") from None
-    return pyarrow
 
 
 class RowGroups:
@@ -130,7 +119,9 @@ class TableSink(RowSink):
     what: ClassVar[str] = ".arrow"
 
     def __init__(self, target: Target) -> None:
-        self._arrow: Any = import_pyarrow(target.label, self.what, self.extra)
+        for module in ("pyarrow.compute", "pyarrow.parquet"):
+            imported(module, target.label, self.what, self.extra)
+        self._arrow: Any = imported("pyarrow", target.label, self.what, self.extra)
         super().__init__(target)
         self._groups = RowGroups(self._arrow, self._rows_max(target))
         self._schema: Any = None  # the schema of all groups, after the first one

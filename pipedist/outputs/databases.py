@@ -35,7 +35,7 @@ from pipedist.errors import OutputError
 from pipedist.outputs import encoding
 from pipedist.outputs.arrow_files import TableSink
 from pipedist.outputs.row_files import RowSink
-from pipedist.outputs.sink import Target
+from pipedist.outputs.sink import Target, imported
 from pipedist.outputs.spool import Array
 
 COMMIT_ROWS = 2**16  # rows of a transaction, unless fewer come
@@ -260,16 +260,11 @@ class DuckdbSink(TableSink):
     _out: AtomicPath
 
     def __init__(self, target: Target) -> None:
-        try:
-            import duckdb
-        except ImportError:
-            raise OutputError(
-                f"{target.label}: .duckdb needs duckdb: pip install 'pipedist[duckdb]'"
-            ) from None
+        duckdb = imported("duckdb", target.label, ".duckdb", "duckdb")
         super().__init__(target)
         self._database, self._is_outside = _place(target, self._out)
         self._name: str = target.options.get("table") or target.name
-        self._error = duckdb.Error
+        self._error: type[Exception] = duckdb.Error
         self._connection: Any = None
         self._taken = 0
         with self._errors():

@@ -26,7 +26,7 @@ from pipedist.core.types import Tree
 from pipedist.errors import OutputError
 from pipedist.outputs import encoding
 from pipedist.outputs.row_files import RowSink
-from pipedist.outputs.sink import Target
+from pipedist.outputs.sink import Target, imported
 from pipedist.outputs.spool import Array
 
 _FIELD = re.compile(r"\{([^{}]+)\}")
@@ -124,14 +124,9 @@ class FilesSink(RowSink):
                 f"{self.label}: {name!r} needs bytes, or an image: uint8 [height, width], or with 1, 3 or 4 "
                 f"channels; got {pixels.dtype}{list(pixels.shape)}"
             )
-        try:
-            from PIL import Image
-        except ImportError:
-            raise OutputError(
-                f"{self.label}: {self._ending} needs Pillow: pip install 'pipedist[images]'"
-            ) from None
-        image = Image.fromarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
-        kind = Image.registered_extensions().get(self._ending)
+        pillow = imported("PIL.Image", self.label, self._ending, "images")
+        image = pillow.fromarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
+        kind = pillow.registered_extensions().get(self._ending)
         if kind is None:
             raise OutputError(
                 f"{self.label}: {self._ending or 'a name without ending'!r} is no format of images; return bytes"

@@ -9,6 +9,7 @@ pieces in which they came: those depend on the order of arrival.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -51,6 +52,15 @@ class Target(Struct, frozen=True):
     run: str = ""
     table: Callable[[Tree], dict[str, npt.NDArray[Any]]] | None = None
     options: Mapping[str, Any] = {}
+
+
+def imported(module: str, label: str, what: str, extra: str) -> Any:
+    """Import a module of another package, which a format needs; raise OutputError if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0].replace("PIL", "Pillow")
+        raise OutputError(f"{label}: {what} needs {package}: pip install 'pipedist[{extra}]'") from None
 
 
 class Sink(ABC):
