@@ -15,15 +15,14 @@ import importlib
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Final
 
 from pipedist.collectives.options import Implementation
 from pipedist.collectives.requests import ALL_GATHER, ALL_REDUCE, BROADCAST, CollectiveRequest
 from pipedist.core import trees
+from pipedist.core.platform_id import kernel_boot
 from pipedist.errors import UsageError
 from pipedist.reduction.partials import ReduceOp
 
@@ -80,12 +79,8 @@ class TorchGroup:
             return cls("", None, 1)
         key = (implementation, group)
         cached = _cached.get(key) if group else None
-        boot = ""
-        with suppress(OSError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        shared = share(
-            {"cached": "" if cached is None else cached.identity, "boot": boot, "host": socket.gethostname()}
-        )
+        boot, known = kernel_boot(), "" if cached is None else cached.identity
+        shared = share({"cached": known, "boot": boot, "host": socket.gethostname()})
         if cached is not None and all(one["cached"] == cached.identity for one in shared):
             return cached
         _cached.pop(key, None)

@@ -94,6 +94,15 @@ def _cpu_lines() -> Mapping[str, str]:
     return lines
 
 
+def kernel_boot() -> str:
+    """Return an id of the boot of this host's kernel; "" without one (macOS)."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
 def peak_memory_bytes() -> int:
     """Return the largest resident memory of this process so far."""
     return process_usage()[0]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import numpy as np
 
 from pipedist.collectives.channel import WORD_BYTES, Channel, GangAborted
+from pipedist.core.platform_id import kernel_boot
 from pipedist.core.types import Tree
 from pipedist.protocol.codec import decode, encode
 from pipedist.protocol.program import JaxDevices
@@ -95,10 +94,7 @@ class JaxRun(GangRun):
     def _join(self, channel: Channel) -> None:
         """Join the other members: as in the last step, or all anew, in processes that have not started jax."""
         known = jax_mesh.joined()
-        boot = ""
-        with suppress(OSError):
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        host = socket.gethostname()
+        boot, host = kernel_boot(), socket.gethostname()
         with socket.socket() as probe:
             probe.bind(("", 0))  # a free port
             port = probe.getsockname()[1]

@@ -23,7 +23,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from pipedist.core.platform_id import Platform
+from pipedist.core.platform_id import Platform, kernel_boot
 from pipedist.protocol.messages import WIRE_VERSION, Hello
 
 
@@ -166,10 +166,8 @@ def boot_id() -> str:
 
     Containers of one host share the kernel, but not the files. Without a kernel boot id (macOS), it is the host name.
     """
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        root = os.stat("/")
-        return f"{boot} {os.readlink('/proc/self/ns/mnt')} {root.st_dev}:{root.st_ino}"
-    except OSError:
-        return os.uname().nodename
+    if boot := kernel_boot():
+        with contextlib.suppress(OSError):
+            root = os.stat("/")
+            return f"{boot} {os.readlink('/proc/self/ns/mnt')} {root.st_dev}:{root.st_ino}"
+    return os.uname().nodename
