@@ -117,7 +117,10 @@ class PassHandle:
         self.settled = anyio.Event()  # set when the pass is closed, and no worker reports results any more
         self._late: dict[int, Slots] = {}  # results of cancelled calls, if they are kept
         self._is_closed = False
-        self._visible: deque[tuple[int, int]] = deque()  # ranges of steps that the reader has not consumed
+        self._visible = (
+            0,
+            0,
+        )  # the first and the last, exclusive, of the steps that the reader has not consumed
         self._changed = anyio.Event()
         self._demand = 0  # steps that the scheduler has requested, and that were not offered yet
         self._demanded = anyio.Event()
@@ -146,7 +149,7 @@ class PassHandle:
         if self._feed is None:
             raise LocalProtocolError("a pass without a feed can't be read in order")
         while True:
-            while self._visible:
+            while self._visible[0] < self._visible[1]:
                 batch = self._take_batch()
                 last = batch.first + len(batch.steps)
                 yield batch
@@ -162,12 +165,11 @@ class PassHandle:
             await self._changed.wait()
 
     def _take_batch(self) -> Batch:
-        first, last = self._visible.popleft()
+        first, last = self._visible
         replicas = self.settings.replicas
         fitting = int(BATCH_BYTES_MAX / max(1.0, self._store.bytes_mean * replicas))
         end = min(last, first + max(1, min(BATCH_STEPS_MAX, fitting)))
-        if end < last:
-            self._visible.appendleft((end, last))
+        self._visible = (end, last)
         steps, size = self._store.take(first, end, replicas)
         for call in [call for call in self._quarantined if call < end * replicas]:
             del self._quarantined[call]
@@ -519,13 +521,12 @@ class PassHandle:
             return
         self.counts.elements_visible += elements
         self.failed.forget(first, last)
-        if not self._visible:
-            self._visible.append((first, last))
-            self._changed.set()  # it stays set while there is a range
-        elif self._visible[-1][1] == first:
-            self._visible[-1] = (self._visible[-1][0], last)
+        begin, end = self._visible  # steps become visible in order
+        if begin < end:
+            self._visible = (begin, last)
         else:
-            self._visible.append((first, last))
+            self._visible = (first, last)
+            self._changed.set()  # it stays set while there is a step
 
     def step_failed(self, step: int, failure: Failure) -> None:
         """End a step that failed for good; with a feed, end the pass."""
@@ -569,7 +570,7 @@ class PassHandle:
         self._is_closed = True
         if not self.keeps_results:
             self.release()
-        self._visible.clear()
+        self._visible = (0, 0)
         self._reads.clear()
         self._inputs.clear()
         self.failed.clear()

@@ -115,12 +115,10 @@ class SpoolFeed(Feed):
 
     async def begin_at(self, step: int) -> None:
         spool = self._spool
-        if spool is not None:
-            self._stored = len(spool)
-            sizes = ((spool.epochs[at], spool.elements(at, at + 1)) for at in range(self._stored))
-            self._read_to = self._cutter.seek(step, sizes)
-        else:
-            self._cutter.seek(step, ())
+        assert spool is not None  # a run with a journal has one
+        self._stored = len(spool)
+        sizes = ((spool.epochs[at], spool.elements(at, at + 1)) for at in range(self._stored))
+        self._read_to = self._cutter.seek(step, sizes)
         self._next = step
 
     # -- for the pass that makes the values --------------------------------------------------------
