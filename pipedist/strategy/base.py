@@ -319,8 +319,8 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
 
         Raises:
             ValueError: the file has no value for a variable, or one of another dtype or shape; no variable
-                changes, and the text lists all differences.
-            OSError: the file can't be read.
+                changes, and the text lists all differences. Or `save` did not make the file, or it is damaged.
+            OSError: the file can't be opened.
             RuntimeError: called inside a replica function, or while a run uses a variable.
         """
         require_cross_replica("Strategy.restore")

@@ -368,14 +368,16 @@ def write(path: Path, arrays: Mapping[str, Array]) -> None:
 def read(path: Path, names: Collection[str]) -> tuple[dict[str, Array], list[str]]:
     """Return the arrays of some names in a file, and all names in it; ValueError: `write` did not make it."""
     found = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            there = sorted(name.removesuffix(".npy") for name in archive.namelist())
-            for name in set(names) & set(there):
-                with archive.open(f"{name}.npy") as member:
-                    found[name] = np.lib.format.read_array(member, allow_pickle=False)
-    except (zipfile.BadZipFile, ValueError, EOFError, KeyError) as error:
-        raise ValueError(f"{path} can't be read as a file of Strategy.save: {error}") from error
+    with path.open("rb") as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                there = sorted(name.removesuffix(".npy") for name in archive.namelist())
+                for name in set(names) & set(there):
+                    with archive.open(f"{name}.npy") as member:
+                        found[name] = np.lib.format.read_array(member, allow_pickle=False)
+        # a damaged file may have an impossible offset, compression or encryption
+        except (zipfile.BadZipFile, ValueError, EOFError, KeyError, OSError, RuntimeError) as error:
+            raise ValueError(f"{path} can't be read as a file of Strategy.save: {error}") from error
     return found, there
 
 

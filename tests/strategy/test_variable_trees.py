@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 import pipedist
+from pipedist.strategy.variables import read, write
 from pipedist.values import PerReplica
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -205,6 +207,19 @@ async def test_a_file_that_does_not_fit_is_refused_with_every_difference(
         await strategy.restore(path)
     with pytest.raises(FileNotFoundError):
         await strategy.restore(tmp_path / "none")
+
+
+async def test_a_damaged_file_is_a_value_error_whichever_bit_flipped(tmp_path: Path) -> None:
+    path = tmp_path / "w.npz"
+    write(path, {"w": np.arange(2.0)})
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with suppress(ValueError):
+            found, _ = read(path, ["w"])
+            assert all(np.array_equal(value, np.arange(2.0)) for value in found.values()), bit
 
 
 async def test_names_must_differ_and_a_failed_save_keeps_the_file(
