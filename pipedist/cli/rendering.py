@@ -58,33 +58,13 @@ def render(
     from rich.console import Console
     from rich.text import Text
 
-    values = table()
-    for title in ("stage", "verb"):
-        values.add_column(title, overflow="fold")
     plain = not (_is_terminal() or "COLUMNS" in os.environ)
-    values.add_column("value", overflow="fold", max_width=PLAIN_VALUE_WIDTH if plain else None)
-    listed = list(rows)
-    any_file = any(row.file for row in listed)
-    if any_file:
-        values.add_column("file", overflow="fold", no_wrap=plain)
-    below: list[RenderableType] = []
-    for row in listed:
-        streamed = isinstance(row.value, Path)
-        text = summarize_file(row.value) if streamed else summarize(row.value)
-        found = None if streamed else records(row.value)
-        if found is not None:
-            text = f"{found.count:,} records, below"
-            below += [Text(), table([row.name, *found.names], found.rows)]
-        cells = [Text(row.name), Text(row.verb), Text(text)]
-        if any_file:
-            cells.append(Text("" if row.file is None else shown(row.file)))
-        values.add_row(*cells)
     page = _Page()
     console = Console(
         file=page, force_terminal=_is_terminal(), highlight=False, width=PLAIN_WIDTH if plain else None
     )
-    if listed:
-        console.print(values, *below, sep="\n")
+    if listed := list(rows):
+        console.print(*_values(listed, plain=plain), sep="\n")
     else:
         console.print(Text("The spec has no reduce, gather or update, so the run has no results."))
     console.print()
@@ -109,6 +89,32 @@ def render(
         console.print(Text(", ".join(f"{name} {duration(seconds)}" for name, seconds in times.items())))
     # Padding of the columns is removed: output may go to a file.
     return "\n".join(line.rstrip(" ") for line in page.getvalue().split("\n"))
+
+
+def _values(rows: Sequence[Row], *, plain: bool) -> list[RenderableType]:
+    """Return the table of values, and below it a table for each value that consists of records."""
+    from rich.text import Text
+
+    values = table()
+    for title in ("stage", "verb"):
+        values.add_column(title, overflow="fold")
+    values.add_column("value", overflow="fold", max_width=PLAIN_VALUE_WIDTH if plain else None)
+    any_file = any(row.file for row in rows)
+    if any_file:
+        values.add_column("file", overflow="fold", no_wrap=plain)
+    below: list[RenderableType] = []
+    for row in rows:
+        streamed = isinstance(row.value, Path)
+        text = summarize_file(row.value) if streamed else summarize(row.value)
+        found = None if streamed else records(row.value)
+        if found is not None:
+            text = f"{found.count:,} records, below"
+            below += [Text(), table([row.name, *found.names], found.rows)]
+        cells = [Text(row.name), Text(row.verb), Text(text)]
+        if any_file:
+            cells.append(Text("" if row.file is None else shown(row.file)))
+        values.add_row(*cells)
+    return [values, *below]
 
 
 class _Page(io.StringIO):
