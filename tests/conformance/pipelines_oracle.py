@@ -99,7 +99,7 @@ def evaluate(stages: Sequence[Json], files: Files, shard: tuple[int, int] | None
                 elements = [elements[i : i + size] for i in range(0, len(elements), size)]
             case ["batch", int(size), True]:
                 elements = [elements[i : i + size] for i in range(0, len(elements) - size + 1, size)]
-            case ["unbatch"]:
+            case ["unbatch"] if all(isinstance(batch, list) for batch in elements):
                 elements = [row for batch in elements for row in batch]
             case ["repeat", times]:
                 elements = elements * times
