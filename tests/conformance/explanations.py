@@ -192,26 +192,6 @@ def _widths(reading: Json) -> set[int]:
     return {len(reference.components(leaf) or []) for leaf in leaves}
 
 
-def cut_alike(recorded: Json, own: Json) -> bool:
-    """Return whether the workers have the same rows, of which some or all have cut them otherwise."""
-    pairs = list(zip(recorded, own, strict=True))
-    if (
-        len({len(told.get("steps", ())) for told in recorded}) > 1
-    ):  # the workers of a step wait for each other
-        return False
-    return any(cut_otherwise(told, ours) for told, ours in pairs) and all(
-        cut_otherwise(told, ours) or same_elements(told, ours) for told, ours in pairs
-    )
-
-
-def same_elements(recorded: Json, own: Json) -> bool:
-    """Return whether two readings of one worker are the same, batch by batch."""
-    if set(recorded) != set(own) or recorded.get("end") != own.get("end"):
-        return False
-    told, ours = (_batches(each.get("steps", each.get("elements", []))) for each in (recorded, own))
-    return told == ours
-
-
 def _batches(elements: Json) -> list[list[Json]]:
     """Return the rows of each element, or of each replica's part of it, for each leaf of a tree."""
     parts: list[Json] = []

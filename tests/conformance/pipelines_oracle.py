@@ -7,6 +7,7 @@ others it has no answer (None), and the deviation then leaves the case as it is.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -133,6 +134,17 @@ def chunks(batch: list[Any], parts: int) -> list[list[Any]]:
     """Cut a batch into chunks of ceil(rows / parts), in order, the last ones shorter or empty."""
     size = -(-len(batch) // parts)
     return [batch[i * size : (i + 1) * size] for i in range(parts)]
+
+
+def rebatched(rows: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    """Cut rows as TensorFlow's rebatch does: by a cycle of sizes, up to the first one that finds no row."""
+    parts: list[list[Any]] = []
+    for size in itertools.cycle(sizes):
+        if size and not rows:
+            break
+        parts.append(rows[:size])
+        rows = rows[size:]
+    return parts
 
 
 def divided(batch: Any, parts: int) -> Json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -172,13 +171,8 @@ def _rebatched(case: Case, policy: str) -> Json:
         shard = (pipelines, index) if policy == "FILE" and pipelines > 1 else None
         rows = oracle.evaluate(call["dataset"], call.get("files") or {}, shard)
         sizes = batch_sizes_for_worker(call["batch"], pipelines, call["replicas_per_worker"], index)
-        elements = []
-        for size in itertools.cycle(sizes):
-            if size and not rows:
-                break
-            elements.append([_json(row) for row in rows[:size]])
-            rows = rows[size:]
-        workers.append({"elements": elements})
+        parts = oracle.rebatched(rows, sizes)
+        workers.append({"elements": [[_json(row) for row in part] for part in parts]})
     return workers
 
 
