@@ -124,8 +124,6 @@ class OutputError(PipedistError):
 class JournalError(PipedistError):
     """The journal is not writable, is damaged, or does not fit the spec."""
 
-    has_advice = True
-
 
 class FoldError(PipedistError):
     """The components of a reduce or gather stage do not fit together.

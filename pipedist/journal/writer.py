@@ -277,7 +277,7 @@ class Journal:
     def _writing(self) -> Iterator[None]:
         """Turn the first OSError into the error that all later writes raise."""
         if self._broken is not None:
-            raise JournalError(self._broken)
+            raise _unwritable(self._broken)
         try:
             yield
         except OSError as error:
@@ -291,7 +291,13 @@ class Journal:
             cause = f"can't be written: {error.strerror or error}"
             outlook = "all committed steps are safe. Fix the problem, then rerun with --resume."
         self._broken = f"the journal in {self.folder} {cause}. The run has stopped; {outlook}"
-        return JournalError(self._broken)
+        return _unwritable(self._broken)
+
+
+def _unwritable(text: str) -> JournalError:
+    error = JournalError(text)
+    error.has_advice = True
+    return error
 
 
 def file_name(key: str, name: str) -> str:

@@ -99,6 +99,7 @@ def test_a_file_that_is_gone_or_other_bytes_in_a_log_are_errors(undisturbed: Job
     log.write_bytes(good[:100] + bytes(len(good) - 100))
     assert job.run("--resume") == 1
     assert f"{log} is damaged: the record at offset" in job.stderr
+    assert "or start again with --restart" in job.stderr
     log.write_bytes(good)
     rows = tmp_path / "out" / ".pipedist" / "new" / "rows.npz"
     rows.unlink()
