@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipedist.core import ragged
-from pipedist.core.names import nearest
+from pipedist.core.names import excerpt, nearest
 from pipedist.datasets.sources.base import SourceError, sealed
 
 Column = npt.NDArray[Any]
@@ -321,8 +321,8 @@ def _number(row: int, text: bytes, read: Callable[[bytes], Any], dtype: np.dtype
             raise ValueError
         return read(bare)
     except ValueError:
-        excerpt = _short(repr(text.decode("utf-8", "replace")))
-        raise CellError(row, f"{excerpt} is not of type {dtype}") from None
+        shown = _short(repr(text.decode("utf-8", "replace")))
+        raise CellError(row, f"{shown} is not of type {dtype}") from None
 
 
 def _truth(text: bytes) -> bool:
@@ -333,4 +333,4 @@ def _truth(text: bytes) -> bool:
 
 
 def _short(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
+    return excerpt(text, 60)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from pipedist.core import ragged
-from pipedist.core.names import nearest
+from pipedist.core.names import excerpt, nearest
 from pipedist.core.types import Tree
 from pipedist.datasets.element import ArraySpec
 from pipedist.datasets.sources.base import (
@@ -74,7 +74,7 @@ class _TooLarge(ValueError):
 def _float(text: str) -> float:
     value = float(text)
     if math.isinf(value):  # a literal Infinity is parsed elsewhere
-        raise _TooLarge(f"the number {text if len(text) <= 60 else text[:57] + '...'} does not fit float64")
+        raise _TooLarge(f"the number {excerpt(text, 60)} does not fit float64")
     return value
 
 
