@@ -24,7 +24,7 @@ import anyio.to_thread
 
 from pipedist.cluster.base import Cluster, checked_count, dial_in, print_notice
 from pipedist.cluster.remote import server_keys
-from pipedist.cluster.resolvers import ClusterResolver
+from pipedist.cluster.resolvers import ClusterResolver, ClusterSpec
 from pipedist.cluster.resolvers_environment import TFConfigClusterResolver
 from pipedist.coordinator import Coordinator
 from pipedist.coordinator.worker_pool import SharedValues
@@ -108,20 +108,7 @@ class TaskCluster(Cluster):
         join_s: float,
         force: bool,
     ) -> None:
-        spec = resolver.cluster_spec()
-        if not spec:
-            raise UsageError("the cluster has no tasks. Set TF_CONFIG, or give a resolver.")
-        listed = ", ".join(f"{each}: {tasks}" for each, tasks in spec.as_dict().items())
-        role, index = resolver.task_type, resolver.task_id
-        if role is None and index is None:
-            raise UsageError(
-                f'TF_CONFIG has no `task`. Set `"task": {{"type": ..., "index": ...}}` to one of {listed}.'
-            )
-        if role is None or index is None or role not in spec.jobs or index not in spec.task_indices(role):
-            raise UsageError(f"task {role}/{index} is not in the cluster: {listed}")
-        job = next((each for each in _SCHEDULING if each in spec.jobs and 0 in spec.task_indices(each)), None)
-        if job is None:
-            raise UsageError(f"no task can schedule: {spec!r} has no chief 0, master 0 or worker 0")
+        spec, role, index, job = _tasks_of(resolver)
         tasks = [f"{each}/{i}" for each in spec.jobs for i in spec.task_indices(each)]
         super().__init__(checked_count(workers) * len(tasks), Supply(None, (), "programs bring them"))
         self.task_type: str = role
@@ -353,6 +340,25 @@ class TaskCluster(Cluster):
     def _wake(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def _tasks_of(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int, str]:
+    """Return the tasks, the role and index of this program, and the job whose task 0 schedules; or raise UsageError."""
+    spec = resolver.cluster_spec()
+    if not spec:
+        raise UsageError("the cluster has no tasks. Set TF_CONFIG, or give a resolver.")
+    listed = ", ".join(f"{each}: {tasks}" for each, tasks in spec.as_dict().items())
+    role, index = resolver.task_type, resolver.task_id
+    if role is None and index is None:
+        raise UsageError(
+            f'TF_CONFIG has no `task`. Set `"task": {{"type": ..., "index": ...}}` to one of {listed}.'
+        )
+    if role is None or index is None or role not in spec.jobs or index not in spec.task_indices(role):
+        raise UsageError(f"task {role}/{index} is not in the cluster: {listed}")
+    job = next((each for each in _SCHEDULING if each in spec.jobs and 0 in spec.task_indices(each)), None)
+    if job is None:
+        raise UsageError(f"no task can schedule: {spec!r} has no chief 0, master 0 or worker 0")
+    return spec, role, index, job
 
 
 def is_loopback(host: str) -> bool:
