@@ -117,10 +117,8 @@ class PassHandle:
         self.settled = anyio.Event()  # set when the pass is closed, and no worker reports results any more
         self._late: dict[int, Slots] = {}  # results of cancelled calls, if they are kept
         self._is_closed = False
-        self._visible = (
-            0,
-            0,
-        )  # the first and the last, exclusive, of the steps that the reader has not consumed
+        # The first and the last, exclusive, of the steps that the reader has not consumed
+        self._visible = (0, 0)
         self._changed = anyio.Event()
         self._demand = 0  # steps that the scheduler has requested, and that were not offered yet
         self._demanded = anyio.Event()
