@@ -350,8 +350,13 @@ def _tasks_of(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int, str]:
     listed = ", ".join(f"{each}: {tasks}" for each, tasks in spec.as_dict().items())
     role, index = resolver.task_type, resolver.task_id
     if role is None and index is None:
+        if isinstance(resolver, TFConfigClusterResolver):
+            raise UsageError(
+                f'TF_CONFIG has no `task`. Set `"task": {{"type": ..., "index": ...}}` to one of {listed}.'
+            )
         raise UsageError(
-            f'TF_CONFIG has no `task`. Set `"task": {{"type": ..., "index": ...}}` to one of {listed}.'
+            f"{type(resolver).__name__} does not know the task of this program. Give it: "
+            f"UnionResolver(resolver, task_type=..., task_id=...), one of {listed}."
         )
     if role is None or index is None or role not in spec.jobs or index not in spec.task_indices(role):
         raise UsageError(f"task {role}/{index} is not in the cluster: {listed}")

@@ -286,6 +286,11 @@ def test_missing_settings_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": {"worker": ["10.0.0.1:5555"]}}))
     with pytest.raises(UsageError, match="TF_CONFIG has no `task`"):
         pipedist.open_cluster()
+    spec = pipedist.ClusterSpec({"worker": ["10.0.0.1:5555"]})
+    pods = pipedist.SimpleClusterResolver(spec)
+    with pytest.raises(UsageError, match=r"SimpleClusterResolver does not know the task.*UnionResolver\("):
+        pipedist.open_cluster(pods)
+    pipedist.open_cluster(pipedist.UnionResolver(pods, task_type="worker", task_id=0))
     config(monkeypatch, {"ps": ["10.0.0.1:5555"]}, "ps")
     with pytest.raises(UsageError, match="no chief 0, master 0 or worker 0"):
         pipedist.open_cluster()
