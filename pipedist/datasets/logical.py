@@ -20,6 +20,8 @@ from pipedist.datasets.element import as_element
 from pipedist.datasets.input import AutoShardPolicy
 from pipedist.datasets.sources.base import SourceReader
 
+_PREFETCHED: Final = 2  # elements, with AUTOTUNE
+
 
 class Dataset(TfNames):
     """A finite or infinite sequence of elements of one structure.
@@ -41,6 +43,8 @@ class Dataset(TfNames):
         "as_numpy_iterator": "`for element in dataset`",
         "shuffle": "permute the arrays first: `from_tensor_slices(x[rng.permutation(len(x))])`",
     }
+
+    AUTOTUNE: Final = -1  # in `prefetch`: pipedist chooses the size
 
     INFINITE: Final = nodes.INFINITE  # `cardinality()` of a dataset that never ends
 
@@ -229,10 +233,15 @@ class Dataset(TfNames):
         return self._then(transforms.ShardNode(self._node, shards, place))
 
     def prefetch(self, buffer_size: int) -> Dataset:
-        """Read up to `buffer_size` elements ahead, in a thread; the elements stay the same."""
-        return self._then(
-            transforms.PrefetchNode(self._node, check_int("buffer_size", buffer_size, at_least=1))
-        )
+        """Read up to `buffer_size` elements ahead, in a thread; the elements stay the same.
+
+        Args:
+            buffer_size: 0: read none ahead; AUTOTUNE (-1), as in tf.data: two.
+        """
+        size = check_int("buffer_size", buffer_size, at_least=self.AUTOTUNE)
+        if size == 0:
+            return self._then(self._node)
+        return self._then(transforms.PrefetchNode(self._node, _PREFETCHED if size == self.AUTOTUNE else size))
 
     def cache(self) -> Dataset:
         """Cache the elements in memory during the first complete pass."""
