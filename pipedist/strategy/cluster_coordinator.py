@@ -158,7 +158,8 @@ class ClusterCoordinator(AsyncOnly):
         """Wait until all closures have committed.
 
         Raises:
-            Exception: the error of the first closure that failed, once; a CallError if its function raised.
+            Exception: the error of the first closure that failed, once; a CallError if its function raised,
+                ClosureCancelled if the coordinator was closed before.
         """
         await anyio.lowlevel.checkpoint()
         while self._uncommitted:
@@ -206,6 +207,9 @@ class ClusterCoordinator(AsyncOnly):
     async def aclose(self) -> None:
         """Cancel the closures that have not committed, and unload the functions from the workers."""
         self._closed = True
+        if self._uncommitted:  # a `join` of another task must not return as if they had committed
+            first = self._uncommitted[0].value.label
+            self._error = ClosureCancelled(f"closure {first} was cancelled: the coordinator was closed")
         self._cancel("the coordinator was closed", None)
         if self._passes is not None:
             self._passes.close()

@@ -286,6 +286,18 @@ async def test_a_closure_that_is_not_scheduled_takes_no_turn_and_no_element(ends
         assert await coordinator.fetch(values) == [(0, 0), (0, 10), (1, 1), (1, 11)]
 
 
+async def test_join_fails_if_another_task_closes_the_coordinator(tmp_path: Path) -> None:
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        coordinator = parameter_server(cluster)
+        await coordinator.schedule(functions.wait_for, (str(tmp_path / "go"),))
+        joining = asyncio.create_task(coordinator.join())
+        await asyncio.sleep(0)
+        await coordinator.aclose()
+        with pytest.raises(pipedist.ClosureCancelled, match="wait_for was cancelled: the coord"):
+            await joining
+        (tmp_path / "go").touch()
+
+
 async def test_the_end_of_a_per_worker_dataset_is_the_closures_error(tmp_path: Path) -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.ParameterServerStrategy(cluster)
