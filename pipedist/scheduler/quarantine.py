@@ -52,14 +52,17 @@ class Quarantine:
         cause: cmd.Cause,
         culprits: tuple[tuple[int, str], ...],
     ) -> None:
-        """Go on with a call that failed in another stage, without the culprits that the first one named.
+        """Go on with a call that failed again, after culprits were named or a bisection has ended.
 
-        `culprits` are positions in the rest. If the other stage names none, the whole call is bisected.
+        `culprits` are positions in the rest. If the failure names none, the call is bisected, unless it was.
         """
         bisection = search.bisection
         assert bisection is not None  # set when it was cleared
         rest = [at for lo, hi in bisection.healthy for at in range(lo, hi)]
         found = {rest[at]: cmd.Cause(cause.stage, text) for at, text in culprits if at < len(rest)}
+        if not found and not search.culprits:  # a worker named elements that are not in the rest
+            self.quarantine_all(pass_, call, call + 1, cause, "not separable: the rest still fails")
+            return
         if not found:
             pass_.quarantined -= len(bisection.culprits)  # they are found again
             pass_.searches.forget(call)

@@ -258,6 +258,14 @@ def test_calls_without_a_value_are_skipped_in_their_step() -> None:
     scenario(ev.StepsAvailable(1, 1, 2, 1, skipped_replicas=(0,)), cmd.StepsReady(1, 1, 2))
 
 
+def test_culprits_that_are_not_in_the_rest_end_the_search() -> None:
+    scenario = suspected()
+    scenario.setup(ev.CallSized(1, 0, 2), done(2), done(3))
+    scenario(
+        raised(4, culprits=((9, "ValueError: no"),)), whole("the rest still fails"), cmd.StepsReady(1, 0, 1)
+    )
+
+
 @pytest.mark.parametrize("before", [0, 1])
 def test_more_failing_elements_than_the_limit_end_the_pass_during_the_search(before: int) -> None:
     scenario = suspected(
