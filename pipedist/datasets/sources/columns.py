@@ -141,7 +141,7 @@ def inferred_type(cells: Cells) -> str:
 
     Numbers with leading zeros are text, and so are whole numbers that neither int64 nor float64 has.
     """
-    texts = [text for text in cells.texts() if text.strip() not in MISSING]
+    texts = [text for text in cells.texts() if text.strip() not in (*MISSING, b"NaT")]
     if not texts or any(map(_LEADING_ZERO.match, texts)):
         return "str"
     is_exact = all(float(text) == int(text) for text in texts if _WHOLE.fullmatch(text))

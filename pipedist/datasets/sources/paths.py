@@ -133,7 +133,7 @@ class OpenFiles:
         return self.files[file].read(self.descriptor(file), start, stop)
 
     def check(self, file: int) -> None:
-        """Check that a file has not changed; not for URLs, of which the version would be queried each time."""
+        """Check that a file has not changed; not for URLs, whose descriptor is that of a copy."""
         if not is_remote(self.files[file].path):
             self.files[file].check_open(self.descriptor(file))
 

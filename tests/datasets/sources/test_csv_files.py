@@ -378,6 +378,8 @@ def test_types_are_inferred_from_the_first_rows(tmp_path: Path, monkeypatch: pyt
     long = f"a,b,c,d\n{2**53 + 1},{2**53},{2**64 - 1},{2**53 + 1}\n,,1,1\n"
     found = dict(_open(tmp_path, {}, long).config["columns"])
     assert found == {"a": "str", "b": "float64", "c": "str", "d": "int64"}, "no number is rounded"
+    found = dict(_open(tmp_path, {}, "a,b\nNaT,NaT\n,2024-01-01 10:00\n").config["columns"])
+    assert found == {"a": "str", "b": "timestamp"}
     monkeypatch.setattr(csv_files, "INFERRED_ROWS", 1)
     source = _open(tmp_path, {}, "n;m\n1;1\n1.5;2\n", delimiter=";")
     with pytest.raises(SourceError, match=r"t\.csv:3:1: column 'n': '1\.5' is not of type int64"):
