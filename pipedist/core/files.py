@@ -26,10 +26,13 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file or folder; return False if another process holds the lock."""
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock an open file or folder; return False if another process holds the lock.
+
+    A shared lock excludes only others that are not; over NFS, a file that is open for reading can have no other.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -109,11 +112,13 @@ class AtomicPath:
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a folder, or do nothing if it is not there."""
+    """Remove a folder, or do nothing if it is not there; others may remove files in it meanwhile."""
     import shutil  # rarely needed
 
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path, ignore_errors=ignore_errors)
+    while os.path.lexists(path):
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(path, ignore_errors=ignore_errors)
+            return
 
 
 def sync_tree(path: Path) -> None:

@@ -301,7 +301,7 @@ def open_folder(
             lock = os.open(path / PRIVATE / "lock", os.O_RDONLY | flags)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, lock)
-        if not try_lock(lock):
+        if not try_lock(lock, shared=denied is not None):
             raise UsageError(
                 f"another run is writing to {label}. Wait until it ends, or choose another folder with "
                 "--output DIR."
