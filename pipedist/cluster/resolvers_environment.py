@@ -90,7 +90,7 @@ class SlurmClusterResolver(ClusterResolver):
     Args:
         jobs: job name -> number of tasks; together all tasks of the step. None: all are workers.
         port_base: port of the first task of each host.
-        gpus_per_node: None: the number that `nvidia-smi` lists on this host, 0 without that tool. Without GPUs,
+        gpus_per_node: None: the number that `nvidia-smi`, or else the driver, lists on this host. Without GPUs,
             and without `gpus_per_task`, everything works too. (tf.distribute fails then.)
         gpus_per_task: None: those of a node, divided evenly among the tasks of the node with most tasks.
         tasks_per_node: a number, or host -> number; None: Slurm's.

@@ -76,7 +76,7 @@ class LeaveRequested(Struct, frozen=True):
 
 
 class StepReturned(Struct, frozen=True):
-    """Calls of a gang's lease that the machine has not seen returned: `AssignGang`, `CallsFinished`, `SliceEnded`."""
+    """All calls of a gang's lease returned before the machine saw it: `AssignGang`, `CallsFinished`, `SliceEnded`."""
 
     assigned: msg.AssignGang
     busy_ns: int
