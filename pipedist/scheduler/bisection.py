@@ -139,7 +139,7 @@ class Probe(CallHistory, eq=False):
 
 class CulpritSearch(Struct, eq=False):
     cause: Cause
-    # Those that the stage named; others are searched if the rest fails. Without any, the call is bisected, only once
+    # Those that the stage named; others are searched if the rest fails. Without any, the call is bisected, once
     culprits: tuple[tuple[int, str], ...] = ()
     bisection: Bisection | None = None  # None until the number of elements is known
 
