@@ -9,6 +9,7 @@ its `.npy` is the same array.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def write_values(folder: Path, results: Mapping[str, Tree], stored: Mapping[str,
 
 
 def _is_plain(value: Tree, file: str) -> bool:
-    """Return whether a value is an array, and the same in its file; NumPy saves some dtypes as bytes."""
-    return type(value) is np.ndarray and value.dtype.kind != "V" and file.endswith(".npy")
+    """Return whether a value is an array, and the same in its file; some dtypes become bytes there, objects texts."""
+    return type(value) is np.ndarray and value.dtype.kind not in "OV" and file.endswith(".npy")
 
 
 def read_values(file: Path, stored: Mapping[str, Path]) -> dict[str, Tree]:
@@ -63,5 +64,6 @@ def read_values(file: Path, stored: Mapping[str, Path]) -> dict[str, Tree]:
         found[stage] = value
     for stage, array in stored.items():
         if stage not in found and array.suffix == ".npy" and array.stat().st_size <= VALUE_BYTES_MAX:
-            found[stage] = np.load(array, allow_pickle=False)
+            with suppress(OSError, ValueError, EOFError):  # it is damaged: the result is its path
+                found[stage] = np.load(array, allow_pickle=False)
     return found

@@ -336,6 +336,27 @@ def test_a_large_value_without_an_output_is_in_a_file_of_the_run_folder(
     assert not list((tmp_path / ".pipedist").glob("values/*/ys.npy"))
 
 
+def names(shard: Any) -> Any:
+    return np.array([f"name {n:09}" for n in shard], dtype=object)
+
+
+def test_large_values_are_restored_with_their_dtype_and_damaged_ones_as_paths(tmp_path: Path) -> None:
+    stages = {
+        "y": {"run": f"{F}:double"},
+        "ys": {"gather": 0, "of": "y"},
+        "n": {"run": names},
+        "ns": {"gather": 0, "of": "n"},
+    }
+    large = document(**stages) | {"dataset": {"range": 20_000, "batch": 5_000}}
+    result = pipedist.run(large, workers=1, output=tmp_path)
+    (file,) = (tmp_path / ".pipedist").glob("values/*/ys.npy")
+    os.truncate(file, 1_000)
+    again = pipedist.run(large, workers=1, output=tmp_path, resume=True)
+    np.testing.assert_array_equal(again["ns"], result["ns"])
+    assert again["ns"].dtype == object
+    assert again["ys"] == file
+
+
 def keys_in_no_order(x: Any) -> dict[str, Any]:
     return {"n": len(x), "bmi": float(x[0]), "at": 1}
 
