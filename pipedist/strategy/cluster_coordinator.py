@@ -159,13 +159,16 @@ class ClusterCoordinator(AsyncOnly):
 
         Raises:
             Exception: the error of the first closure that failed, once; a CallError if its function raised,
-                ClosureCancelled if the coordinator was closed before.
+                ClosureCancelled if the coordinator is closed meanwhile.
         """
         await anyio.lowlevel.checkpoint()
+        last = self._uncommitted[-1].value if self._uncommitted else None
         while self._uncommitted:
             await self._changed.wait()
         self._order.observe_latest()
         self._raise_failure()
+        if last is not None and self._closed:
+            last._outcome()  # raises ClosureCancelled unless it has committed
 
     def done(self) -> bool:
         """Return whether all closures have committed, failed or were cancelled; raises no error."""
@@ -207,9 +210,6 @@ class ClusterCoordinator(AsyncOnly):
     async def aclose(self) -> None:
         """Cancel the closures that have not committed, and unload the functions from the workers."""
         self._closed = True
-        if self._uncommitted:  # a `join` of another task must not return as if they had committed
-            first = self._uncommitted[0].value.label
-            self._error = ClosureCancelled(f"closure {first} was cancelled: the coordinator was closed")
         self._cancel("the coordinator was closed", None)
         if self._passes is not None:
             self._passes.close()
