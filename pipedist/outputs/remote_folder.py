@@ -143,10 +143,12 @@ class RemoteFolder:
         try:
             yield
         except Exception as error:  # the file system's package may raise anything
-            raise OutputError(
+            failed = OutputError(
                 f"can't upload to {self.url}: {_text_of(error)}. The results are in {self.staging}: fix the "
                 "problem, and upload the rest with --resume"
-            ) from error
+            )
+            failed.has_advice = True
+            raise failed from error
 
 
 def _text_of(error: Exception) -> str:

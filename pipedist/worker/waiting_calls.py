@@ -73,7 +73,7 @@ def pause_s(
 def _too_long(error: RetryAfter) -> ValueError:
     return ValueError(
         f"RetryAfter({error.seconds:g}): a call waits for its next attempt for at most {RETRY_AFTER_S_MAX:g} s; raise "
-        f"RetryAfter(min(seconds, {RETRY_AFTER_S_MAX:g})), or rerun with --resume after that time"
+        f"RetryAfter(min(seconds, {RETRY_AFTER_S_MAX:g})), or continue the run after that time"
     )
 
 
