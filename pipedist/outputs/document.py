@@ -15,7 +15,7 @@ from typing import Any
 
 from pipedist.core import trees
 from pipedist.core.types import Tree
-from pipedist.errors import CallError, OutputError
+from pipedist.errors import CallError, OutputError, QuarantineError
 from pipedist.outputs.encoding import Json, is_keyed_table, text, to_json
 from pipedist.outputs.formats import open_sink
 from pipedist.outputs.run_record import writing
@@ -158,9 +158,9 @@ def _reference(path: Path) -> Json:
 def error_document(error: BaseException) -> Json:
     """Return `{class, message, stage, step, replica}` of the error that ended a run.
 
-    For a failed replica call these are the class and text of the replica function's own exception, and
-    `replay` is the command that executes the call again, if there is one. Other errors have no stage,
-    step or replica.
+    For a failed replica call these are the class and text of the replica function's own exception. For it, and
+    for too many failed elements, `replay` is the command that executes the (first) call again, if there is one.
+    Other errors have no stage, step or replica.
     """
     document: dict[str, Json] = {
         "class": type(error).__name__,
@@ -174,6 +174,9 @@ def error_document(error: BaseException) -> Json:
         document["message"] = error.cause
         if found:
             document |= {"class": found[1], "message": found[2] or ""}
+    elif isinstance(error, QuarantineError):
+        document["message"] = error.args[0]
+    if isinstance(error, CallError | QuarantineError):
         document |= {"stage": error.stage, "step": error.step, "replica": error.replica}
         if error.replay:
             document["replay"] = error.replay

@@ -299,10 +299,15 @@ class Execution:
                     f"\n    element {each.element}, stage {each.stage}: {each.cause}"
                     for each in found[:CAUSES_MAX]
                 ]
+                again = "Fix the function or the data, and run it again"
+                if self._journal is not None:
+                    again = (
+                        "Fix the function or the data and rerun with --reuse; if the cause was elsewhere, rerun with "
+                        "--restart"
+                    )
                 raise QuarantineError(
                     f"all elements of {dataset} failed ({ledger.elements:,}), so the run ends. The first "
-                    f"failures:{''.join(lines)}\n  Fix the function or the data and rerun with --reuse; if the cause "
-                    f"was elsewhere, rerun with --restart; `quarantine_max: {ledger.elements}` in the spec accepts it",
+                    f"failures:{''.join(lines)}\n  {again}. In a spec, `quarantine_max: {ledger.elements}` accepts it",
                     stage=found[0].stage,
                     step=found[0].step,
                     replica=found[0].replica,

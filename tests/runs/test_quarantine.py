@@ -18,6 +18,7 @@ from pipedist.cli.run_command import RunOptions, execute
 from pipedist.datasets.division import Division
 from pipedist.datasets.feeds import IndexedFeed
 from pipedist.datasets.sources import open_source
+from pipedist.outputs.document import error_document
 from pipedist.runs.quarantine import PassQuarantine
 from pipedist.scheduler import SchedulerLimits
 from pipedist.scheduler.commands import CallsQuarantined, Cause
@@ -460,7 +461,9 @@ def test_a_dataset_of_which_nothing_is_left_fails_the_run_beside_others() -> Non
     doc["stages"]["a"]["of"] = "bad"
     with pytest.raises(pipedist.QuarantineError, match=r"all elements of bad failed \(64\)") as caught:
         pipedist.run(doc, workers=2)
-    assert (caught.value.stage, caught.value.step, caught.value.replica) == ("a", 0, 0)
+    told = error_document(caught.value)
+    assert (told["stage"], told["step"], told["replica"]) == ("a", 0, 0)
+    assert "--reuse" not in str(caught.value), "nothing is kept without a folder"
 
 
 # -- timeouts without quarantine ------------------------------------------------------------------
