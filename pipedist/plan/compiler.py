@@ -302,7 +302,8 @@ def _check_inputs(spec: Spec) -> Iterator[Problem]:
 def _check_gangs(plan: Plan) -> Iterator[Problem]:
     """Check that the runs of a gang have an input for empty shards too."""
     for pass_ in plan.passes:
-        why, remedy = _why_empty(plan, pass_) if pass_.gang else ("", "")
+        # The only replica of a step waits for no other one
+        why, remedy = _why_empty(plan, pass_) if pass_.gang and plan.spec.replicas > 1 else ("", "")
         for name in pass_.runs if why else ():
             stage = plan.spec.stages[name]
             source = plan.spec.stages.get(stage.of)
