@@ -270,7 +270,7 @@ class SimulatedCluster(Cluster):
     Args:
         workers: number of workers.
         seed: determines all random decisions.
-        faults: the rates of the faults.
+        faults: the rates of the faults; None: no faults.
         costs: seconds of virtual time of a call, by stage. The function of such a stage is not executed;
             its value is an int64[1] made of (stage, step, replica).
         threads_per_replica: number of threads that workers report.

@@ -264,6 +264,7 @@ class SpecSimulation:
         """Return the command that reproduces a seed, or Python code if no command can."""
         if not self._can_replay:
             rates = [f"{kind}={float(rate)!r}, " for kind, rate in self._faults.rates().items() if rate]
+            rates = rates or ["drop=0.0, "]  # without a rate, it would have the usual ones
             return f"with pipedist_faults({''.join(rates)}workers={self._workers}, seed={seed}) as simulated: ..."
         words = ["pipedist", "simulate", self._file, "--seed", str(seed), "--workers", str(self._workers)]
         words += ["--faults", str(self._faults)]  # also "none", because the default is not

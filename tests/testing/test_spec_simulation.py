@@ -134,7 +134,7 @@ def test_the_command_has_the_file_and_its_parameters(
     simulation = SpecSimulation(file, params=params, faults=Faults())
     assert simulation.replay(4) == f"pipedist simulate {file} --seed 4 --workers 3 --faults none{option}"
     without_option = SpecSimulation(file, params={"what": {"a": 1}}, faults=Faults())
-    assert without_option.replay(4) == "with pipedist_faults(workers=3, seed=4) as simulated: ..."
+    assert without_option.replay(4) == ("with pipedist_faults(drop=0.0, workers=3, seed=4) as simulated: ...")
 
 
 def test_the_reproducing_command_has_exact_rates() -> None:
