@@ -375,8 +375,8 @@ def read(path: Path, names: Collection[str]) -> tuple[dict[str, Array], list[str
                 for name in set(names) & set(there):
                     with archive.open(f"{name}.npy") as member:
                         found[name] = np.lib.format.read_array(member, allow_pickle=False)
-        # a damaged file may have an impossible offset, compression or encryption
-        except (zipfile.BadZipFile, ValueError, EOFError, KeyError, OSError, RuntimeError) as error:
+        # a damaged file may have an impossible offset, compression or encryption; decompressors have their own errors
+        except Exception as error:
             raise ValueError(f"{path} can't be read as a file of Strategy.save: {error}") from error
     return found, there
 

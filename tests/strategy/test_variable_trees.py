@@ -222,6 +222,18 @@ async def test_a_damaged_file_is_a_value_error_whichever_bit_flipped(tmp_path: P
             assert all(np.array_equal(value, np.arange(2.0)) for value in found.values()), bit
 
 
+@pytest.mark.parametrize("method", [8, 12, 14])  # deflate, bzip2, lzma
+async def test_a_file_with_a_wrong_compression_is_a_value_error(tmp_path: Path, method: int) -> None:
+    path = tmp_path / "w.npz"
+    write(path, {"w": np.arange(5_000.0)})
+    damaged = bytearray(path.read_bytes())
+    damaged[damaged.rindex(b"PK\1\2") + 10] = method
+    damaged[damaged.index(b"PK\3\4") + 8] = method
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match="can't be read as a file of"):
+        read(path, ["w"])
+
+
 async def test_names_must_differ_and_a_failed_save_keeps_the_file(
     cluster: pipedist.LocalCluster, tmp_path: Path
 ) -> None:
