@@ -244,7 +244,7 @@ def plan(
     "--faults",
     metavar="KIND=RATE,...",
     help="drop, duplicate, delay, reorder, cut, partition (a message), crash, pause, slow (a call), "
-    "each with a probability; or none. Default: all kinds, at low rates.",
+    "each with a probability; or none. Default: all kinds but reorder, at low rates.",
 )
 @click.option(
     "--costs",

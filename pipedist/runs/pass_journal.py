@@ -401,7 +401,7 @@ class PendingSnapshot(Struct, frozen=True):
     versions: Mapping[str, int]
 
 
-PASS_STATE = "reading"  # snapshot key for fold state, training position and quarantined elements
+PASS_STATE = "reading"  # snapshot key: fold state, training position, quarantined elements, slot of states
 
 STATE = "state."
 """Prefix of the snapshot keys of states, before "SLOT.NAME"; the slots have the kept snapshots, in turn."""
