@@ -68,8 +68,9 @@ def execute(options: SimulateOptions, clock_s: Callable[[], float] = time.monoto
     found.show(options.workers)
     if failure is not None:
         terminal.report(failure)
-        effect = "The seed was only compared with that failure"
-        effect = effect if seeds else "Fix it first; no seeds were simulated"
+        effect = "Fix it first; no seeds were simulated"
+        if seeds:
+            effect = "The seed was only compared with that failure"
         write_error(f"The spec fails without injected faults. {effect}.\n")
     return terminal.FAILED if found.failures or failure is not None else terminal.OK
 

@@ -200,7 +200,7 @@ class ElementStore:
         stages: of the program.
     """
 
-    def __init__(self, stages: Sequence[StageProgram] = ()) -> None:
+    def __init__(self, stages: Sequence[StageProgram]) -> None:
         self.added = 0  # the number of results that were added
         self._calls: dict[int, dict[tuple[int, int], Tree]] = {}
         alone: set[int] = set()

@@ -417,9 +417,7 @@ class _PhaseRun:
     def __init__(self, executions: Sequence[PassExecution], is_training: bool, is_durable: bool) -> None:
         self._executions = executions
         self._is_training = is_training
-        self._is_durable = (
-            is_durable  # workers keep the results of complete passes until the phase is durable
-        )
+        self._is_durable = is_durable  # then workers keep complete results until the phase is durable
         self._scopes = [anyio.CancelScope() for _ in executions]
         self._failed: list[tuple[tuple[float, int], Exception]] = []  # (step, place of the pass), error
 

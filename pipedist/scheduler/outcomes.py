@@ -270,9 +270,6 @@ class Outcomes:
         if not quarantine:
             pass_.searches.forget(lo)
             self._fail(pass_, lo, hi, failures)
-        elif cleared is not None and not (cleared.culprits or culprits):
-            why = "the rest still fails" if pass_.searches.elements_of(lo) else "no element fails alone"
-            self.quarantine.quarantine_all(pass_, lo, hi, cause, f"not separable: {why}")
         elif cleared is not None:
             self.quarantine.search_rest(pass_, lo, cleared, cause, culprits)
         elif pass_.settings.gang:

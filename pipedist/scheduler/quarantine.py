@@ -54,14 +54,16 @@ class Quarantine:
     ) -> None:
         """Go on with a call that failed again, after culprits were named or a bisection has ended.
 
-        `culprits` are positions in the rest. If the failure names none, the call is bisected, unless it was.
+        `culprits` are positions in the rest. If the failure names none of them, the call is bisected; if it was
+        bisected before, all its elements are quarantined.
         """
         bisection = search.bisection
         assert bisection is not None  # set when it was cleared
         rest = [at for lo, hi in bisection.healthy for at in range(lo, hi)]
         found = {rest[at]: cmd.Cause(cause.stage, text) for at, text in culprits if at < len(rest)}
-        if not found and not search.culprits:  # a worker named elements that are not in the rest
-            self.quarantine_all(pass_, call, call + 1, cause, "not separable: the rest still fails")
+        if not found and not search.culprits:
+            why = "the rest still fails" if bisection.culprits or culprits else "no element fails alone"
+            self.quarantine_all(pass_, call, call + 1, cause, f"not separable: {why}")
             return
         if not found:
             pass_.quarantined -= len(bisection.culprits)  # they are found again

@@ -25,6 +25,7 @@ from pipedist.datasets.sources.base import SourceError, sealed
 Column = npt.NDArray[Any]
 
 MISSING = (b"", b"NA", b"NaN")  # the texts of a missing value
+_MISSING_TIMES = (*MISSING, b"NaT")
 _MATRIX_BYTES_MAX = 32  # longer cells are converted one by one, which is faster
 
 _TRUTH = {b"true": True, b"false": False, b"1": True, b"0": False}
@@ -141,7 +142,7 @@ def inferred_type(cells: Cells) -> str:
 
     Numbers with leading zeros are text, and so are whole numbers that neither int64 nor float64 has.
     """
-    texts = [text for text in cells.texts() if text.strip() not in (*MISSING, b"NaT")]
+    texts = [text for text in cells.texts() if text.strip() not in _MISSING_TIMES]
     if not texts or any(map(_LEADING_ZERO.match, texts)):
         return "str"
     is_exact = all(float(text) == int(text) for text in texts if _WHOLE.fullmatch(text))
@@ -214,7 +215,7 @@ def _times(cells: Cells, kind: str) -> Column:
     values: list[str | datetime] = []
     for row, text in enumerate(texts):
         found = pattern.fullmatch(text)
-        if found is None and text not in (*MISSING, b"NaT"):
+        if found is None and text not in _MISSING_TIMES:
             raise CellError(row, f"{_short(repr(text.decode('utf-8', 'replace')))} is not of type {kind}")
         if found is not None and kind == "timestamp" and found[1]:
             values.append(_in_utc(row, text.decode()))
