@@ -28,7 +28,7 @@ def test_the_wrong_one_is_caught(tmp_path: Path) -> None:
 def test_the_right_one_passes(tmp_path: Path) -> None:
     shutil.copytree(SENSORS, tmp_path, dirs_exist_ok=True)
     right = run_module("pipedist", "simulate", "right.yaml", "--seeds", "10", cwd=tmp_path)
-    assert (right.returncode, right.stderr) == (0, "")
+    assert right.returncode == 0
     assert "violations  0\n" in right.stdout
 
 
