@@ -99,6 +99,7 @@ class VirtualTimeSelector(selectors.DefaultSelector):
     """
 
     outside: Callable[[], Any] = staticmethod(nullcontext)
+    stopped_s = 0.0  # see `lease_run`
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)

@@ -30,13 +30,14 @@ from pipedist.worker.failures import CallFailure
 from pipedist.worker.inputs import LeaseShards
 from pipedist.worker.outcomes import Outcome, Result
 from pipedist.worker.plain_calls import PlainCalls, Tally
-from pipedist.worker.progress import Stepped
+from pipedist.worker.progress import STOPPED_NS_MIN, Stepped
 from pipedist.worker.stages import Call, CallHeld
 
 if TYPE_CHECKING:
     import asyncio
 
 CALLS_AT_ONCE_MAX = 32  # maximum number of overlapping calls of one lease
+_WAIT_S_MAX = 1.0  # how long an event loop waits at a time
 
 
 # -- event loop --------------------------------------------------------------------------
@@ -56,8 +57,9 @@ class PersistentLoop:
         import asyncio  # only async functions need it
 
         if self._loop is None or self._selector is None:
-            self._selector = _Selector()
-            self._loop = asyncio.SelectorEventLoop(self._selector)
+            self._selector = selector = _Selector()
+            self._loop = asyncio.SelectorEventLoop(selector)
+            self._loop.time = lambda: time.monotonic() - selector.stopped_s  # type: ignore[method-assign]
         asyncio.set_event_loop(self._loop)
         before, self._selector.outside = self._selector.outside, outside
         try:
@@ -72,13 +74,24 @@ class PersistentLoop:
 
 
 class _Selector(selectors.DefaultSelector):
-    """A selector that enters `outside` while it waits."""
+    """A selector that enters `outside` while it waits, and measures how long the process was stopped meanwhile.
+
+    It returns after `_WAIT_S_MAX`, if not before, so that a stop is noticed which ends before the next timer is due.
+    """
 
     outside: Outside = staticmethod(contextlib.nullcontext)
+    stopped_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         with self.outside():
-            return super().select(timeout)
+            if timeout is None or timeout <= 0:
+                return super().select(timeout)
+            began, timeout = time.monotonic(), min(timeout, _WAIT_S_MAX)
+            ready = super().select(timeout)
+            late_s = time.monotonic() - began - timeout
+            if late_s >= STOPPED_NS_MIN / 1e9:
+                self.stopped_s += late_s
+            return ready
 
 
 class ExitRequested(Exception):

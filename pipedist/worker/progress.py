@@ -6,7 +6,8 @@ then attributed to the right call, even if finished calls before it were not rep
 whether a worker ended by itself: its exit code does not show that, because user code may use the same one.
 
 The start and the time limit of the running stage's function are recorded as well. An interpreter that hangs cannot
-check them: its parent does, and kills it (`Overdue`).
+check them: its parent does, and kills it (`Overdue`). Time in which the parent itself was stopped does not count: all
+processes of a host are stopped together by a container that is paused, or a batch job that is suspended.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import mmap
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,6 +40,9 @@ class Running(NamedTuple):
 
 _RUNNING = struct.Struct("3q")
 
+STOPPED_NS_MIN = 1_000_000_000  # a parent process that has not looked for this long was stopped
+_STOPS_MAX = 100  # the latest stops that are remembered
+
 
 def unpack_running(data: bytes) -> Running | None:
     """Return the running call from a copy of a worker's memory, or None.
@@ -58,6 +63,24 @@ class Overdue(NamedTuple):
 
     running: Running
     began_ns: int
+
+
+class Stops:
+    """The times in which the parent process was stopped: those in which it did not look after its workers."""
+
+    def __init__(self) -> None:
+        self._looked_ns = 0  # 0: never
+        self._stops: deque[tuple[int, int]] = deque(maxlen=_STOPS_MAX)  # begin and end of each
+
+    def look(self, now_ns: int) -> None:
+        """Note that the process runs; call it several times a second."""
+        looked_ns, self._looked_ns = self._looked_ns, now_ns
+        if looked_ns and now_ns - looked_ns >= STOPPED_NS_MIN:
+            self._stops.append((looked_ns, now_ns))
+
+    def since(self, began_ns: int) -> int:
+        """Return for how long the process was stopped since a time, nanoseconds."""
+        return sum(end - max(begin, began_ns) for begin, end in self._stops if end > began_ns)
 
 
 class _Timed(Struct):
@@ -201,13 +224,15 @@ class CallProgress:
         running = Running(cells[_LEASE], cells[_CALL], cells[_STAGE])
         return None if _IDLE in running[:2] else running
 
-    def overdue(self, now_ns: int) -> Overdue | None:
+    def overdue(self, now_ns: int, stops: Stops | None = None) -> Overdue | None:
         """Return the stage's function that has exceeded its limit at `time.monotonic_ns()`, or None."""
         cells = self._cells
         limit = cells[_LIMIT]  # read first, as it is written last: so the start time cannot be older
         fence_unless_tso()
         began = cells[_BEGAN]
         if not limit or now_ns - began <= limit:
+            return None
+        if stops is not None and now_ns - began - stops.since(began) <= limit:
             return None
         return Overdue(Running(cells[_LEASE], cells[_TIMED_CALL], cells[_TIMED_STAGE]), began)
 

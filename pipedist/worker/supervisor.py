@@ -49,7 +49,7 @@ from pipedist.worker.boot import describe_exit
 from pipedist.worker.identity import new_name
 from pipedist.worker.process import ExitCode
 from pipedist.worker.process_setup import WorkerSettings, handle_signals
-from pipedist.worker.progress import CallProgress, Overdue, end_of
+from pipedist.worker.progress import CallProgress, Overdue, Stops, end_of
 from pipedist.worker.supervised_process import END_S, WorkerProcess
 
 HEARTBEAT_S = 1.0  # interval of heartbeats, until the scheduler sets another one
@@ -189,6 +189,7 @@ class Supervisor:
         self._failed = 0  # worker processes in a row that ended soon
         self._leave_until: float | None = None  # when the worker process that is to leave is killed
         self._progress = CallProgress()
+        self._stops = Stops()
         self._overdue: Overdue | None = None  # the function for which the worker process was killed
         self._code_root: ScratchFolder | None = None  # for copies of the scheduler's code
 
@@ -315,7 +316,9 @@ class Supervisor:
                 if process.is_stuck():
                     process.end()
                     break
-                self._overdue = self._progress.overdue(time.monotonic_ns())
+                now_ns = time.monotonic_ns()
+                self._stops.look(now_ns)
+                self._overdue = self._progress.overdue(now_ns, self._stops)
                 if self._overdue is not None:
                     process.end()
                     break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import selectors
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from pipedist.protocol.program import Shards
 from pipedist.worker.execution import PassExecutor
 from pipedist.worker.lease_run import LeaseRun, PersistentLoop
-from pipedist.worker.progress import NO_CALL, CallProgress, Running, StageClock, Stepped, end_of
+from pipedist.worker.progress import NO_CALL, CallProgress, Running, StageClock, Stepped, Stops, end_of
 from tests.worker.fake_scheduler import program
 
 SECOND = 10**9
@@ -55,6 +56,41 @@ def test_a_function_is_overdue_after_its_time_and_only_while_it_runs(progress: C
     assert overdue.running == (7, 41, 2)
     progress.clock.stop(41)
     assert progress.overdue(later()) is None
+
+
+def test_time_in_which_the_parent_process_was_stopped_does_not_count(progress: CallProgress) -> None:
+    progress.of_lease(7)(41)
+    stops, now_ns = Stops(), time.monotonic_ns()
+    stops.look(now_ns - 60 * SECOND)
+    stops.look(now_ns)
+    progress.clock.start(41, 1, 3 * SECOND)
+    for second in (0, 1, 601, 601.5, 602, 602.5, 603.4):
+        stops.look(now_ns + int(second * SECOND))
+        assert progress.overdue(now_ns + int(second * SECOND), stops) is None
+    assert progress.overdue(now_ns + int(605 * SECOND), stops) is not None
+
+
+def test_time_in_which_the_worker_was_stopped_does_not_count_for_async_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+
+    def select(_selector: object, timeout: float) -> list[object]:
+        nonlocal now_s
+        now_s += timeout + (
+            600 if timeout and now_s == 1000.0 else 0
+        )  # stopped once, in the middle of a wait
+        return []
+
+    async def call() -> int:
+        async with asyncio.timeout(60):
+            return await asyncio.sleep(30, 5)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(selectors.DefaultSelector, "select", select)
+    with closing(PersistentLoop()) as loop:
+        assert loop.run(call()) == 5
+    assert 1630 <= now_s < 1632
 
 
 def test_a_process_killed_for_a_function_that_has_just_ended_blames_no_call(progress: CallProgress) -> None:

@@ -68,7 +68,7 @@ from pipedist.worker.process_setup import (
     handle_signals,
     set_process_name,
 )
-from pipedist.worker.progress import CallProgress, Overdue, end_of
+from pipedist.worker.progress import CallProgress, Overdue, Stops, end_of
 
 _READ_BYTES = 65_536
 _LAUNCHER_END_S = 2.0  # how long the process of a launcher whose socket has ended may take to end
@@ -110,6 +110,7 @@ class ForkServer:
         self._launcher_pid = launcher_pid
         self._stopped_s_max = math.inf  # how long a worker may be stopped before it is killed, seconds
         self._check_s: float | None = None  # how often to look for calls that take too long; None: never
+        self._stops = Stops()
         self._directory = ""  # the directory of the launcher's sockets, removed if its process dies; "": none
         self._is_dismissed = False  # the launcher has sent "end"
         self._unpacker = msgpack.Unpacker()
@@ -296,9 +297,10 @@ class ForkServer:
 
     def _kill_overdue(self) -> None:
         now_ns = time.monotonic_ns()
+        self._stops.look(now_ns)
         for child in self._children.values():
             if child.overdue is None and child.stopped_at is None:
-                child.overdue = child.progress.overdue(now_ns)
+                child.overdue = child.progress.overdue(now_ns, self._stops)
                 if child.overdue is not None:
                     _kill(child)
 
