@@ -24,7 +24,7 @@ _KINDS = {
     "npy": ("numpy_files", "open_npy", "NumpyReader"),
     "npz": ("numpy_files", "open_npz", "NumpyReader"),
     "csv": ("csv_files", "open_csv", "CsvReader"),
-    "parquet": ("parquet_files", "open_parquet", "ParquetReader"),
+    "parquet": ("arrow_files", "open_parquet", "ParquetReader"),
     "arrow": ("arrow_files", "open_arrow", "ArrowReader"),
     "hdf5": ("array_stores", "open_hdf5", "Hdf5Reader"),
     "zarr": ("array_stores", "open_zarr", "ZarrReader"),

@@ -1,6 +1,7 @@
-"""Source `arrow`: typed columns of Arrow IPC files (Feather version 2); the parts of a file are its record batches.
+"""Sources `parquet` and `arrow`: typed columns of files, with pyarrow.
 
-Files are mapped into memory. A file in the streaming format has no index of its batches, and is an error.
+The parts of a parquet file are its row groups, those of an Arrow IPC file (Feather version 2) its record batches. Arrow
+files are mapped into memory; one in the streaming format has no index of its batches, and is an error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,42 @@ from pipedist.datasets.sources.table_files import TableFile, TableReader, open_t
 
 _MAGIC = b"ARROW1"
 _FEATHER_1 = b"FEA1"
+
+
+class ParquetFile(TableFile):
+    """A parquet file; its footer is read when it is opened."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.schema = file.schema_arrow
+        self.part_rows = [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)]
+
+    def read(self, part: int, columns: list[str]) -> Any:
+        # the worker decides how many threads run
+        return self._file.read_row_group(part, columns=columns, use_threads=False)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ParquetReader(TableReader):
+    """Reads rows of parquet files, row group by row group."""
+
+    part_name = "row group"
+
+    @staticmethod
+    def open_file(file: DataFile) -> ParquetFile:
+        arrow = imported("pyarrow", "parquet", "parquet")
+        parquet = imported("pyarrow.parquet", "parquet", "parquet")
+        file.check()  # pyarrow opens the file itself, to read without the GIL
+        try:
+            return ParquetFile(parquet.ParquetFile(file.for_library(), pre_buffer=is_remote(file.path)))
+        except (arrow.ArrowException, OSError) as error:
+            raise unreadable(file, "parquet", error) from error
+
+
+def open_parquet(config: Config, folder: Path) -> ReaderSource:
+    return open_tables("parquet", config, folder, ParquetReader)
 
 
 class ArrowFile(TableFile):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipedist.datasets.sources import SourceError, open_source, parquet_files, table_files
+from pipedist.datasets.sources import SourceError, arrow_files, open_source, table_files
 from pipedist.datasets.sources.arrow_columns import OWN_TYPE, numpy_column
 from tests.datasets.sources.reading import read_elsewhere
 
@@ -323,7 +323,7 @@ def test_a_row_group_that_was_read_to_its_end_is_kept_if_all_of_them_are(
     monkeypatch.setattr(table_files, "PARTS_BYTES_MAX", limit_bytes)
     _write(tmp_path / "a.parquet", 21)
     source = open_source("parquet", {"path": "a.parquet", "columns": {"i": "int64"}}, folder=tmp_path)
-    reader = parquet_files.ParquetReader(source.config)
+    reader = arrow_files.ParquetReader(source.config)
     reader.read(range(3))
     assert len(reader._tables) == 1  # more of it is to come
     reader.read(range(3, 21))
