@@ -319,7 +319,7 @@ class PassExecution:
                     await self._subscription.passed(self._subscription.mark)
                 for maker in self.evaluated_by:
                     if maker._durable is not None:
-                        await journal.reached(maker._durable, maker.steps)
+                        await maker._durable.reached(maker.steps)
                 await anyio.to_thread.run_sync(durable.flush)
                 await journal.commit([self._snapshot(durable)])
             done.set()
@@ -379,8 +379,8 @@ class PassExecution:
         if self._subscription is not None:
             await self._subscription.passed(mark)
         for held_out, steps in others:
-            if self._journal is not None and held_out._durable is not None:
-                await self._journal.reached(held_out._durable, steps)
+            if held_out._durable is not None:
+                await held_out._durable.reached(steps)
         return taken
 
     def last_snapshot(self) -> PendingSnapshot | None:

@@ -52,7 +52,6 @@ class RunJournal:
         self._journal = journal
         self._history = history
         self._stamp = stamp
-        self._changed = anyio.Event()
         self.is_resumed = history is not None
         self.holds_steps = history is not None and (
             bool(history.header.spares)
@@ -90,13 +89,6 @@ class RunJournal:
             one.pass_.committed(one)
             one.pass_.on_committed(one.pass_.steps_committed)
             self.holds_steps |= one.pass_.steps_committed > 0 or CALLS in one.versions
-        self._changed.set()
-        self._changed = anyio.Event()
-
-    async def reached(self, pass_: PassJournal, steps: int) -> None:
-        """Wait until steps [0, steps) of a pass are durable."""
-        while pass_.steps_committed < steps:
-            await self._changed.wait()
 
     async def commit_periodically(
         self, take: Callable[[], Awaitable[PendingSnapshot]], every_s: float | None
@@ -147,6 +139,7 @@ class PassJournal:
         self.steps_committed = before.steps  # number of steps that are durable now
         self._elements_committed = before.elements
         self._versions: dict[str, int] = {}
+        self._committed = anyio.Event()
 
     def part(self, name: str) -> Tree:
         """Return a part of the latest snapshot, None if it has none of that name."""
@@ -312,6 +305,13 @@ class PassJournal:
         self._versions.update(taken.versions)
         for file in taken.snapshot.dropped:
             self._logs.pop(file, None)
+        self._committed.set()
+        self._committed = anyio.Event()
+
+    async def reached(self, steps: int) -> None:
+        """Wait until steps [0, steps) are durable."""
+        while self.steps_committed < steps:
+            await self._committed.wait()
 
 
 class FinishedCallLog:
