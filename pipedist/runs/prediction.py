@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -395,8 +394,7 @@ class _SampledRun(Run):
             assert self._execution is not None  # it has run
             measurements = self._execution.measurements
             measured = measurements.measured(self.id, self.name, is_over=True)
-            packed = structs.replace(measured, packed=zlib.compress(measured.packed, 1))
-            return packed, result.timings["total"]
+            return measured.compressed(), result.timings["total"]
 
 
 async def sampled_costs(plan: Plan, calls: int) -> Costs:
