@@ -10,8 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import SupportsIndex
 
+from pipedist.core.arguments import check_int
 from pipedist.errors import UsageError
 
 
@@ -259,11 +259,10 @@ def task_id_or_none(value: object) -> int | None:
 
 def number(name: str, value: object, *, at_least: int = 0) -> int:
     """Return an argument that is an int, not a bool, of at least `at_least`."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name} is {value!r}; expected an int")
-    if value.__index__() < at_least:
-        raise ResolverError(f"{name} is {value!r}; expected an int >= {at_least}")
-    return value.__index__()
+    try:
+        return check_int(name, value, at_least=at_least)
+    except ValueError as error:
+        raise ResolverError(str(error)) from None
 
 
 class SimpleClusterResolver(ClusterResolver):
