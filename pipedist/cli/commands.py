@@ -203,6 +203,8 @@ def explain_run(run: str, *, as_json: bool) -> int:
 
     from pipedist.journal.history import audit
     from pipedist.outputs.run_record import LIVE, PRIVATE, existing_record, is_there
+    from pipedist.report.data import read_json
+    from pipedist.runs.about import FAILURE_FILE
     from pipedist.runs.diagnostics import VERSION, lines, query_status
 
     path = Path(run)
@@ -233,7 +235,9 @@ def explain_run(run: str, *, as_json: bool) -> int:
         head = {"pipedist_why": VERSION, "run": record.run, "state": state}
         write_json({**head, "journal": journal, "passes": passes})
     else:
-        write_out("\n".join([f"run {record.run} in {path} {_ENDED[state]}", *again, *journal]) + "\n")
+        failure = read_json(path / PRIVATE / FAILURE_FILE).get("text") if state == "failed" else None
+        why = [failure] if failure else []
+        write_out("\n".join([f"run {record.run} in {path} {_ENDED[state]}", *again, *why, *journal]) + "\n")
     return terminal.FAILED
 
 

@@ -21,7 +21,7 @@ from pipedist.runs.progress import duration
 from pipedist.runs.timings import Timings, brief
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.table import Table
 
 # if standard output is no terminal: paths are never wrapped
@@ -143,7 +143,38 @@ def table(heads: Sequence[str] = (), rows: Iterable[Sequence[str]] = ()) -> Tabl
     return made
 
 
-def _stages_table(timings: Timings) -> Table:
+class StagesTable:
+    """A table of stages, with only the columns that have room: a number broken into several lines can't be read."""
+
+    _GAP = 3  # between two columns
+    _TEXT_WIDTH = 12  # to which names of stages and calls may be folded
+    _OPTIONAL = ("longest call", "median", "elements/s", "busy")  # skipped in this order
+
+    def __init__(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        self._columns = {head: [row[at] for row in rows] for at, head in enumerate(heads)}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = dict(self._columns)
+        for head in self._OPTIONAL:
+            widths = (self._width(head, cells) for head, cells in columns.items())
+            if sum(widths) + self._GAP * (len(columns) - 1) <= options.max_width:
+                break
+            columns.pop(head, None)
+        made = table(list(columns), zip(*columns.values(), strict=True))
+        for head, column in zip(columns, made.columns, strict=True):
+            column.no_wrap = not self._folds(head)
+        yield made
+
+    @staticmethod
+    def _folds(head: str) -> bool:
+        return head in ("stages", "longest call")
+
+    def _width(self, head: str, cells: Sequence[str]) -> int:
+        width = max(map(len, (head, *cells)))
+        return min(width, self._TEXT_WIDTH) if self._folds(head) else width
+
+
+def _stages_table(timings: Timings) -> StagesTable:
     rows = []
     for stage in timings.stages:
         names = stage.name.split(" -> ")
@@ -156,4 +187,4 @@ def _stages_table(timings: Timings) -> Table:
         numbers = (f"{stage.calls:,}", f"{stage.elements_per_s:,.0f}" if stage.elements else "")
         times = (brief(stage.busy_s), brief(stage.p50_s))
         rows.append((name, *numbers, *times, longest))
-    return table(("stages", "calls", "elements/s", "busy", "median", "longest call"), rows)
+    return StagesTable(("stages", "calls", "elements/s", "busy", "median", "longest call"), rows)

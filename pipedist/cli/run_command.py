@@ -89,7 +89,8 @@ def execute(options: RunOptions) -> int:
     if isinstance(outcome.error, RunCancelled):
         has_folder = options.output is not None or outcome.spec.outputs
         again = ". Continue it with --resume, or start again with --restart" if has_folder else ""
-        write_error(f"pipedist: {outcome.error}{again}\n")
+        ended = outcome.error if interruption.exit_code is None else "the run was interrupted"
+        write_error(f"pipedist: {ended}{again}\n")
         return interruption.exit_code or terminal.FAILED
     if outcome.error is not None:
         _show_error(outcome, outcome.error)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipedist.cli import terminal
-from pipedist.cli.rendering import table
+from pipedist.cli.rendering import StagesTable, table
 from pipedist.cli.terminal import write_error, write_out
 from pipedist.runs.progress import duration
 from pipedist.runs.timings import brief
@@ -42,8 +42,17 @@ def watch(run: str) -> int:
     write_out(f"run {data['run']} in {path}: {data['state']}\n")
     if data["state"] == "finished":
         return terminal.OK
-    write_error("pipedist: continue it with --resume\n")
+    write_error(continuation(data))
     return terminal.FAILED
+
+
+def continuation(data: dict[str, Any]) -> str:
+    """Return why a run did not finish, if that is known, and how to continue it."""
+    failed = data["state"] == "failed"
+    failure = f"pipedist: {data['failure']}\n" if failed and data["failure"] else ""
+    text = terminal.CONTINUE if failed else "Continue it with --resume"
+    command = data["about"].get("command")
+    return f"{failure}{text}\n" + (f"  {command} --resume\n" if command else "")
 
 
 def _watch_live(path: Path) -> dict[str, Any]:
@@ -140,7 +149,7 @@ def _stages(stages: list[dict[str, Any]]) -> RenderableType:
         )
         for each in stages
     ]
-    return table(("stages", "calls", "elements/s", "busy", "median", "longest call", "failed"), rows)
+    return StagesTable(("stages", "calls", "elements/s", "busy", "median", "longest call", "failed"), rows)
 
 
 def _workers(workers: list[dict[str, Any]]) -> RenderableType:

@@ -333,7 +333,7 @@ class Audit(Struct, frozen=True):
         if self.history is not None:
             header = self.history.header
             lines.append(
-                f"run {header.run} of {header.name}: {self.history.count:,} records, hash chain intact"
+                f"run {header.run} of {header.name}: {plural(self.history.count, 'record')}, hash chain intact"
             )
             replicas = header.replicas
             for key, each in header.passes.items():
@@ -342,16 +342,17 @@ class Audit(Struct, frozen=True):
                 found = found or PassHistory()
                 lines.append(
                     f"  {each['name']} (of {each['dataset']}): {state}; calls [0, {found.steps * replicas:,}) in "
-                    f"{found.steps:,} steps, {found.elements:,} elements"
+                    f"{plural(found.steps, 'step')}, {plural(found.elements, 'element')}"
                 )
                 if found.progress != DurableProgress(found.steps):
                     lines.append(f"    durable, and not executed again: {found.progress}")
             ledger = self.history.ledger()
             sum_text = " + ".join(f"{ledger[name]:,} {name}" for name in ("committed", "quarantined", "lost"))
             state = "the run has ended" if self.history.ended is not None else "the run has not ended"
-            lines.append(f"  {ledger['elements']:,} elements = {sum_text}; {state}")
+            lines.append(f"  {plural(ledger['elements'], 'element')} = {sum_text}; {state}")
             if self.history.torn:
-                lines.append(f"  {self.history.torn:,} bytes of an incomplete last record: not counted")
+                torn = plural(self.history.torn, "byte")
+                lines.append(f"  {torn} of an incomplete last record: not counted")
         lines += [f"WRONG: {problem}" for problem in self.problems]
         lines.append("the journal is inconsistent" if self.problems else "the journal is consistent")
         return lines

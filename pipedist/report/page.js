@@ -107,8 +107,15 @@ function overview() {
   const limit = data.processes.at(-1)?.limit;
   return section("Summary",
     data.failure ? el("pre", { class: "bad" }, data.failure) : null,
+    ...resumed(),
     el("div", { class: "tiles" }, ...tiles),
     limit && data.state !== "running" ? el("p", { class: "limit" }, limit) : null);
+}
+
+function resumed() {
+  const command = data.about.command;
+  if (!command || !["failed", "interrupted"].includes(data.state)) return [];
+  return [el("p", {}, data.state === "failed" ? "After a fix, continue the run:" : "Continue the run:"), el("pre", {}, `${command} --resume`)];
 }
 
 function waits() {
@@ -327,7 +334,7 @@ function tip(event, text) {
 // -- charts ----------------------------------------------------------------------------
 
 function chart(title, lines, { from = 0, to, xText, yText = short, zero = false, steps = false }) {
-  const width = 560, height = 190, left = 58, right = 12, top = 10, bottom = 24;
+  const width = Math.min(560, window.innerWidth - 50), height = 190, left = 58, right = 12, top = 10, bottom = 24;
   const values = lines.flatMap((line) => line.points.map((point) => point[1])).filter((value) => value !== null);
   if (!values.length) return null;
   let low = zero ? 0 : Math.min(...values), high = Math.max(...values);
@@ -425,7 +432,8 @@ function quarantine() {
   const found = data.quarantine;
   if (!found.count) return null;
   const more = found.count > found.rows.length ? ` (the first ${count(found.rows.length)} are shown)` : "";
-  return section(`Quarantine: ${count(found.count)} element${found.count === 1 ? "" : "s"}${more}`, table([["element", 1], ["call"], ["cause"], ["input"]],
+  return section(`Quarantine: ${count(found.count)} element${found.count === 1 ? "" : "s"}${more}`,
+    el("p", { class: "dim" }, "Execute one again: pipedist replay RUN --call CALL --element ELEMENT"), table([["element", 1], ["call"], ["cause"], ["input"]],
     found.rows.map((row) => [row.element, el("code", {}, row.call), row.cause, el("code", {}, row.input === "null" ? row.note : row.input)])));
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import ssl
 import subprocess
@@ -220,3 +221,17 @@ def test_a_run_is_watched_in_the_terminal_until_it_ends(live: Executing) -> None
     rest, _ = watching.communicate(timeout=WAIT_S)
     assert (code, watching.returncode) == (0, 0)
     assert rest.endswith("in out/waiting: finished\n")
+
+
+@pytest.mark.parametrize("command", ["watch", "why"])
+def test_a_failed_run_shows_its_error_and_the_command_that_continues_it(tmp_path: Path, command: str) -> None:
+    (tmp_path / "broken.py").write_text("def f(shard):\n    raise ValueError('the sensor was offline')\n")
+    spec = {"pipedist": 1, "dataset": {"range": 2, "batch": 1}, "outputs": {"all": "all.npy"}}
+    stages = {"y": {"run": "broken:f"}, "all": {"gather": 0, "of": "y"}}
+    (tmp_path / "broken.yaml").write_text(json.dumps(spec | {"stages": stages}))
+    assert run_module("pipedist", "run", "broken.yaml", "-w", "1", cwd=tmp_path).returncode == 1
+    done = run_module("pipedist", command, "out/broken", cwd=tmp_path)
+    assert done.returncode == 1
+    shown = done.stdout + done.stderr
+    assert "ValueError: the sensor was offline" in shown
+    assert re.search(r"^  pipedist run broken.yaml .*--resume$", shown, re.MULTILINE), shown
