@@ -65,12 +65,17 @@ def create_project(names: Sequence[str], pattern: str | None) -> int:
         raise UsageError(f"can't write {error.filename}: {error.strerror}. Give another folder") from None
     spec = folder / f"{slug}.yaml"
     inside = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    made = {
+        spec: f"the pipeline: {plural(data.length, 'element')} of {data.path}",
+        folder / f"{slug}_functions.py": "its functions",
+        folder / f"test_{slug}.py": "their test",
+        folder / "README.md": "how to run and change them",
+        folder / SCHEMA_FILE: "completion of specs, for editors",
+    }
+    width = max(len(str(path)) for path in made)
+    listed = "".join(f"{path!s:<{width}}  {what}\n" for path, what in made.items())
     write_out(
-        f"{spec}  the pipeline: {plural(data.length, 'element')} of {data.path}\n"
-        f"{folder / f'{slug}_functions.py'}  its functions\n"
-        f"{folder / f'test_{slug}.py'}  their test\n"
-        f"{folder / 'README.md'}  how to run and change them\n"
-        f"{folder / SCHEMA_FILE}  completion of specs, for editors\n"
+        f"{listed}"
         f"{''.join(_advice(slug, data))}"
         f"Next: {inside}pipedist run {spec.name}\n"
         f"It writes {folder / 'out' / slug / 'totals.json'}. The test: {inside}python -m pytest\n"
