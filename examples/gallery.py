@@ -27,7 +27,7 @@ def output_of(name: str, folder: Path) -> str:
     """Run the command in the README of a job, and return what it printed on standard output."""
     text = (EXAMPLES / name / "README.md").read_text()
     (command,) = re.findall(r"^\$ (.*pipedist run .*)$", text, re.MULTILINE)
-    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "100"}
+    env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "COLUMNS": "88"}
     (folder / name).symlink_to(EXAMPLES / name)
     done = subprocess.run(
         command, shell=True, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, check=False

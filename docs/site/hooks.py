@@ -38,6 +38,9 @@ GENERATED = {
 OTHER_PAGES = "<!-- generated: how-to pages of no other group -->"
 TABLES = {"<!-- generated: scheduler -->": scheduler.tables}
 
+# In the search, pages that answer questions come before references, which repeat the words more often.
+BOOSTS = {"reference/api/": 0.4, "reference/spec.md": 0.6, "contributing/": 0.2}
+
 log = get_plugin_logger("pipedist")
 
 
@@ -65,6 +68,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    for folder, boost in BOOSTS.items():
+        if page.file.src_uri.startswith(folder):
+            page.meta.setdefault("search", {"boost": boost})
     if OTHER_PAGES in markdown:
         markdown = markdown.replace(OTHER_PAGES, _other_pages(markdown, page.file.src_uri, files))
     for marker, table in TABLES.items():

@@ -158,7 +158,7 @@ def _table(seeds: int, workers: int, counts: Mapping[str, int], poisoned: int, v
         ("seeds", [str(seeds)]),
         ("workers", [str(workers)]),
         ("faults", [f"{kind} {counts[kind]}" for kind in sorted(counts)] or ["none"]),
-        ("superseded", [f"{poisoned} messages, whose results were replaced by poison"]),
+        ("superseded", [f"{plural(poisoned, 'message')} of earlier attempts, replaced by wrong values"]),
         ("violations", [str(violations)]),
     ]
     return "".join(f"{title:<11} {', '.join(cells)}\n" for title, cells in rows)

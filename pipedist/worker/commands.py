@@ -12,11 +12,11 @@ from pipedist.protocol import messages as msg
 class Ending(enum.Enum):
     """The reason for which a worker leaves."""
 
-    STOPPED = "stopped by the scheduler"
-    REFUSED = "rejected by the scheduler"
+    STOPPED = "stopped by the driver"
+    REFUSED = "rejected by the driver"
     UNFIT = "the assignment needs a new process; the next incarnation may join"
-    FENCED = "evicted by the scheduler; the next incarnation may join"
-    UNANSWERED = "the scheduler did not reply"
+    FENCED = "evicted by the driver; the next incarnation may join"
+    UNANSWERED = "the driver did not reply"
 
 
 class Send(Struct, frozen=True):

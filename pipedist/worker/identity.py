@@ -68,7 +68,7 @@ class JoinReporter(Struct):
             return
         if SILENT_S <= time.monotonic() - self._waiting_since < self.join_s:
             self._waiting_since = None
-            self.report(f"waiting for a scheduler, for at most {self.join_s:.3g} s{self.diagnose()}")
+            self.report(f"waiting for the driver, for at most {self.join_s:.3g} s{self.diagnose()}")
 
     def joined(self, welcome: Welcome) -> None:
         """Report the cluster, and put the scheduler's import path before this one's."""

@@ -222,7 +222,7 @@ class Supervisor:
                 if ending is ExitCode.UNANSWERED or self._is_given_up():
                     if self._rejoin_s is not None:
                         self._log(
-                            f"the scheduler at {self._endpoint} is gone, and none has come back "
+                            f"the driver at {self._endpoint} is gone, and none has come back "
                             f"within {self._rejoin_s:g} s"
                         )
                     return 1
@@ -324,11 +324,11 @@ class Supervisor:
                     break
                 order = self._exchange(process, incarnation)
                 if isinstance(order, Stop):
-                    self._log(f"stopped by the scheduler: {order.reason}")
+                    self._log(f"stopped by the driver: {order.reason}")
                     process.end(grace_s=END_S)
                     return ExitCode.STOPPED
                 if isinstance(order, Refuse):
-                    self._log(f"evicted by the scheduler: {order.reason}")
+                    self._log(f"evicted by the driver: {order.reason}")
                     evicted = True
                     process.end()
         except BaseException:  # Ctrl-C: leave at once, but report it
@@ -340,7 +340,7 @@ class Supervisor:
         ending = ExitCode(code) if self._progress.is_over and code in _ENDS else None
         self._died_in_call = False
         if ending is ExitCode.CONNECTION_LOST and (order := self._drain(_STOP_S)) is not None:
-            self._log(f"stopped by the scheduler: {order.reason}")
+            self._log(f"stopped by the driver: {order.reason}")
             return ExitCode.STOPPED
         if self.is_leaving() and ending is not ExitCode.STOPPED:
             self._report_end(incarnation, "its supervisor is leaving")

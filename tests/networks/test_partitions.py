@@ -79,7 +79,7 @@ def test_a_worker_that_is_cut_off_for_longer_than_it_waits_leaves(
         hosts.part("one", "scheduler")
         run.told.wait_for("workers", ready=1)
         assert worker.wait(PATIENCE_S) == 1
-        said = f"the scheduler at {run.endpoint} is gone, and none has come back within 2 s"
+        said = f"the driver at {run.endpoint} is gone, and none has come back within 2 s"
         assert said in run.said("one")
         hosts.join("one", "scheduler")
         assert run.finish() == expected

@@ -104,7 +104,7 @@ async def test_a_partition_longer_than_the_heartbeat(tmp_path: Path, undisturbed
                 await until(lambda: job.calls()[3, 0] >= 2)
                 relay.heal()
                 await hears(far, "joined cluster", 2)
-                assert "evicted by the scheduler" in far.said
+                assert "evicted by the driver" in far.said
                 held.unlink()
                 await until(lambda: run.process.poll() is not None)
                 assert run.ends() == 0, run.said
@@ -130,7 +130,7 @@ async def test_a_partition_longer_than_a_worker_waits(tmp_path: Path, undisturbe
                 await until(lambda: job.calls()[3, 0] >= 2)
                 await until(lambda: far.process.poll() is not None)
                 assert far.ends() == 1
-                assert f"the scheduler at {endpoint} is gone, and none has come back within 1 s" in far.said
+                assert f"the driver at {endpoint} is gone, and none has come back within 1 s" in far.said
                 held.unlink()
                 await until(lambda: run.process.poll() is not None)
                 assert run.ends() == 0, run.said

@@ -105,5 +105,5 @@ def test_a_worker_whose_scheduler_never_comes_back_reports_it_and_ends(tmp_path:
         run.ends()
         for worker in workers:
             assert worker.ends() == 1
-            gone = f"the scheduler at {job.endpoint} is gone, and none has come back within 1 s"
+            gone = f"the driver at {job.endpoint} is gone, and none has come back within 1 s"
             assert gone in worker.said

@@ -24,4 +24,4 @@ def test_a_wait_is_reported_once_and_not_after_its_limit(monkeypatch: pytest.Mon
     clock.now = SILENT_S
     for each in (hasty, patient, patient):  # the hasty one was not checked until now, beyond its limit
         each.check()
-    assert reports == ["waiting for a scheduler, for at most 20 s; the host is unknown"]
+    assert reports == ["waiting for the driver, for at most 20 s; the host is unknown"]

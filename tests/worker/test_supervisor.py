@@ -115,7 +115,7 @@ async def test_it_joins_works_and_leaves(tmp_path: Path) -> None:
         code, stderr = await it.ended()
         assert code == 0
         # On a busy machine it has reported before that it waits.
-        (joined,) = (line for line in stderr.splitlines() if "waiting for a scheduler" not in line)
+        (joined,) = (line for line in stderr.splitlines() if "waiting for the driver" not in line)
         assert joined.startswith(
             f"pipedist worker {hello.worker} at {it.scheduler.endpoint}: joined cluster c, 1"
         )
@@ -376,7 +376,7 @@ async def test_an_order_for_an_earlier_process_does_not_cost_the_next_one(tmp_pa
         it.scheduler.stop(identity)
         code, stderr = await it.ended()
         assert code == 0
-        assert stderr.count("evicted by the scheduler") == 1
+        assert stderr.count("evicted by the driver") == 1
 
 
 async def test_a_worker_that_loses_its_connection_alone_joins_anew(tmp_path: Path) -> None:
@@ -536,7 +536,7 @@ async def test_waiting_is_reported(tmp_path: Path, endpoint: str, expected: str)
     finally:
         process.terminate()
         await process.communicate()
-    assert f"at {endpoint}: waiting for a scheduler, for at most 20 {expected}" in line.decode()
+    assert f"at {endpoint}: waiting for the driver, for at most 20 {expected}" in line.decode()
 
 
 async def test_an_unusable_endpoint_is_the_only_error_reported(
