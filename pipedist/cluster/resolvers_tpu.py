@@ -190,7 +190,7 @@ class DeviceAssignment:
             num_replicas: R, at least 1.
 
         Returns:
-            The assignment: replica r has core r, counted in the order of hosts.
+            The assignment, in which replica r has core r, counted in the order of hosts.
 
         Raises:
             ValueError: a replica would have several cores, or there are fewer cores than replicas.

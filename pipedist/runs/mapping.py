@@ -129,9 +129,9 @@ def map(
         resume, restart: as for `open`; `resume` is the default if there is an `output`.
 
     Returns:
-        For a list or iterable: a list of the results of its elements; without `per_element`, the lists that the
-        function returned, joined. With `per_element`, quarantined elements are `Quarantined` in their places. For
-        other data, the results concatenated along the first axis, without quarantined elements; for a frame, as a
+        A list of the results of the elements of a list or iterable; without `per_element`, the lists that the function
+        returned, joined. With `per_element`, quarantined elements are `Quarantined` in their places. For other
+        data, the results concatenated along the first axis, without quarantined elements; for a frame, as a
         frame of the same library if they are columns. None, or an empty list, if there are no elements.
 
     Raises:

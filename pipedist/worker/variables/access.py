@@ -267,7 +267,7 @@ class VariableTree:
             value: a tree of the same structure.
 
         Returns:
-            As the variables' `assign`: None, or a tree of the new values; in an async function, an awaitable of it.
+            None, or a tree of the new values, as `assign` of the variables; in an async function, an awaitable of it.
 
         Raises:
             ValueError: structure, dtype or shape differ.
