@@ -143,35 +143,26 @@ class JaxRun(GangRun):
                 groups[-1].append(each)
             else:
                 groups.append([each])
+        is_apart = False
         if self.channel is not None:
             mine = [[each[0][0].signature.digest, len(each), _is_uniform(each[0])] for each in groups]
             whole = [group for group in groups if _is_uniform(group[0])]
             ready = all(state.program(stage, group).is_ready for group in whole)
             shared = self._share(self.channel, [mine, ready])
             if any(other != mine for other, _ in shared):
-                return self._apart(state, stage, first, prepared, results)
-            if not all(is_ready for _, is_ready in shared):
+                groups, is_apart = [[each] for each in prepared], True
+            elif not all(is_ready for _, is_ready in shared):
                 for group in whole:
                     state.trace(stage, first, group)
                 self._share(self.channel, None)  # a member whose function hangs is missing here
                 for group in whole:
                     state.program(stage, group).is_ready = True
         for group in groups:
-            together = _is_uniform(group[0])
-            execute = state.together if together else state.apart
+            execute = state.apart if is_apart or not _is_uniform(group[0]) else state.together
             for own, new in zip(results, execute(stage, first, group), strict=True):
                 own += new
             first += len(group)
         return results
-
-    @staticmethod
-    def _apart(
-        state: _State, stage: Stage, first: int, prepared: Sequence[Any], results: list[list[Tree]]
-    ) -> list[Tree]:
-        for at, step in enumerate(prepared):
-            for own, new in zip(results, state.apart(stage, first + at, [step]), strict=True):
-                own += new
-        return list(results)
 
 
 class _State:
