@@ -15,6 +15,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from pipedist import values
 from pipedist.core import trees
 from pipedist.core.misuse_hints import TfNames
+from pipedist.core.names import few
 from pipedist.core.types import Tree
 from pipedist.values import Mirrored, PerReplica
 from pipedist.worker.context import get_replica_context
@@ -308,11 +309,7 @@ def _unlike(method: str, treedef: trees.Treedef, given: trees.Treedef) -> str:
         "lacks": [path for path in own if path not in found],
         "has, without a variable,": [path or "a single value" for path in found if path not in own],
     }
-    parts = [
-        f"{verb} {', '.join(map(repr, paths[:_PATHS_SHOWN]))}{', ...' if len(paths) > _PATHS_SHOWN else ''}"
-        for verb, paths in lists.items()
-        if paths
-    ]
+    parts = [f"{verb} {few([*map(repr, paths)], _PATHS_SHOWN)}" for verb, paths in lists.items() if paths]
     if not parts:
         parts = [f"has {trees.excerpt(given)}, and the variables {trees.excerpt(treedef)}"]
     return (
