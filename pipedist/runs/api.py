@@ -100,7 +100,7 @@ def open(
             result = await run.results()
     """
     reject_during_import("pipedist.open")
-    spare = _head_start(spec) if cluster in (None, "local") else Spare()
+    spare = head_start(cluster, spec)
     try:
         with without_collections():
             from pipedist.runs.run import Run
@@ -173,7 +173,7 @@ def run(
         ) as opened:
             return await opened.results()
 
-    with _head_start(spec) if cluster in (None, "local") else Spare():
+    with head_start(cluster, spec):
         return blocking(main, cluster, "pipedist.run")
 
 
@@ -186,7 +186,7 @@ def blocking(main: Callable[[], Awaitable[T]], cluster: Cluster | str | None, wh
     In a running event loop it runs in a new thread; with an open cluster, in the cluster's loop. `what` is the name of
     the caller in errors.
     """
-    loop = None if cluster is None or isinstance(cluster, str) else loop_of(cluster, what)
+    loop = loop_of(cluster, what)
     with without_collections():
         import anyio
 
@@ -209,8 +209,10 @@ def without_frames(error: Exception) -> Exception:
     return error.with_traceback(None) if is_complete else error
 
 
-def loop_of(cluster: Cluster, what: str) -> asyncio.AbstractEventLoop:
-    """Return the event loop of an open cluster, if a blocking call in this thread can wait for it."""
+def loop_of(cluster: Cluster | str | None, what: str) -> asyncio.AbstractEventLoop | None:
+    """Return the event loop of an open cluster, if a blocking call in this thread can wait for it; None: a new one."""
+    if cluster is None or isinstance(cluster, str):
+        return None
     from pipedist.errors import UsageError
 
     loop = cluster.loop
@@ -227,11 +229,10 @@ def loop_of(cluster: Cluster, what: str) -> asyncio.AbstractEventLoop:
     )
 
 
-def _head_start(spec: SpecLike) -> Spare:
-    """Start the fork server, unless the spec file does not exist."""
-    if isinstance(spec, str | os.PathLike) and not os.path.exists(spec):
-        return Spare()
-    return prepare()
+def head_start(cluster: Cluster | str | None, spec: SpecLike | None = None) -> Spare:
+    """Start the fork server if a new cluster will use it, unless the spec file does not exist."""
+    is_missing = isinstance(spec, str | os.PathLike) and not os.path.exists(spec)
+    return prepare() if cluster in (None, "local") and not is_missing else Spare()
 
 
 def _in_thread(main: Callable[[], Awaitable[T]], loop: asyncio.AbstractEventLoop | None = None) -> T:

@@ -149,10 +149,8 @@ def map(
         >>> pipedist.map(score, "data/*.parquet", on_error="quarantine", output="out/scores")
     """
     reject_during_import("pipedist.map")
-    from pipedist.cluster.launchers.server import Spare, prepare
-
     cluster = options.get("cluster")
-    with prepare() if cluster in (None, "local") else Spare():  # a fork server, which starts meanwhile
+    with api.head_start(cluster):
         with without_collections():
             job = _Job(fn, data, per_element, options)
         try:
@@ -190,8 +188,7 @@ def imap(
         ...     print(score)
     """
     reject_during_import("pipedist.imap")
-    cluster = options.get("cluster")
-    loop = None if cluster is None or isinstance(cluster, str) else api.loop_of(cluster, "pipedist.imap")
+    loop = api.loop_of(options.get("cluster"), "pipedist.imap")
     with without_collections():
         job = _Job(fn, data, per_element, options)
         return SyncStream(job.open, lambda run: job.items(run, ordered=ordered), loop)

@@ -274,8 +274,7 @@ def stream(
         ...     print(step.index, step["loss"])
     """
     reject_during_import("pipedist.stream")
-    cluster = options.get("cluster")
-    loop = None if cluster is None or isinstance(cluster, str) else api.loop_of(cluster, "pipedist.stream")
+    loop = api.loop_of(options.get("cluster"), "pipedist.stream")
     with without_collections():
         return SyncStream(
             lambda: api.open(spec, **options),
