@@ -167,6 +167,13 @@ def unsendable(x: np.ndarray) -> dict[str, Any]:
     return {"a": [1, lambda: None]}
 
 
+def hangs(x: np.ndarray, begun: str) -> np.ndarray:
+    with open(begun, "wb"):  # a fifo, whose reader returns when this is closed
+        pass
+    signal.pause()
+    return x
+
+
 def prints(x: np.ndarray) -> np.ndarray:
     print("seen", int(x[0]))
     return x

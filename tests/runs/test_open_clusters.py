@@ -9,11 +9,13 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pipedist
+from pipedist.scheduler import SchedulerLimits
 from tests.runs.test_runs import F, document
 
 
@@ -53,6 +55,24 @@ def test_the_blocking_run_uses_an_open_cluster_from_other_threads() -> None:
             await asyncio.to_thread(pipedist.run, summed(), cluster=cluster, workers=1)
 
     on_loop_of(check)
+
+
+def test_a_hanging_call_of_a_run_that_was_left_does_not_keep_its_worker(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    hang = document(y={"run": f"{F}:hangs", "with": {"begun": str(begun)}}, rows={"gather": 0, "of": "y"})
+
+    async def main() -> None:
+        limits = SchedulerLimits(cancelled_s_max=0.1)
+        async with asyncio.timeout(60), pipedist.LocalCluster(workers=1, limits=limits) as cluster:
+            os.mkfifo(begun)
+            async with pipedist.open(hang, cluster=cluster) as run, asyncio.TaskGroup() as group:
+                results = group.create_task(run.results())
+                await asyncio.to_thread(begun.read_bytes)  # until the call runs
+                results.cancel()
+            async with pipedist.open(summed(), cluster=cluster) as run:
+                assert (await run.results())["total"] == 380
+
+    asyncio.run(main())
 
 
 def test_an_open_cluster_is_refused_where_the_wait_would_never_end() -> None:
