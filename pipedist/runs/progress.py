@@ -258,7 +258,10 @@ class LiveReporter(Reporter):
         pace = self._pacer.pace(totals, time.monotonic())
         title, details = _title(self._name, totals), _details(totals, pace)
         if self._display is None:
-            details = _fitting(details, self._console.width - len(title) - _BAR_WIDTH - _PERCENT_WIDTH)
+            room = self._console.width - len(title) - _PERCENT_WIDTH
+            details = _fitting(details, room - _BAR_WIDTH)
+            if len(", ".join(details)) >= room:  # even without a bar: the percentage has the calls
+                details = details[-1:]
         self._bar.update(
             self._task,
             description=title,

@@ -207,6 +207,19 @@ def test_a_narrow_terminal_shows_the_bar_and_the_time_left(monkeypatch: pytest.M
     assert "20% 200 of 1,000 calls, about 8.0 s left" in last
 
 
+def test_a_very_narrow_terminal_cuts_neither_the_name_nor_the_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = terminal_of(monkeypatch, columns=40)
+    reporter = LiveReporter("circle")
+    monkeypatch.setattr(reporter._pacer, "pace", lambda totals, now_s: Pace(2.0, 10_000_000.0, 100.0, 8.0))
+    reporter.update(ProgressTotals(20_000_000, 100_000_000, 200, 2, calls_total=1000))
+    reporter._bar.refresh()
+    reporter.close()
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()).strip().split("circle ")[-1]
+    assert last.rstrip().endswith(" 20% about 8.0 s left")
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
