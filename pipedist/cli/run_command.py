@@ -379,7 +379,9 @@ def _quarantine_text(result: Result, *, replays: bool) -> str:
     lines = [f"pipedist: elements were quarantined ({plural(len(entries), 'entry')}{where})"]
     again = _replays(result.quarantine_file) if replays and result.quarantine_file is not None else []
     for place, entry in enumerate(entries[:QUARANTINED_SHOWN]):
-        lines.append(f"  element {entry['element']}, stage {entry['stage']}: {entry['cause']}")
+        first, *more = str(entry["cause"]).splitlines() or [""]
+        cause = f"{first} ..." if more else first  # the file has all of it
+        lines.append(f"  element {entry['element']}, stage {entry['stage']}: {cause}")
         if place < len(again):
             lines.append(f"    to replay: {again[place]}")
     if len(entries) > QUARANTINED_SHOWN:

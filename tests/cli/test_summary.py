@@ -5,12 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from pipedist.cli.rendering import Row, render
+from pipedist.cli.run_command import _quarantine_text
 from pipedist.outputs import open_sink
 from pipedist.outputs.summary import Records, records, summarize, summarize_file
 from pipedist.runs.timings import StageTimings, Timings
@@ -218,3 +220,11 @@ def test_watch_cuts_no_number_in_a_narrow_terminal() -> None:
     assert text.splitlines()[3].split() == ["a", "->", "b", "7", "1,725", "39.1", "ms", "2"], (
         "no number is broken"
     )
+
+
+def test_a_cause_of_several_lines_takes_one_line_of_the_list() -> None:
+    cause = "HTTPStatusError: 400 Bad Request\nFor more information check: https://example.org"
+    entry = {"element": 7, "stage": "answers", "cause": cause}
+    result = SimpleNamespace(quarantined=[entry], quarantine_file=None)
+    text = _quarantine_text(cast(Any, result), replays=False)
+    assert text.splitlines()[1:] == ["  element 7, stage answers: HTTPStatusError: 400 Bad Request ..."]
