@@ -340,14 +340,36 @@ def unlike(
     for usual, _ in Counter(kinds).most_common(1):
         for at, kind in enumerate(kinds):
             if kind != usual and not (is_ragged and ragged_results.fit(kind, usual)):
-                what = "dtype" if kind[:2] == usual[:2] else "structure or shape"
+                other = kinds.index(usual)
+                what, this, that = _contrast(results[at], results[other])
                 text = (
-                    f"results of elements can't be batched: that of element {ids[at]} has another {what} than that "
-                    f"of element {ids[kinds.index(usual)]}; return the same keys, shapes and dtypes for each "
-                    "element, as with float(x), and NaN or an empty text instead of None"
+                    f"results of elements can't be batched: {what} is {this} in that of element {ids[at]}, and {that} "
+                    f"in that of element {ids[other]}; return the same keys, shapes and dtypes for each element, as "
+                    "with float(x), and NaN or an empty text instead of None"
                 )
+                if not is_ragged and kind[0] == usual[0] and kind[1] != usual[1]:
+                    text += ". In a spec, `ragged: lists` or `rows` on the stage keeps different lengths"
                 found.append((at, ValueError(text)))
     return found
+
+
+def _contrast(result: Tree, usual: Tree) -> tuple[str, str, str]:
+    """Return the name of the first leaf that two results do not have alike, and what it is in each."""
+    trees_ = (result, usual)
+    leaves, others = (dict(zip(trees.paths(each), trees.flatten(each)[0], strict=True)) for each in trees_)
+    for path in {**others, **leaves}:
+        found, expected = (
+            _kind_text(each[path]) if path in each else "missing or None" for each in (leaves, others)
+        )
+        if found != expected:
+            return f"`{path}`" if path else "the value", found, expected
+    return "the structure", str(trees.structure(result)), str(trees.structure(usual))
+
+
+def _kind_text(leaf: object) -> str:
+    array = np.asarray(leaf)
+    kind = {"U": "text", "O": "text", "T": "text", "S": "bytes"}.get(array.dtype.kind, array.dtype.name)
+    return f"{kind}{list(array.shape)}" if array.ndim else kind
 
 
 def _kind(result: Tree) -> tuple[Any, ...]:

@@ -169,22 +169,38 @@ def test_a_batch_is_divided_and_put_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("results", "what"),
+    ("results", "what", "this", "that"),
     [
-        ([0.5, 1, 0.5], "dtype"),
-        (["a", 1, "abc"], "dtype"),
-        ([2, True, 3], "dtype"),
-        ([{"n": 0.5}, {"n": 2**53 + 1}, {"n": 2.5}], "dtype"),
-        ([b"abc", "a", b"a"], "dtype"),
-        ([0.5, None, 1.5], "structure or shape"),
-        (["a", np.array(["a"]), "b"], "structure or shape"),
+        ([0.5, 1, 0.5], "the value", "int64", "float64"),
+        (["a", 1, "abc"], "the value", "int64", "text"),
+        ([2, True, 3], "the value", "bool", "int64"),
+        ([{"n": 0.5}, {"n": 2**53 + 1}, {"n": 2.5}], "`n`", "int64", "float64"),
+        ([b"abc", "a", b"a"], "the value", "text", "bytes"),
+        ([0.5, None, 1.5], "the value", "missing or None", "float64"),
+        (
+            [{"a": 1, "b": {"c": 1}}, {"a": 1, "b": {}}, {"a": 1, "b": {"c": 1}}],
+            "`b/c`",
+            "missing or None",
+            "int64",
+        ),
+        ([{"a": 1}, {"a": 1, "b": "x"}, {"a": 1}], "`b`", "text", "missing or None"),
+        (["a", np.array(["a"]), "b"], "the value", "text[1]", "text"),
+        (
+            [{"a": [1]}, {"a": (1,)}, {"a": [1]}],
+            "the structure",
+            "PyTreeSpec({'a': (*,)})",
+            "PyTreeSpec({'a': [*]})",
+        ),
     ],
 )
-def test_a_result_that_differs_from_most_is_a_failure_of_its_element(results: list[Any], what: str) -> None:
+def test_a_result_that_differs_from_most_is_a_failure_of_its_element(
+    results: list[Any], what: str, this: str, that: str
+) -> None:
     for rows, at, other in ((results, 1, 6), ([results[1], results[0], results[2]], 0, 7)):
         [(position, error)] = unlike(rows, [6, 7, 8])
         assert position == at
-        assert f"that of element {6 + at} has another {what} than that of element {other}" in str(error)
+        said = f"{what} is {this} in that of element {6 + at}, and {that} in that of element {other}"
+        assert said in str(error)
 
 
 def test_texts_of_all_lengths_are_alike() -> None:
