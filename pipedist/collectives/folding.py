@@ -34,14 +34,6 @@ Vector = NDArray[Any]  # one dimension, contiguous, native byte order
 BLOCK_BYTES: Final = 256 << 10  # block size of `fold_blocks`: operands and result fit into a core's cache
 _DOT_MAX: Final = 8192  # elements up to which a dot product is the fastest NaN check, on one thread
 
-_UFUNC: Final[dict[ReduceOp, np.ufunc]] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.PROD: np.multiply,
-}
-
 
 _quiet = threading.local()
 
@@ -66,7 +58,7 @@ class _FloatKernel:
 
     def __init__(self, op: ReduceOp, dtype: np.dtype[Any]) -> None:
         self.dtype = self.result = dtype
-        self._ufunc = _UFUNC[op]
+        self._ufunc = partials.UFUNCS[op]
         self._is_mean = op is ReduceOp.MEAN
 
     def fold(self, parts: Sequence[Vector], out: Vector) -> None:

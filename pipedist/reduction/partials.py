@@ -270,7 +270,7 @@ def _exact_data(op: ReduceOp, x: NDArray[Any], axes: tuple[int, ...], count: int
     if count == 0:
         return None
     x = x.astype(x.dtype.newbyteorder("="), copy=False)
-    extreme = _UFUNC[op].reduce(x, axis=axes) if axes else x
+    extreme = UFUNCS[op].reduce(x, axis=axes) if axes else x
     return int(extreme) if scalar else extreme
 
 
@@ -279,9 +279,9 @@ def _float_data(op: ReduceOp, x: NDArray[Any], axes: tuple[int, ...], count: int
     if op in (ReduceOp.MIN, ReduceOp.MAX):
         if count == 0:
             return None
-        folded = _UFUNC[op].reduce(x, axis=axes) if axes else x
+        folded = UFUNCS[op].reduce(x, axis=axes) if axes else x
     else:
-        folded = _fold_rows(_UFUNC[op], x, axes) if axes else x
+        folded = _fold_rows(UFUNCS[op], x, axes) if axes else x
     if np.ndim(folded):
         return folded
     return float(folded) if kind.fold.char in "fd" else folded[()]
@@ -368,7 +368,7 @@ def _finish_float(op: ReduceOp, kind: _Kind, count: int, data: Any) -> Any:
 _INT64 = np.dtype(np.int64)
 SUMS = frozenset({ReduceOp.SUM, ReduceOp.MEAN})
 _WIDER = {"f": np.dtype(np.float64), "F": np.dtype(np.complex128)}
-_UFUNC: dict[ReduceOp, np.ufunc] = {
+UFUNCS: dict[ReduceOp, np.ufunc] = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,
     ReduceOp.MIN: np.minimum,
@@ -376,7 +376,7 @@ _UFUNC: dict[ReduceOp, np.ufunc] = {
     ReduceOp.PROD: np.multiply,
 }
 _Join = dict[ReduceOp, Callable[[Any, Any], Any]]
-_JOIN_FLOATS: _Join = {**_UFUNC, **dict.fromkeys(SUMS, operator.add), ReduceOp.PROD: operator.mul}
+_JOIN_FLOATS: _Join = {**UFUNCS, **dict.fromkeys(SUMS, operator.add), ReduceOp.PROD: operator.mul}
 _JOIN_INTEGERS: _Join = {
     **dict.fromkeys(SUMS, operator.add),
     ReduceOp.MIN: min,
