@@ -112,22 +112,25 @@ class Driver:
             with self._lock:
                 self._handle(ev.Started())
             while self._left is None:
-                if self._leave_reason:
-                    with self._lock:
-                        self._handle(ev.LeaveRequested(self._leave_reason))
-                elif self._step is not None:
-                    self._execute_step(*self._step)
-                elif self._leases.overlapping.runs or self._beginning:
-                    self._overlap()
-                    if self._slice is not None and self._left is None:
-                        self._execute_next(self._slice)
-                elif self._slice is None:
-                    try:
+                try:
+                    if self._leave_reason:
+                        with self._lock:
+                            self._handle(ev.LeaveRequested(self._leave_reason))
+                    elif self._step is not None:
+                        self._execute_step(*self._step)
+                    elif self._leases.overlapping.runs or self._beginning:
+                        self._overlap()
+                        if self._slice is not None and self._left is None:
+                            self._execute_next(self._slice)
+                    elif self._slice is None:
                         self._wait()
-                    except _Interrupted:
-                        continue
-                else:
-                    self._execute_next(self._slice)
+                    else:
+                        self._execute_next(self._slice)
+                except _Interrupted:
+                    continue
+                except DevicesUnseen as error:
+                    with self._lock:
+                        self._handle(ev.RestartNeeded(str(error)))
         finally:
             with self._lock:
                 # If the connection failed, its error is raised already; a lost line is less important.
@@ -207,12 +210,7 @@ class Driver:
         self._working.set()
         while self._beginning:
             begin = self._beginning.popleft()
-            try:
-                run = self._leases.begin(begin, self._progress.of_lease(begin.lease))
-            except DevicesUnseen as error:
-                with self._lock:
-                    self._handle(ev.RestartNeeded(str(error)))
-                return
+            run = self._leases.begin(begin, self._progress.of_lease(begin.lease))
             assert isinstance(run, LeaseRun | RejectedLeaseRun)
             overlapping.runs[begin.lease] = run
         try:
@@ -249,20 +247,13 @@ class Driver:
             self._handle(ev.QuotaReached(pass_id, calls))
 
     def _execute(self, slice_: Execute) -> None:
-        try:
-            if self._run is None:
-                self._run = self._leases.begin(slice_, self._progress.of_lease(slice_.lease))
-            run = self._run
-        except DevicesUnseen as error:
-            with self._lock:
-                self._handle(ev.RestartNeeded(str(error)))
-            return
+        if self._run is None:
+            self._run = self._leases.begin(slice_, self._progress.of_lease(slice_.lease))
+        run = self._run
         try:
             failure = self._advance(run, slice_.slice_s, slice_.slice_bytes)
-        except DevicesUnseen as error:
-            with self._lock:
-                self._handle(ev.RestartNeeded(str(error)))
-            return
+        except DevicesUnseen:
+            raise
         except BaseException:
             # User code ends the process. Reporting the finished calls lets the scheduler identify the running one.
             with self._lock:
@@ -307,13 +298,10 @@ class Driver:
             run = self._run = self._leases.begin_step(assigned, frames, self._progress.of_lease(lease))
             if run is not None:
                 failure = self._advance(run, 0.0, 0)
-        except BaseException as error:
+        except BaseException:
             with self._lock:
                 self._hand_over()
-                if not isinstance(error, DevicesUnseen):
-                    raise
-                self._handle(ev.RestartNeeded(str(error)))
-            return
+            raise
         if run is None:
             with self._lock:
                 self._hand_over()
