@@ -169,7 +169,9 @@ class Dataset(TfNames):
         parts = datasets[0] if len(datasets) == 1 and isinstance(datasets[0], tuple) else datasets
         if not parts:
             raise ValueError("zip needs at least one dataset")
-        return Dataset(transforms.ZipNode(tuple(_node_of("zip", part) for part in parts)))
+        inputs = [_dataset("zip", part) for part in parts]
+        node = transforms.ZipNode(tuple(each.node for each in inputs))
+        return Dataset(node, _last_set(*(each.auto_shard_policy for each in inputs)))
 
     # Transformations.
 
@@ -253,7 +255,9 @@ class Dataset(TfNames):
 
     def concatenate(self, dataset: Dataset) -> Dataset:
         """Return this dataset, then another one of the same structure."""
-        return self._then(transforms.ConcatenateNode((self._node, _node_of("concatenate", dataset))))
+        second = _dataset("concatenate", dataset)
+        node = transforms.ConcatenateNode((self._node, second.node))
+        return Dataset(node, _last_set(self._policy, second.auto_shard_policy))
 
     def map(self, fn: Callable[..., Any], *, element_spec: Tree | None = None) -> Dataset:
         """Return `fn` of each element.
@@ -285,7 +289,7 @@ class Dataset(TfNames):
         _function("interleave", fn)
 
         def open_node(element: Tree) -> nodes.Node:
-            return _node_of("the function of interleave or flat_map", transforms.apply(fn, element))
+            return _dataset("the function of interleave or flat_map", transforms.apply(fn, element)).node
 
         cycle = check_int("cycle_length", cycle_length, at_least=1)
         block = check_int("block_length", block_length, at_least=1)
@@ -295,9 +299,9 @@ class Dataset(TfNames):
         """Set the division of the dataset among input pipelines.
 
         Args:
-            auto_shard_policy: an AutoShardPolicy or its name.
+            auto_shard_policy: an AutoShardPolicy or its name; AUTO, the default, keeps what was set before.
         """
-        return Dataset(self._node, AutoShardPolicy.of(auto_shard_policy))
+        return Dataset(self._node, _last_set(self._policy, AutoShardPolicy.of(auto_shard_policy)))
 
     # Properties.
 
@@ -345,12 +349,19 @@ def _paths(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> 
     return tuple(os.fspath(path) for path in paths)
 
 
-def _node_of(maker: str, dataset: object) -> nodes.Node:
+def _last_set(*policies: AutoShardPolicy) -> AutoShardPolicy:
+    """Return the last policy that is not the default: tf.data merges the options of all inputs so."""
+    return next(
+        (policy for policy in reversed(policies) if policy is not AutoShardPolicy.AUTO), AutoShardPolicy.AUTO
+    )
+
+
+def _dataset(maker: str, dataset: object) -> Dataset:
     if not isinstance(dataset, Dataset):
         raise TypeError(
             f"{maker}: expected a pipedist.Dataset, got {dataset!r} of type {type(dataset).__name__}"
         )
-    return dataset.node
+    return dataset
 
 
 def _function(maker: str, fn: Callable[..., Any]) -> Callable[..., Any]:

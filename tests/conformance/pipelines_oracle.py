@@ -55,6 +55,12 @@ def files_read(stages: Sequence[Json], files: Files) -> int | None:
     return min(counts)
 
 
+def policy_of(stages: Sequence[Json]) -> str:
+    """Return the policy of a pipeline: the last that its options set, and that is not the default."""
+    told = [stage[1]["auto_shard_policy"] for stage in stages if stage[0] == "options"]
+    return next((policy for policy in reversed(told) if policy != "AUTO"), "AUTO")
+
+
 def resolve(policy: str, stages: Sequence[Json], files: Files, pipelines: int) -> str:
     """Return what AUTO comes to; another policy as it is."""
     if policy != "AUTO":

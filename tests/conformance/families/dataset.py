@@ -191,11 +191,10 @@ def _unbatched(case: Case, expect: Json) -> Json:
 
 def _policy(case: Case, expect: Json) -> Json:
     stages = case.call.get("dataset") or []
-    policies = [stage[1]["auto_shard_policy"] for stage in stages if stage[0] == "options"]
     if (
         case.call["op"] != "distribute_dataset"
         or not divides(case)
-        or policies[-1:] in ([], ["AUTO"], ["DATA"])
+        or oracle.policy_of(stages) in ("AUTO", "DATA")
     ):
         return expect
     if "steps" not in expect or batch_depth(stages) != 1 or expect["cardinality"] == Dataset.INFINITE:

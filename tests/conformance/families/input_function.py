@@ -127,7 +127,7 @@ def _last_step(case: Case, expect: Json) -> Json:
         return expect
     context = InputContext(1, 0, case.replicas)
     try:
-        elements = oracle.evaluate(_resolved(case.call["dataset"], context), case.call.get("files") or {})
+        elements = oracle.evaluate(resolved(case.call["dataset"], context), case.call.get("files") or {})
         full = len(expect["steps"])
         if case.call.get("iterate") == "optional":  # it is delivered, with a 0 for a scalar
             full = min(full, len(elements) // case.replicas)
@@ -148,7 +148,9 @@ def _drops_last_step(case: Case) -> bool:
     )
 
 
-def _resolved(stages: list[Json], context: InputContext) -> list[Json]:
+def resolved(stages: list[Json], context: InputContext) -> list[Json]:
+    """Return a pipeline with the numbers that a context gives."""
+
     def number(value: Json) -> Json:
         match value:
             case {"ctx": [_, batch]}:

@@ -353,6 +353,18 @@ class TestFiles:
             list(names.flat_map(lambda _: [1]))  # type: ignore[arg-type, return-value]
 
 
+@pytest.mark.parametrize("combine", [lambda a, b: a.concatenate(b), lambda a, b: Dataset.zip(a, b)])
+def test_the_last_policy_that_is_set_counts_as_in_tensorflow(combine: Any) -> None:
+    off, data, auto = (
+        Dataset.range(4).with_options(auto_shard_policy=name) for name in ("off", "data", "auto")
+    )
+    assert off.with_options(auto_shard_policy="auto").auto_shard_policy == "OFF"
+    assert off.with_options(auto_shard_policy="data").auto_shard_policy == "DATA"
+    assert combine(off, auto).auto_shard_policy == combine(auto, off).auto_shard_policy == "OFF"
+    assert combine(off, data).auto_shard_policy == "DATA"
+    assert combine(auto, auto).auto_shard_policy == "AUTO"
+
+
 @pytest.mark.parametrize(
     ("misuse", "error"),
     [
