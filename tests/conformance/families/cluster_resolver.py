@@ -22,6 +22,8 @@ FAMILY = "cluster_resolver"
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
+UNION_ARGUMENTS = {"task_type", "task_id", "rpc_layer"}
+
 
 async def replay(case: Case, session: Session) -> Outcome:
     """Do what the call says."""
@@ -351,10 +353,18 @@ def _numbered(jobs: Mapping[str, Json]) -> dict[str, dict[int, str]]:
     }
 
 
+def _unknown_argument(case: Case, recorded: Json) -> Json:
+    """As of every Python function, an argument that a union does not have is a TypeError."""
+    if case.call["op"] != "union_resolver" or set(case.call["kwargs"]) <= UNION_ARGUMENTS:
+        return recorded
+    return {"error": "TypeError", "message": "unexpected keyword argument"}
+
+
 DEVIATIONS = (
     Deviation("cluster_resolver: TF_CONFIG is checked when the resolver is made", 53, _tf_config),
     Deviation("cluster_resolver: accelerators are what the resolver was told", 53, _accelerators),
     Deviation("cluster_resolver: a union drops duplicate addresses", 53, _union),
+    Deviation("cluster_resolver: an unknown argument of a union is a TypeError", 53, _unknown_argument),
     Deviation("cluster_resolver: a union can be task 0", 53, _first_task),
     Deviation("cluster_resolver: a simple resolver's numbers are checked", 53, _simple_checked),
     Deviation(
