@@ -131,6 +131,19 @@ def bool_as_axis(case: Case) -> Json:
     return _value(reference.reduce_result({**case.call, "axis": int(axis)}, case.replicas))
 
 
+def number_as_axis(axis: Json) -> Json:
+    """Return the int that a bool, or a list or tuple of one number, stands for as an axis."""
+    match axis:
+        case {"py": bool(number)} | {"list": [int(number)]} | [int(number)]:
+            return int(number)
+    raise ValueError("no number")
+
+
+def gathered_along_number(case: Case) -> Json:
+    """The values gathered along the axis that a bool or a list stands for."""
+    return _value(reference.gather_result({**case.call, "axis": number_as_axis(case.call["axis"])}))
+
+
 def one_array(case: Case, recorded: Json, own: Json) -> bool:
     """The leaves of a list or tuple are added together."""
     return "dtype" in recorded.get("value", {}) and any(

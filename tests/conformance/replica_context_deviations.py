@@ -13,7 +13,15 @@ from typing import Any
 from tests.conformance import deviations, replicas_oracle
 from tests.conformance.cases import Case, Deviation, Json
 from tests.conformance.deviations import local_results_of
-from tests.conformance.explanations import Explanation, agree, answered, any_of, refused, where
+from tests.conformance.explanations import (
+    Explanation,
+    agree,
+    answered,
+    any_of,
+    number_as_axis,
+    refused,
+    where,
+)
 from tests.conformance.programs import operations
 from tests.conformance.replicas_oracle import MISMATCH
 
@@ -210,13 +218,13 @@ def _gathers(case: Case) -> bool:
     return any("all_gather" in operations(program) for program in _programs(case))
 
 
+def _axes(case: Case) -> list[Json]:
+    return [part[2] for program in _programs(case) for part in _parts(program) if part[0] == "all_gather"]
+
+
 def _negative_axis(case: Case) -> bool:
     """Whether something else than int32 is gathered along an axis that counts from the end."""
-    return _dtypes(case) != {"int32"} and any(
-        part[0] == "all_gather" and type(part[2]) is int and part[2] < 0
-        for program in _programs(case)
-        for part in _parts(program)
-    )
+    return _dtypes(case) != {"int32"} and any(type(axis) is int and axis < 0 for axis in _axes(case))
 
 
 def _reduces_trees(case: Case) -> bool:
@@ -246,6 +254,10 @@ def _ids_are_ints(case: Case, recorded: Json) -> Json:
 
 def _always_per_replica(case: Case, recorded: Json) -> Json:
     return deviations.always_per_replica(case, recorded) if case.call["op"] == "run" else recorded
+
+
+def _with_int_axis(fn: Json, case: Case) -> Json:
+    return [*fn[:2], number_as_axis(fn[2])] if fn[0] == "all_gather" else fn
 
 
 DEVIATIONS = (
@@ -327,5 +339,11 @@ DEVIATIONS = (
             ),
             where(_negative_axis, refused("ValueError", "InvalidArgumentError")),
         ),
+    ),
+    _rule(
+        "an axis that is no int is a TypeError",
+        18,
+        lambda case: any(type(axis) is not int for axis in _axes(case)),
+        any_of(refused("ValueError", "InvalidArgumentError"), _program(_with_int_axis)),
     ),
 )
