@@ -231,11 +231,12 @@ def explain_run(run: str, *, as_json: bool) -> int:
         journal, passes = found.lines(), found.passes()
         if found.history is not None and state != "finished":
             again = _resume_command(found.history.header, path)
+    failure = read_json(path / PRIVATE / FAILURE_FILE).get("text") if state == "failed" else None
     if as_json:
         head = {"pipedist_why": VERSION, "run": record.run, "state": state}
+        head |= {"failure": failure} if failure else {}
         write_json({**head, "journal": journal, "passes": passes})
     else:
-        failure = read_json(path / PRIVATE / FAILURE_FILE).get("text") if state == "failed" else None
         why = [failure] if failure else []
         write_out("\n".join([f"run {record.run} in {path} {_ENDED[state]}", *again, *why, *journal]) + "\n")
     return terminal.FAILED

@@ -37,8 +37,7 @@ Document = dict[str, Any]  # plain JSON values; docs/how-to/stalls.md describes 
 def document(run: str, name: str, state: str, execution: Execution | None) -> Document:
     """Return what a run waits for.
 
-    `state` is "starting", "running", "ending" (its steps are done, its files are not) or "ended". `execution` is None
-    if the run has not begun, or has ended.
+    `state` is "starting", "running" or "ended". `execution` is None if the run has not begun, or has ended.
     """
     head: Document = {"pipedist_why": VERSION, "run": run, "name": name, "state": state}
     if execution is None:

@@ -235,3 +235,6 @@ def test_a_failed_run_shows_its_error_and_the_command_that_continues_it(tmp_path
     shown = done.stdout + done.stderr
     assert "ValueError: the sensor was offline" in shown
     assert re.search(r"^  pipedist run broken.yaml .*--resume$", shown, re.MULTILINE), shown
+    if command == "why":
+        document = json.loads(run_module("pipedist", command, "--json", "out/broken", cwd=tmp_path).stdout)
+        assert "ValueError: the sensor was offline" in document["failure"]
