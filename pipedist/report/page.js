@@ -156,6 +156,7 @@ function stages(process) {
     bytes(stage.bytes_in), bytes(stage.bytes_out)]);
   const parts = process.stages.filter((stage) => Object.keys(stage.stages_s).length > 1).map((stage) =>
     el("p", { class: "dim" }, `Busy time of ${stage.name}: ${Object.entries(stage.stages_s).map(([name, spent]) => `${name} ${seconds(spent)}`).join(", ")}`));
+  if (!rows.length) return null;
   return section("Stages", table([["stages"], ["calls", 1], ["elements", 1], ["elements/s", 1], ["busy", 1], ["reading", 1],
     ["median call", 1], ["95 percent", 1], ["longest", 1], ["longest call"], ["failed", 1], ["retries", 1], ["trials", 1], ["in", 1], ["out", 1]], rows), ...parts);
 }
