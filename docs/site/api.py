@@ -59,6 +59,23 @@ PAGES = {
     ),
 }
 
+# Members of base classes that have no page of their own, in their order.
+INHERITED = {
+    "LocalCluster": "workers ready",
+    "Strategy": "num_replicas_in_sync devices scope distribute_dataset distribute_datasets_from_function "
+    "distribute_values_from_function make_numpy_dataset compile reduce reduce_to batch_reduce_to broadcast gather "
+    "update local_results save restore",
+    "Variable": "name shape dtype trainable synchronization aggregation numpy assign assign_add assign_sub",
+    "ShardedVariable": "numpy assign assign_add assign_sub",
+}
+# Members that other modules of pipedist use.
+INTERNAL = {
+    "LocalCluster": "supply",
+    "ConnectCluster": "gather",
+    "TaskCluster": "coordinator",
+    "Variable": "pickles_identically saved restored require_unused",
+}
+
 
 def pages() -> dict[str, Callable[[], str]]:
     """Return each page's writer by the page's name."""
@@ -80,8 +97,18 @@ def pages() -> dict[str, Callable[[], str]]:
 
 
 def _page(module: str, title: str, text: str, names: str) -> str:
-    parts = [f"# {title}", text, *(f"::: {module}.{name}" for name in names.split())]
+    parts = [f"# {title}", text, *(_member(module, name) for name in names.split())]
     return "\n\n".join(parts) + "\n"
+
+
+def _member(module: str, name: str) -> str:
+    if module != "pipedist" or name not in {*INHERITED, *INTERNAL}:
+        return f"::: {module}.{name}"
+    inherited = ", ".join(INHERITED.get(name, "").split())
+    hidden = "|".join(["_.*", *INTERNAL.get(name, "").split()])
+    return (
+        f"::: {module}.{name}\n    options: {{inherited_members: [{inherited}], filters: ['!^({hidden})$']}}"
+    )
 
 
 def _combiners() -> str:

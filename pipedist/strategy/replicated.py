@@ -143,7 +143,32 @@ class Strategy(AsyncOnly, BaseStrategy):
     async def run(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Tree:
-        """Call `fn` on every replica, with its `args` and `kwargs`: see `BaseStrategy.run`."""
+        """Call `fn` on every replica.
+
+        `fn` runs in worker processes, on copies of the objects that it captures. Changes to them are lost;
+        only its return value and assignments to `pipedist.Variable`s are kept.
+
+        If `run` is cancelled, the workers still execute the step, and its results are discarded; the next
+        run that uses variables starts after it. To end a step that hangs, end its workers with
+        `LocalCluster.restart`.
+
+        Args:
+            fn: a replica function, sync or async; if it has a parameter named `ctx`, it also gets the
+                ReplicaContext.
+            args, kwargs: its arguments; each replica gets its own component of each PerReplica, and a copy
+                of everything else. Arrays are read-only in the function.
+
+        Returns:
+            The result, in its structure, with every leaf a PerReplica; None stays None.
+
+        Raises:
+            TypeError: `fn` is not callable, `kwargs` is not a mapping, or an argument can't be sent to
+                workers (UnsendableError, which names its path).
+            ValueError: `args` is neither tuple nor list; the number of components of an argument is not the
+                number of replicas; or the replicas returned different structures (the text shows two).
+            CallError: `fn` raised; `__cause__` is the exception of the lowest replica that failed.
+            RuntimeError: called inside a replica function.
+        """
         require_cross_replica("Strategy.run")
         return await self._run_call(self._prepare(fn, args, kwargs))
 
