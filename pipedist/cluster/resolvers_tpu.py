@@ -43,8 +43,6 @@ Coordinates = tuple[int, int, int, int]
 class TPUTopology:
     """The cores of a TPU slice (tf.tpu.experimental.Topology).
 
-        topology = pipedist.TPUTopology((2, 2, 1, 1), hosts=1)
-
     Args:
         mesh_shape: chips along x, y and z, and cores of a chip.
         hosts: number of hosts, at least 1.

@@ -29,8 +29,6 @@ class Dataset(TfNames):
     Static methods (`range`, `from_tensor_slices`, `list_files`, ...) create one; the other methods
     return a transformed one.
 
-        Dataset.range(8).map(lambda x: {"x": x, "y": x * 10}).batch(4)
-
     Example:
         data = pipedist.Dataset.from_tensor_slices({"x": x, "y": y}).batch(64)
         async for batch in strategy.distribute_dataset(data):

@@ -45,12 +45,6 @@ STALENESS: Final = 8
 class ClusterCoordinator(AsyncOnly):
     """Schedules functions on the workers (tf: ClusterCoordinator).
 
-        strategy = pipedist.ParameterServerStrategy(cluster)
-        async with pipedist.ClusterCoordinator(strategy) as coordinator:
-            value = await coordinator.schedule(fn, args=(1,))
-            await coordinator.join()
-            print(await value)
-
     Leaving the `async with` block joins. Without the block, call `join` at the end: otherwise errors are
     not raised.
 
@@ -69,10 +63,10 @@ class ClusterCoordinator(AsyncOnly):
         UsageError: the strategy has another coordinator.
 
     Example:
-        coordinator = pipedist.ClusterCoordinator(strategy)
-        values = [await coordinator.schedule(step, args=(number,)) for number in range(100)]
-        await coordinator.join()
-        first = await values[0].fetch()
+        async with pipedist.ClusterCoordinator(strategy) as coordinator:
+            values = [await coordinator.schedule(step, args=(number,)) for number in range(100)]
+            await coordinator.join()
+            print(await values[0])
     """
 
     def __init__(

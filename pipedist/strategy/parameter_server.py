@@ -192,14 +192,6 @@ class ParameterServerStrategy(Strategy):
     plain. The variables live in this process; a worker receives their values with a closure, and returns
     its assignments.
 
-        async with pipedist.LocalCluster(workers=4) as cluster:
-            strategy = pipedist.ParameterServerStrategy(cluster)
-            with strategy.scope():
-                w = pipedist.Variable(np.zeros(3))
-            async with pipedist.ClusterCoordinator(strategy) as coordinator:
-                for _ in range(100):
-                    await coordinator.schedule(lambda: w.assign_add(gradient(w)))
-
     Args:
         cluster: an open cluster.
         variable_partitioner: returns the number of shards of a variable's first axis from its shape and
@@ -216,8 +208,13 @@ class ParameterServerStrategy(Strategy):
         TypeError, ValueError: an argument has the wrong type, or is out of range.
 
     Example:
-        strategy = pipedist.ParameterServerStrategy(cluster, parameter_servers=2)
-        coordinator = pipedist.ClusterCoordinator(strategy)
+        async with pipedist.LocalCluster(workers=4) as cluster:
+            strategy = pipedist.ParameterServerStrategy(cluster)
+            with strategy.scope():
+                w = pipedist.Variable(np.zeros(3))
+            async with pipedist.ClusterCoordinator(strategy) as coordinator:
+                for _ in range(100):
+                    await coordinator.schedule(lambda: w.assign_add(gradient(w)))
     """
 
     _identity: ClassVar = True

@@ -55,10 +55,6 @@ class ClusterLike(Protocol):
 class Strategy(AsyncOnly, BaseStrategy):
     """R replicas whose calls a cluster's workers execute (tf: Strategy).
 
-        async with pipedist.LocalCluster(workers=2) as cluster:
-            strategy = pipedist.Strategy(cluster, replicas=4)
-            y = await strategy.run(fn, args=(x,))
-
     Replicas are logical: the number of workers and their failures never change a result.
 
     Args:

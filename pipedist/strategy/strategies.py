@@ -208,8 +208,6 @@ NAMES: Final[Mapping[str, Callable[..., Strategy]]] = {
 def strategy_of(name: str, cluster: ClusterLike, **options: Any) -> Strategy:
     """Return a new strategy by its name.
 
-        strategy = pipedist.strategy_of("mirrored", cluster, replicas=2)
-
     Args:
         name: mirrored, multi_worker_mirrored, central_storage or one_device.
         cluster: an open cluster.
@@ -220,7 +218,7 @@ def strategy_of(name: str, cluster: ClusterLike, **options: Any) -> Strategy:
         TypeError: the class has no such option, or raises it.
 
     Example:
-        strategy = pipedist.strategy_of("mirrored", cluster)
+        strategy = pipedist.strategy_of("mirrored", cluster, replicas=2)
     """
     kind = NAMES.get(name)
     if kind is None:

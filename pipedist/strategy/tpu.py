@@ -38,8 +38,6 @@ _FILES: Final = "/dev/accel[0-9]*"
 class TPUStrategy(Strategy):
     """Replicas on TPU cores, or other JAX devices, as one compiled program per host (tf: TPUStrategy).
 
-        strategy = pipedist.TPUStrategy(cluster, platform="cpu", replicas=8)
-
     A replica function is traced and compiled by JAX, once for each structure, shapes and dtypes of its arguments: it
     uses `jax.numpy`, its collectives become those of XLA, and `ctx.replica_id_in_sync_group` and `ctx.step` are traced.
     Results are NumPy arrays, as with other strategies. On the same number and kind of devices their bits are the same

@@ -51,10 +51,6 @@ _COPIED_BYTES_MAX: Final = 2**16  # received values up to this size are copied, 
 class Variable(AnyVariable):
     """A value that replica functions read and assign (tf.Variable).
 
-        with strategy.scope():
-            w = pipedist.Variable(np.zeros(3), aggregation="sum")
-        await strategy.run(lambda x: w.assign_add(x), args=(x,))
-
     Create it in the scope of the strategy whose functions use it. A function captures it, or gets it as an
     argument; in the function it is a `ReplicaVariable`, the replica's view of it. NumPy uses a variable as
     its value: `w + 1`. A variable created outside of every scope stays in this process.

@@ -216,17 +216,15 @@ def update_copies(
 class VariableTree:
     """A tree of variables that is read and assigned as one value.
 
-        w = pipedist.Variable({"kernel": np.zeros((3, 2)), "bias": np.zeros(2)}, aggregation="sum")
-        w.assign_sub({"kernel": dk, "bias": db})
-
     `pipedist.Variable` makes it of a dict, with one variable for each array. A function uses it like a variable.
 
     Args:
         variables: the variables in their dicts, lists and tuples; `tree[key]` is a part of them.
 
     Example:
-        weights = pipedist.Variable({"w": np.zeros((3, 2)), "b": np.zeros(2)}, name="weights")
-        weights["w"].value(), weights.value()["b"]
+        w = pipedist.Variable({"kernel": np.zeros((3, 2)), "bias": np.zeros(2)}, aggregation="sum")
+        w.assign_sub({"kernel": dk, "bias": db})
+        w["kernel"].value(), w.value()["bias"]
     """
 
     variables: Tree
