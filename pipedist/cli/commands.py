@@ -225,11 +225,14 @@ def explain_run(run: str, *, as_json: bool) -> int:
         return terminal.OK
     state = record.state if record.state in _ENDED else "unfinished"
     folder = path / PRIVATE / "journal"
-    journal, passes, again = ["it has no journal"], [], []
+    journal, passes, again, ended = ["it has no journal"], [], [], _ENDED[state]
     if is_there(folder / "journal", path):
         found = audit(folder, finished=state == "finished")
         journal, passes = found.lines(), found.passes()
-        if found.history is not None and state != "finished":
+        ledger = found.history.ledger() if found.history is not None else {}
+        if state == "failed" and ledger and ledger["quarantined"] == ledger["elements"] > 0:
+            ended = _ALL_FAILED  # the journal has nothing that a resumed run could execute
+        elif found.history is not None and state != "finished":
             again = _resume_command(found.history.header, path)
     failure = read_json(path / PRIVATE / FAILURE_FILE).get("text") if state == "failed" else None
     if as_json:
@@ -238,7 +241,7 @@ def explain_run(run: str, *, as_json: bool) -> int:
         write_json({**head, "journal": journal, "passes": passes})
     else:
         why = [failure] if failure else []
-        write_out("\n".join([f"run {record.run} in {path} {_ENDED[state]}", *again, *why, *journal]) + "\n")
+        write_out("\n".join([f"run {record.run} in {path} {ended}", *again, *why, *journal]) + "\n")
     return terminal.FAILED
 
 
@@ -257,6 +260,10 @@ _ENDED = {
     "unfinished": "is not executing: no process on this host replies (it was interrupted or killed, or it "
     "runs on another host). Continue it with --resume",
 }
+_ALL_FAILED = (
+    "has failed: all of its elements are quarantined. Fix the function or the data and rerun with --reuse; if the "
+    "cause was elsewhere, rerun with --restart"
+)
 
 
 def launch_slurm(
