@@ -138,7 +138,7 @@ def test_without_another_attempt_the_call_fails(tmp_path: Path, retry: dict[str,
 
 def test_a_time_limit_cancels_one_call_and_its_neighbours_go_on(tmp_path: Path) -> None:
     note = tmp_path / "note"
-    spec = document("hangs", n=12, batch=6, per="element", timeout_s=0.3, concurrency=6)
+    spec = document("hangs", n=12, batch=6, per="element", timeout_s=3, concurrency=6)
     spec["stages"]["y"] |= {"retry": {"attempts": 2, "backoff_s": 0}, "with": {"note": str(note)}}
     assert pipedist.run(spec, workers=1)["out"].tolist() == [float(n) for n in range(12)]
     calls = [line.split() for line in note.read_text().splitlines()]
