@@ -10,6 +10,7 @@ of the measured run.
 from __future__ import annotations
 
 import heapq
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, islice
@@ -27,6 +28,7 @@ from pipedist.datasets.sources.base import Ids
 from pipedist.errors import PipedistError, UsageError
 from pipedist.outputs.run_record import PRIVATE, existing_record, read_results
 from pipedist.plan import PassPlan, Plan
+from pipedist.runs.about import FILE as ABOUT
 from pipedist.runs.run import Run
 from pipedist.runs.timings import Measured, StageTimings, brief, read_timings
 from pipedist.spec import RunSpec, Spec, with_cluster
@@ -321,11 +323,25 @@ def costs_of_run(plan: Plan, folder: Path) -> Costs:
     processes = [each for each in read_timings(folder / PRIVATE / "timings") if each.stages]
     if not processes:
         raise UsageError(f"the run in {folder} has no measurements. Use --sample N")
+    _require_same_functions(plan, folder)
     measured = max(processes, key=lambda each: sum(stage.calls for stage in each.stages))
     total_s = measured.seconds
     if record.complete and len(processes) == 1:
         total_s = max(total_s, read_results(folder, folder).get("timings", {}).get("total", 0.0))
     return costs_of(plan, measured, total_s, f"the run in {folder}")
+
+
+def _require_same_functions(plan: Plan, folder: Path) -> None:
+    """Raise UsageError if a stage of the run called another function than that of the plan."""
+    path = folder / PRIVATE / ABOUT
+    nodes = json.loads(path.read_bytes())["graph"]["nodes"] if path.exists() else []
+    called = {node["name"]: node["lines"][1] for node in nodes if node["kind"] == "run"}
+    for stage, function in plan.functions.items():
+        if called.get(stage, function.label) != function.label:
+            raise UsageError(
+                f"the run in {folder} called {called[stage]} in stage {stage}, and this spec calls {function.label}: "
+                "its measurements do not apply. Use --sample N"
+            )
 
 
 # -- a sampled dry run --------------------------------------------------------------------------------

@@ -35,6 +35,10 @@ def same(x: np.ndarray) -> np.ndarray:
     return x
 
 
+def other(x: np.ndarray) -> np.ndarray:
+    return x
+
+
 async def waits(x: np.ndarray) -> np.ndarray:
     return x
 
@@ -253,7 +257,7 @@ def test_a_large_sample_is_the_beginning_of_the_dataset_in_the_order_of_a_run(
 
 
 def test_a_run_is_a_source_of_measurements(tmp_path: Path) -> None:
-    document = {
+    document: dict[str, Any] = {
         "pipedist": 1,
         "replicas": 2,
         "dataset": {"range": 80, "batch": 4},
@@ -269,6 +273,9 @@ def test_a_run_is_a_source_of_measurements(tmp_path: Path) -> None:
     assert 0 < found.fixed_s < took_s, "its measurements end after the time that its result tells"
     with pytest.raises(pipedist.UsageError, match="there is no run in"):
         costs_of_run(plan, tmp_path)
+    document["stages"]["y"]["run"] = f"{__name__}:other"
+    with pytest.raises(pipedist.UsageError, match=r"called .*:same in stage y, and this spec calls .*:other"):
+        costs_of_run(compile_plan(load(document), workers=1), tmp_path / "out")
 
 
 def test_a_dataset_of_unknown_length_is_refused(tmp_path: Path) -> None:
