@@ -31,6 +31,7 @@ from pipedist.worker.variables.rules import (
     Array,
     AssignMethod,
     Traits,
+    VariableSynchronization,
     declare,
     first_value,
     operand_of,
@@ -251,7 +252,7 @@ class ParameterServerStrategy(Strategy):
         trainable: bool | None = None,
         name: str = "variable",
         dtype: object = None,
-        synchronization: object = None,
+        synchronization: object = VariableSynchronization.AUTO,
         aggregation: object = None,
     ) -> ParameterVariable | ShardedVariable:
         """Return a new variable, sharded as the partitioner requires.

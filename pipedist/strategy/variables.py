@@ -109,7 +109,7 @@ class Variable(AnyVariable):
         trainable: bool | None = None,
         name: str = "variable",
         dtype: object = None,
-        synchronization: VariableSynchronization | str | None = VariableSynchronization.AUTO,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
     ) -> None:
         require_outside("creating a variable", "create it outside, in strategy.scope(), and use it inside")

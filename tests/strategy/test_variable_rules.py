@@ -27,7 +27,7 @@ from pipedist.worker.variables.rules import (
 
 def traits(initial: Any = 0.0, replicas: int = 2, **options: Any) -> Traits:
     value = first_value(initial, options.pop("dtype", None), "v")
-    given = {"trainable": None, "synchronization": None, "aggregation": None, "one_place": False, **options}
+    given = {"trainable": None, "synchronization": "auto", "aggregation": None, "one_place": False, **options}
     return declare(value, name="v", replicas=replicas, **given)
 
 
@@ -51,6 +51,7 @@ class TestDeclaration:
         [
             (0.0, {"synchronization": "none"}, "share it"),
             (0.0, {"synchronization": "sometimes"}, "one of auto, none, on_write, on_read"),
+            (0.0, {"synchronization": None}, "one of auto, none, on_write, on_read, got None"),
             (0.0, {"aggregation": "max"}, "one of none, sum, mean, only_first_replica"),
             (0.0, {"aggregation": 1}, "one of none"),
             (0, {"aggregation": "mean"}, "mean of int64 values"),

@@ -45,8 +45,8 @@ class VariableSynchronization(enum.StrEnum):
 
     @classmethod
     def of(cls, value: object) -> VariableSynchronization:
-        """Return the member with a name, in upper or lower case; AUTO for None."""
-        return cls.AUTO if value is None else _member(cls, value, "synchronization")
+        """Return the member with a name, in upper or lower case."""
+        return _member(cls, value, "synchronization")
 
 
 class VariableAggregation(enum.StrEnum):

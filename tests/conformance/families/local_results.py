@@ -14,14 +14,16 @@ FAMILY = "local_results"
 async def replay(case: Case, session: Session) -> Outcome:
     """Replay `local_results`."""
     strategy: Any = await session.strategy(case.strategy)
-    match case.call:
-        case {"op": "local_results", "value": value}:
-            value = decode(value)
-        case {"op": "local_results_of_variable", **options}:
-            value = new_variable(strategy, "v", options)
-        case {"op": op}:
-            raise Skip(f"unknown program {op}")
     try:
+        match case.call:
+            case {"op": "local_results", "value": value}:
+                value = decode(value)
+            case {"op": "local_results_of_variable", **options}:
+                value = new_variable(strategy, "v", options)
+            case {"op": op}:
+                raise Skip(f"unknown program {op}")
         return Outcome(Value(strategy.local_results(value)))
+    except Skip:
+        raise
     except Exception as error:
         return Outcome(Raised(error))
