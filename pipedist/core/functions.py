@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import io
 import os
 import pickle
 import re
@@ -22,12 +23,12 @@ import shlex
 import sys
 import threading
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import Struct
 
@@ -182,11 +183,34 @@ def _named(name: str) -> FunctionRef:
     return FunctionRef(label=name, name=name)
 
 
-def _pickled(fn: Callable[..., Any], label: str) -> bytes:
+def _dumps(value: object) -> bytes:
+    """Pickle a value with cloudpickle, which can't pickle cached functions (`functools.cache`) of `__main__`."""
     import cloudpickle  # only needed for functions without an importable name
 
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        dispatch_table: ClassVar = ChainMap(
+            {type(_named): _reduce_cached}, cloudpickle.Pickler.dispatch_table
+        )
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _reduce_cached(cached: Any) -> str | tuple[Callable[..., Any], tuple[Any, ...]]:
+    if _is_importable(cached, cached.__module__, cached.__qualname__):
+        return str(cached.__qualname__)
+    return _with_cache, (cached.__wrapped__, cached.cache_parameters())
+
+
+def _with_cache(fn: Callable[..., Any], parameters: Mapping[str, Any]) -> Callable[..., Any]:
+    cached: Callable[..., Any] = lru_cache(**parameters)(fn)
+    return cached
+
+
+def _pickled(fn: Callable[..., Any], label: str) -> bytes:
     try:
-        pickled: bytes = cloudpickle.dumps(fn)
+        pickled = _dumps(fn)
     except Exception as error:
         raise UsageError(
             f"{label} can't be sent to workers by value: {_unpicklable(fn)}{type(error).__name__}: {error}; "
@@ -202,8 +226,6 @@ def _pickled(fn: Callable[..., Any], label: str) -> bytes:
 
 def _unpicklable(fn: Callable[..., Any]) -> str:
     """Return which captured variable cannot be pickled, as text, or ""."""
-    import cloudpickle  # already imported
-
     code = getattr(fn, "__code__", None)
     if code is None:
         return ""
@@ -213,7 +235,7 @@ def _unpicklable(fn: Callable[..., Any]) -> str:
             own[name] = cell.cell_contents
     for name, value in own.items():
         try:
-            cloudpickle.dumps(value)
+            _dumps(value)
         except Exception:
             return f"it uses `{name}`, a {type(value).__qualname__}: "
     return ""
@@ -224,10 +246,7 @@ def pickled_value(value: object) -> bytes:
 
     Its class may be one of `__main__`.
     """
-    import cloudpickle
-
-    pickled: bytes = cloudpickle.dumps(value)
-    return pickled
+    return _dumps(value)
 
 
 def unpickled_value(data: bytes) -> Any:

@@ -81,6 +81,23 @@ def test_functions_without_a_name_are_sent_by_value() -> None:
     assert reference(candidates[1]).label.endswith("<lambda>")
 
 
+def test_cached_functions_are_sent_by_value_too() -> None:
+    @functools.lru_cache(maxsize=3, typed=True)
+    def model() -> int:
+        return 2
+
+    @functools.cache
+    def fibonacci(n: int) -> int:
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    importable = functions._is_name
+    uses = load(reference(lambda: (model(), model, importable)), ())
+    assert uses()[0] == 2
+    assert uses()[1].cache_parameters() == {"maxsize": 3, "typed": True}
+    assert uses()[2] is importable
+    assert load(reference(fibonacci), ())(40) == 102334155
+
+
 def test_functions_that_other_processes_cannot_import_are_sent_by_value() -> None:
     made = types.ModuleType("made_up_here")
     exec("def fn(x): return x", made.__dict__)
