@@ -176,4 +176,6 @@ def writing(label: object) -> Iterator[None]:
             ".json, or replace it: text.encode(errors='replace').decode()."
         ) from error
     except OSError as error:
-        raise OutputError(f"can't write {label}: {error.strerror or error}") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = ". Free some, or give a folder on another disk with --output DIR" if full else ""
+        raise OutputError(f"can't write {label}: {error.strerror or error}{advice}") from error

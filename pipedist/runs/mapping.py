@@ -306,6 +306,8 @@ class _Job:
             raise TypeError(
                 f"map() got an unexpected keyword argument {unknown[0]!r}; it has {', '.join(known)}"
             )
+        if not isinstance(options.get("with_", {}), Mapping):
+            raise TypeError(f"map() needs `with_` as a dict of keyword arguments, got {options['with_']!r}")
         self._fn = fn
         self._per_element = per_element
         self._options = options

@@ -418,7 +418,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, sink._out.file.fileno())
     os.close(full)
-    with pytest.raises(OutputError, match=r"a\.csv.*No space left"):
+    with pytest.raises(OutputError, match=r"a\.csv.*No space left on device\. Free some, or .*--output"):
         sink.append(np.zeros(1_000_000))
     sink.abort()
     assert os.listdir(tmp_path) == []

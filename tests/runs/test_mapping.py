@@ -204,6 +204,7 @@ def test_wrong_arguments_are_reported_before_workers_start() -> None:
         ([1], {"worker": 2}, "unexpected keyword argument 'worker'"),
         ([Point(1), threading.Lock()], {}, r"element 1, a lock, can't be sent"),
         ([1], {"columns": {"a": "int64"}}, "`columns` are for a path"),
+        ([1], {"with_": [2]}, r"map\(\) needs `with_` as a dict of keyword arguments, got \[2\]"),
     ):
         with pytest.raises(TypeError, match=text):
             pipedist.map(len, data, **options)  # type: ignore[call-overload]
