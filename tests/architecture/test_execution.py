@@ -18,7 +18,6 @@ ALLOWED = {
         "core/functions.py",
         "pickle.loads",
     ): "in a worker: a function, or an element of map, that its authenticated driver sent",
-    ("core/functions.py", "cloudpickle.dumps"): "in the driver: writes these",
     ("protocol/program.py", "may_import"): "in a worker: the program that its driver sent",
     ("worker/result_cache.py", "may_import"): "in a worker: results of this process, or of the one before it",
     ("testing/process_child.py", "may_import"): "a file that the parent process wrote for it",
