@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -102,13 +103,17 @@ def _page(module: str, title: str, text: str, names: str) -> str:
 
 
 def _member(module: str, name: str) -> str:
-    if module != "pipedist" or name not in {*INHERITED, *INTERNAL}:
-        return f"::: {module}.{name}"
-    inherited = ", ".join(INHERITED.get(name, "").split())
-    hidden = "|".join(["_.*", *INTERNAL.get(name, "").split()])
-    return (
-        f"::: {module}.{name}\n    options: {{inherited_members: [{inherited}], filters: ['!^({hidden})$']}}"
-    )
+    bases = getattr(getattr(sys.modules[module], name), "__bases__", ())
+    options = {}
+    if any(
+        base.__module__.startswith("pipedist.") and base.__name__ not in pipedist.__all__ for base in bases
+    ):
+        options["show_bases"] = "false"  # a reader can't look them up
+    if module == "pipedist" and name in {*INHERITED, *INTERNAL}:
+        options["inherited_members"] = f"[{', '.join(INHERITED.get(name, '').split())}]"
+        options["filters"] = f"['!^({'|'.join(['_.*', *INTERNAL.get(name, '').split()])})$']"
+    shown = ", ".join(f"{option}: {value}" for option, value in options.items())
+    return f"::: {module}.{name}" + (f"\n    options: {{{shown}}}" if shown else "")
 
 
 def _combiners() -> str:
