@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import tempfile
 import threading
 import weakref
@@ -38,6 +39,8 @@ MEMORY_BYTES_MAX = 16 * 2**20  # of tables that wait for their fold, in memory
 RANGE_BYTES_MAX = 8 * 2**20  # of the tables of a fold call; a larger fold is divided into ranges
 RANGE_CALLS_MAX = 4  # fold calls of large folds at a time
 _ALIGNMENT_BYTES = 64
+_DESCRIPTORS_FREE = 128  # open files that the limit leaves to the rest of the process
+_DESCRIPTORS_FREE_MIN = 16  # where it can't be raised
 
 
 class KeyedFold(CombineFold):
@@ -179,6 +182,11 @@ class KeyedFold(CombineFold):
 
     @contextmanager
     def _file(self) -> Iterator[IO[bytes]]:
+        if not _allow_file():
+            raise OutputError(
+                f"the tables of stage {self.name} need more open files than the limit of this process. Raise the hard "
+                "limit (`ulimit -Hn`)"
+            )
         try:
             with tempfile.TemporaryFile(prefix="pipedist-") as file:
                 yield file
@@ -229,6 +237,21 @@ def _read(array: NDArray[Any]) -> NDArray[Any]:
             raise OutputError(f"a temporary file in {tempfile.gettempdir()} (TMPDIR) was cut off")
         into, offset = into[count:], offset + count
     return found
+
+
+def _allow_file() -> bool:
+    """Raise the soft limit of open files if few are left; return False if the hard limit is reached.
+
+    ZeroMQ aborts the process that has none.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    left = soft - len(os.listdir("/dev/fd"))
+    if soft == resource.RLIM_INFINITY or left >= _DESCRIPTORS_FREE:
+        return True
+    wanted = 2 * soft if hard == resource.RLIM_INFINITY else min(hard, 2 * soft)
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return left + wanted - soft >= _DESCRIPTORS_FREE_MIN
 
 
 def _malloc_trim() -> Callable[[int], int] | None:

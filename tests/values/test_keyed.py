@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import mmap
+import os
 import pickle
+import resource
 from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import reduce
@@ -570,6 +572,28 @@ def test_tables_may_move_to_a_file_while_they_are_merged(monkeypatch: pytest.Mon
 
     anyio.run(main)
     assert bits(whole[0]) == expected
+
+
+def test_tables_in_many_files_raise_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keyed_fold, "MEMORY_BYTES_MAX", 0)
+    groups = [[by_key_sum.of(["a"], [float(number)])] for number in range(200)]
+
+    async def main() -> None:
+        fold = keyed_fold.KeyedFold("sums", "run", None, None, calls_max=1)  # type: ignore[arg-type]
+        for group in groups:
+            await fold._hold(group)
+        assert all(isinstance(group[0].value_columns["value"].base, mmap.mmap) for group in groups)
+        used = len(os.listdir("/dev/fd"))
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (used + 10, used + 10))
+        with pytest.raises(pipedist.PipedistError, match=r"stage sums need more open files.*ulimit -Hn"):
+            await fold._hold([by_key_sum.of(["a"], [0.0])])
+
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 200, limits[1]))
+        anyio.run(main)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_an_error_in_a_range_of_keys_is_raised_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
