@@ -185,10 +185,17 @@ GATHER = (
         lambda case: reference.is_container(case.call["value"]),
         answered(first_components),
     ),
-    _gather_rule(
+    _by_reference(
         "gather: an axis that is no int is a TypeError",
-        lambda case: type(case.call["axis"]) is not int,
-        any_of(refused("ValueError", "InvalidArgumentError"), answered(gathered_along_number)),
+        18,
+        "gather",
+        lambda case: type(case.call["axis"]) is not int and not values_are_plain(case),
+        lambda case: reference.gather_result(case.call),
+        any_of(
+            refused("ValueError", "InvalidArgumentError"),
+            answered(gathered_along_number),
+            where(lambda case: not _is_gathered(case), answered(first_components)),
+        ),
     ),
     _gather_rule(
         "gather: one replica's axis is checked too",
