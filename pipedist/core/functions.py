@@ -339,7 +339,7 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
             + (
                 "; write it without `.py`"
                 if module_name.endswith(".py")
-                else did_you_mean(missing, _modules_in(code))
+                else _in_src(missing, code) or did_you_mean(missing, _modules_in(code))
             )
             + _process_suffix()
         ) from None
@@ -351,6 +351,16 @@ def _import(name: str, module_name: str, code: Sequence[str]) -> ModuleType:
         ) from error
     finally:
         importing.reset(inside)
+
+
+def _in_src(module: str, code: Sequence[str]) -> str:
+    """Return where a missing module is, if its project has a folder `src`, or ""."""
+    for folder in (os.path.join(each, "src") for each in code):
+        if os.path.isdir(os.path.join(folder, module)) or os.path.isfile(
+            os.path.join(folder, f"{module}.py")
+        ):
+            return f"; it is in {folder}: name that folder in the spec, as in `code: src`"
+    return ""
 
 
 def how_to_install(module: str) -> str:

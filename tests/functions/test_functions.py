@@ -81,6 +81,14 @@ def test_functions_without_a_name_are_sent_by_value() -> None:
     assert reference(candidates[1]).label.endswith("<lambda>")
 
 
+@pytest.mark.parametrize("file", ["src/laid_out/fn.py", "src/laid_out.py"])
+def test_a_module_of_a_src_layout_is_found_for_the_error(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).touch()
+    with pytest.raises(FunctionNotFound, match=rf"it is in {tmp_path}/src: .* `code: src`"):
+        load(by_name("laid_out:f"), [str(tmp_path)])
+
+
 def test_cached_functions_are_sent_by_value_too() -> None:
     @functools.lru_cache(maxsize=3, typed=True)
     def model() -> int:
