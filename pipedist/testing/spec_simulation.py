@@ -16,7 +16,7 @@ import os
 import shlex
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -28,6 +28,7 @@ from pipedist.core.import_guard import reject_during_import
 from pipedist.core.temp_dirs import ScratchFolder
 from pipedist.core.types import Tree
 from pipedist.errors import CallError, PipedistError, PlanError, UsageError
+from pipedist.outputs.databases import PROGRESS
 from pipedist.protocol.codec import encode
 from pipedist.runs.api import in_own_thread
 from pipedist.runs.result import Result
@@ -76,8 +77,29 @@ def fingerprint_of_result(result: Result) -> Fingerprint:
         values[name] = value
         digests[f"stage {name}"] = _digest(encode(value))
     for path in result.files.values():
-        digests[f"file {path.name}"] = _digest([path.read_bytes()])
+        digests[f"file {path.name}"] = _digest(_contents(path))
     return Fingerprint(digests, values)
+
+
+def _contents(path: Path) -> Iterator[bytes]:
+    """Yield what an output must have in common in all runs: its bytes, or the rows of a database, which vary."""
+    if path.is_dir():
+        for file in sorted(each for each in path.rglob("*") if each.is_file()):
+            yield from (os.fsencode(file.relative_to(path)), file.read_bytes())
+    elif path.suffix == ".sqlite":
+        import sqlite3
+
+        with contextlib.closing(sqlite3.connect(path)) as rows:
+            yield from (line.encode() for line in rows.iterdump() if PROGRESS not in line)
+    elif path.suffix == ".duckdb":
+        import duckdb
+
+        with duckdb.connect(path, read_only=True) as database:
+            for (name,) in database.execute("SELECT table_name FROM duckdb_tables() ORDER BY 1").fetchall():
+                if name != PROGRESS:
+                    yield repr((name, database.table(name).fetchall())).encode()
+    else:
+        yield path.read_bytes()
 
 
 def fingerprint_of_error(error: Exception) -> Fingerprint:
@@ -87,7 +109,7 @@ def fingerprint_of_error(error: Exception) -> Fingerprint:
     return Fingerprint(error=text)
 
 
-def _digest(frames: Sequence[bytes | memoryview]) -> str:
+def _digest(frames: Iterable[bytes | memoryview]) -> str:
     digest = hashlib.sha256()
     for frame in frames:
         digest.update(frame)

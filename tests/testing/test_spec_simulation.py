@@ -105,6 +105,23 @@ def test_files_are_compared(tmp_path: Path) -> None:
 # -- functions that are not deterministic --------------------------------------------------------
 
 
+@pytest.mark.parametrize("file", ["all.zarr", "all.parquet/", "{id}.json", "all.sqlite", "all.duckdb"])
+def test_folders_and_databases_are_compared_by_their_contents(tmp_path: Path, file: str) -> None:
+    def rows(x: np.ndarray, plus: float) -> dict[str, np.ndarray]:
+        return {"id": x, "y": x + plus}
+
+    def fingerprint(plus: float) -> Fingerprint:
+        spec = spec_of(rows, outputs={"all": file})
+        spec["stages"]["each"]["with"] = {"plus": plus}
+        simulation = SpecSimulation(spec, faults=FAULTS)
+        return simulation.check(1).fingerprint
+
+    assert fingerprint(0.5).digests == fingerprint(0.5).digests
+    file_digests = [{k: v for k, v in fingerprint(x).digests.items() if "file" in k} for x in (0.5, 0.25)]
+    assert file_digests[0].keys() == file_digests[1].keys()
+    assert file_digests[0] != file_digests[1]
+
+
 def test_state_of_an_instance_is_found() -> None:
     with pytest.raises(SimulationFailure) as caught:
         simulate(spec_of(fn.HowMany), faults=FAULTS)
