@@ -95,13 +95,17 @@ def load(
 
     Raises:
         SpecError: the spec has problems; it lists all of them, in the order of their places.
-        UsageError: `params` is not a mapping.
+        UsageError: `params` is not a mapping, or `source` neither a path nor a dict.
     """
     if params is not None and not isinstance(params, Mapping):
         raise UsageError(f"`params` must be a dict from names to values, got {params!r}")
     if isinstance(source, Mapping):
         problems = Problems(Document("", dict(source)))
         folder, stem = os.getcwd(), "spec"
+    elif not isinstance(source, str | os.PathLike):
+        raise UsageError(
+            f"a spec is the path of a YAML file, or a dict, got a value of type {type(source).__name__}"
+        )
     else:
         name = os.fspath(source)
         problems = _read(name)

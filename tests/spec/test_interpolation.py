@@ -155,6 +155,15 @@ def test_parameters_that_are_no_mapping_are_rejected() -> None:
         load(document({}, {"rate": 1}), params=["rate"])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("source", [None, 3, b"spec.yaml", [{}]])
+def test_what_is_neither_a_path_nor_a_dict_is_no_spec(source: Any) -> None:
+    name = type(source).__name__
+    with pytest.raises(
+        UsageError, match=f"a spec is the path of a YAML file, or a dict, got a value of type {name}"
+    ):
+        load(source)
+
+
 def test_one_bad_parameter_is_one_problem() -> None:
     found = messages({"a": "${params.p}", "b": "x${params.p}"}, {"p": "${env.NOT_SET}"}, env={})
     assert found == ["the environment variable NOT_SET is not set"]
