@@ -90,11 +90,11 @@ class Execution:
         """Execute all phases; raise RunDrained if drained before the end."""
         with ExitStack() as stack:
             for number, phase in enumerate(self._plan.phases):
+                title = f"phase {number + 1} of {len(self._plan.phases)}"
                 if self._draining:
-                    raise RunDrained("the run was drained between two phases")
+                    raise RunDrained(f"the run was stopped before {title}")
                 self._phase = number
                 start = time.monotonic()
-                title = f"phase {number + 1} of {len(self._plan.phases)}"
                 self._log.event(f"{title} begins: {', '.join(pass_.name for pass_ in phase)}")
                 await self._run_phase(phase, stack)
                 self.timings[f"phase {number + 1}"] = time.monotonic() - start

@@ -230,7 +230,7 @@ class HeldOutParticipant:
     async def wait(self) -> None:
         await self._done.wait()
         if self._left:
-            raise RunDrained("the run was drained while it read held-out data")
+            raise RunDrained("the run was stopped while it read held-out data")
 
     async def on_taken(self, step: int, epoch: int, fresh: Fresh, *, ends: bool) -> None:
         if ends:
