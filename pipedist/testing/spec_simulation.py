@@ -64,7 +64,7 @@ class Fingerprint:
     """Identifies the results of a run, to the bit."""
 
     digests: Mapping[str, str] = field(default_factory=dict)  # by "stage NAME" and "file NAME"
-    values: Mapping[str, Tree] = field(default_factory=dict)  # values of the stages, to describe a difference
+    values: Mapping[str, Tree] = field(default_factory=dict)  # by the same names, to describe a difference
     error: str = ""  # the error of a failed run without its variable parts (worker, attempts), or ""
 
 
@@ -74,10 +74,13 @@ def fingerprint_of_result(result: Result) -> Fingerprint:
     for name, value in result.by_stage.items():
         if isinstance(value, Path):
             continue
-        values[name] = value
+        values[f"stage {name}"] = value
         digests[f"stage {name}"] = _digest(encode(value))
     for path in result.files.values():
         digests[f"file {path.name}"] = _digest(_contents(path))
+        value = _value_of(path)
+        if value is not None:
+            values[f"file {path.name}"] = value
     return Fingerprint(digests, values)
 
 
@@ -100,6 +103,23 @@ def _contents(path: Path) -> Iterator[bytes]:
                     yield repr((name, database.table(name).fetchall())).encode()
     else:
         yield path.read_bytes()
+
+
+def _value_of(path: Path) -> Tree:
+    """Return what a file of an output holds; None for formats other than these."""
+    match path.suffix:
+        case ".npy":
+            return np.load(path)
+        case ".npz":
+            with np.load(path) as arrays:
+                return dict(arrays)
+        case ".json":
+            return json.loads(path.read_bytes())
+        case ".jsonl":
+            return [json.loads(line) for line in path.read_bytes().splitlines()]
+        case ".csv":
+            return np.array(path.read_text("utf-8").splitlines())
+    return None
 
 
 def fingerprint_of_error(error: Exception) -> Fingerprint:
@@ -125,9 +145,8 @@ def difference(expected: Fingerprint, actual: Fingerprint) -> str:
     for name in {**expected.digests, **actual.digests}:
         if expected.digests.get(name) == actual.digests.get(name):
             continue
-        stage = name.removeprefix("stage ")
-        if stage in expected.values and stage in actual.values:
-            differences.append(f"{name} {_first_difference(expected.values[stage], actual.values[stage])}")
+        if name in expected.values and name in actual.values:
+            differences.append(f"{name} {_first_difference(expected.values[name], actual.values[name])}")
         else:
             differences.append(f"{name} {'differs' if name in actual.digests else 'is missing'}")
     return "; ".join(differences)

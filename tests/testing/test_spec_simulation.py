@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,19 @@ async def test_inside_a_running_loop() -> None:
     await _inside()
 
 
-def test_files_are_compared(tmp_path: Path) -> None:
-    spec = spec_of(fn.HowMany, outputs={"all": "all.npy"})
-    with pytest.raises(SimulationFailure, match=r"file all\.npy differs"):
+@pytest.mark.parametrize(
+    ("file", "at"),
+    [
+        ("all.npy", r" is \d+ at index \[\d+\], expected \d+"),
+        ("all.csv", r" is \d+ at index \[\d+\], expected \d+"),
+        ("all.json", r" at \d+ is \d+, expected \d+"),
+        ("all.jsonl", r" at \d+/value is \d+, expected \d+"),
+        ("all.parquet", " differs"),
+    ],
+)
+def test_files_are_compared(file: str, at: str) -> None:
+    spec = spec_of(fn.HowMany, outputs={"all": file})
+    with pytest.raises(SimulationFailure, match=rf"file {re.escape(file)}{at}"):
         simulate(spec, faults=FAULTS)
 
 
@@ -173,7 +184,10 @@ def test_use_of_the_time_is_found_without_faults() -> None:
 
 
 def test_another_structure_is_described_by_its_missing_leaves() -> None:
-    many, few = Fingerprint({"stage s": "a"}, {"s": [1, 2, 3]}), Fingerprint({"stage s": "b"}, {"s": [1, 2]})
+    many, few = (
+        Fingerprint({"stage s": "a"}, {"stage s": [1, 2, 3]}),
+        Fingerprint({"stage s": "b"}, {"stage s": [1, 2]}),
+    )
     assert difference(many, few) == "stage s has another structure: 2 leaves, expected 3 leaves, including 2"
     assert difference(few, many) == "stage s has another structure: 3 leaves, including 2, expected 2 leaves"
 
