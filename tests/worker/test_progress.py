@@ -93,6 +93,28 @@ def test_time_in_which_the_worker_was_stopped_does_not_count_for_async_functions
     assert 1630 <= now_s < 1632
 
 
+def test_time_in_which_a_thread_holds_the_lock_of_the_interpreter_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 1000.0
+
+    def select(_selector: object, timeout: float) -> list[object]:
+        nonlocal now_s
+        now_s += timeout + (5 if timeout and now_s == 1000.0 else 0)  # late once, while a thread computes
+        return []
+
+    async def call() -> int:
+        async with asyncio.timeout(60):
+            return await asyncio.sleep(30, 5)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(time, "process_time", lambda: now_s)
+    monkeypatch.setattr(selectors.DefaultSelector, "select", select)
+    with closing(PersistentLoop()) as loop:
+        assert loop.run(call()) == 5
+    assert 1030 <= now_s < 1032
+
+
 def test_a_process_killed_for_a_function_that_has_just_ended_blames_no_call(progress: CallProgress) -> None:
     progress.of_lease(7)(41)
     progress.clock.start(41, 1, SECOND)
