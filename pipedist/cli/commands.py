@@ -225,22 +225,21 @@ def explain_run(run: str, *, as_json: bool) -> int:
         return terminal.OK
     state = record.state if record.state in _ENDED else "unfinished"
     folder = path / PRIVATE / "journal"
-    journal, passes, again, ended = ["it has no journal"], [], [], _ENDED[state]
+    journal, passes, again = ["it has no journal"], [], []
+    failure = read_json(path / PRIVATE / FAILURE_FILE) if state == "failed" else {}
+    text, has_advice = failure.get("text"), failure.get("has_advice", False)
     if is_there(folder / "journal", path):
         found = audit(folder, finished=state == "finished")
         journal, passes = found.lines(), found.passes()
-        ledger = found.history.ledger() if found.history is not None else {}
-        if state == "failed" and ledger and ledger["quarantined"] == ledger["elements"] > 0:
-            ended = _ALL_FAILED  # the journal has nothing that a resumed run could execute
-        elif found.history is not None and state != "finished":
+        if found.history is not None and state != "finished" and not has_advice:
             again = _resume_command(found.history.header, path)
-    failure = read_json(path / PRIVATE / FAILURE_FILE).get("text") if state == "failed" else None
     if as_json:
         head = {"pipedist_why": VERSION, "run": record.run, "state": state}
-        head |= {"failure": failure} if failure else {}
+        head |= {"failure": text} if text else {}
         write_json({**head, "journal": journal, "passes": passes})
     else:
-        why = [failure] if failure else []
+        ended = "has failed" if has_advice else _ENDED[state]
+        why = [text] if text else []
         write_out("\n".join([f"run {record.run} in {path} {ended}", *again, *why, *journal]) + "\n")
     return terminal.FAILED
 
@@ -260,10 +259,6 @@ _ENDED = {
     "unfinished": "is not executing: no process on this host replies (it was interrupted or killed, or it "
     "runs on another host). Continue it with --resume",
 }
-_ALL_FAILED = (
-    "has failed: all of its elements are quarantined. Fix the function or the data and rerun with --reuse; if the "
-    "cause was elsewhere, rerun with --restart"
-)
 
 
 def launch_slurm(

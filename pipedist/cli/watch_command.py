@@ -50,6 +50,8 @@ def continuation(data: dict[str, Any]) -> str:
     """Return why a run did not finish, if that is known, and how to continue it."""
     failed = data["state"] == "failed"
     failure = f"pipedist: {data['failure']}\n" if failed and data["failure"] else ""
+    if failure and data["has_advice"]:
+        return failure
     text = terminal.CONTINUE if failed else "Continue it with --resume"
     command = data["about"].get("command")
     return f"{failure}{text}\n" + (f"  {command} --resume\n" if command else "")

@@ -57,6 +57,7 @@ def collect(path: Path, *, live: bool = False) -> Data:
     processes = read_timings(private / "timings")
     state = _state(record, status)
     files = [] if live else _outputs(path, record)
+    failure = read_json(private / FAILURE_FILE)
     return {
         "format": FORMAT,
         "at": time.time(),
@@ -64,7 +65,8 @@ def collect(path: Path, *, live: bool = False) -> Data:
         "run": record.run,
         "name": processes[-1].name if processes else path.name,
         "state": state,
-        "failure": read_json(private / FAILURE_FILE).get("text"),
+        "failure": failure.get("text"),
+        "has_advice": failure.get("has_advice", False),
         "about": about,
         "picture": picture(about["graph"]) if "graph" in about else None,
         "status": status,

@@ -114,7 +114,7 @@ function overview() {
 
 function resumed() {
   const command = data.about.command;
-  if (!command || !["failed", "interrupted"].includes(data.state)) return [];
+  if (!command || data.has_advice || !["failed", "interrupted"].includes(data.state)) return [];
   return [el("p", {}, data.state === "failed" ? "After a fix, continue the run:" : "Continue the run:"), el("pre", {}, `${command} --resume`)];
 }
 

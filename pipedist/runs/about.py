@@ -63,7 +63,7 @@ def write_about(folder: Path, plan: Plan, source: SpecSource, output: Path) -> N
 def write_failure(folder: Path, error: BaseException) -> None:
     """Write why a run failed into its private folder."""
     text = f"{type(error).__name__}: {error}"[:FAILURE_CHARS_MAX]
-    write_json(folder / FAILURE_FILE, {"text": text})
+    write_json(folder / FAILURE_FILE, {"text": text, "has_advice": getattr(error, "has_advice", False)})
 
 
 def _spec_text(source: SpecSource) -> str:

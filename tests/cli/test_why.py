@@ -102,15 +102,21 @@ def test_a_run_that_was_killed(stalled: subprocess.Popen[str], pipedist: Command
     assert not (tmp_path / "out" / "slow" / ".pipedist" / "live").exists()
 
 
-def test_a_run_whose_elements_all_failed_is_not_to_be_resumed(pipedist: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["why", "watch"])
+def test_a_run_whose_elements_all_failed_is_not_to_be_resumed(
+    pipedist: Command, tmp_path: Path, command: str
+) -> None:
     (tmp_path / "wrong.py").write_text("def wrong(x):\n    raise ValueError(x)\n")
     (tmp_path / "wrong.yaml").write_text(
-        "{pipedist: 1, dataset: {range: 4, batch: 2}, stages: {y: {run: 'wrong:wrong', on_error: quarantine}, "
-        "s: {reduce: sum, of: y, axis: 0}}, outputs: {s: s.json}}"
+        "{pipedist: 1, datasets: {a: {range: 4, batch: 2}, b: {range: 4, batch: 4}}, stages: {"
+        "y: {run: 'wrong:wrong', of: a, on_error: quarantine}, s: {reduce: sum, of: y, axis: 0}, "
+        "n: {reduce: sum, of: b, axis: 0}}, outputs: {s: s.json, n: n.json}}"
     )
     assert pipedist("run", "wrong.yaml", "--workers", "1").returncode == 1
-    found = pipedist("why", "out/wrong").stdout
-    assert "all of its elements are quarantined. Fix the function or the data and rerun with --reuse" in found
+    done = pipedist(command, "out/wrong")
+    found = done.stdout + done.stderr
+    assert "all elements of a failed (4)" in found
+    assert "Fix the function or the data and rerun with --reuse" in found
     assert "--resume" not in found
 
 
