@@ -44,7 +44,7 @@ def kind_of(result: Tree) -> tuple[Any, ...]:
         return ("records",)
     if isinstance(result, np.ndarray) and ragged.is_blank(result):
         return ("blank",)
-    leaves, structure = trees.flatten(_with_cells(result))
+    leaves, structure = trees.flatten(with_cells(result))
     return "dict" if isinstance(result, dict) else "other", structure, *map(_kind_of_leaf, leaves)
 
 
@@ -63,7 +63,7 @@ def lists_of(results: Sequence[Tree]) -> Tree:
     """Return results as a batch of lists."""
     if any(map(ragged.are_records, results)):
         return ragged.objects([_records(result) for result in results])
-    flat = [trees.flatten(_with_cells(result)) for result in results]
+    flat = [trees.flatten(with_cells(result)) for result in results]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return trees.unflatten(flat[0][1], [_cells(column) for column in columns])
 
@@ -118,10 +118,10 @@ def _together(column: Sequence[NDArray[Any]]) -> NDArray[Any]:
     return ragged.concatenate(full) if full else column[0]
 
 
-def _with_cells(result: Tree) -> Tree:
+def with_cells(result: Tree) -> Tree:
     """Return a result with each list of records as one leaf."""
     if isinstance(result, dict):
-        return {name: _with_cells(value) for name, value in result.items()}
+        return {name: with_cells(value) for name, value in result.items()}
     return _cell(result) if ragged.are_records(result) else result
 
 
@@ -132,12 +132,12 @@ def _cell(value: Any) -> NDArray[Any]:
 
 
 def _cells(column: Sequence[Any]) -> NDArray[Any]:
-    if not any(np.ndim(leaf) or _is_cell(leaf) for leaf in column):
+    if not any(np.ndim(leaf) or is_cell(leaf) for leaf in column):
         return ragged.stack(column)
-    return ragged.objects([leaf[()] if _is_cell(leaf) else np.asarray(leaf) for leaf in column])
+    return ragged.objects([leaf[()] if is_cell(leaf) else np.asarray(leaf) for leaf in column])
 
 
-def _is_cell(leaf: Any) -> bool:
+def is_cell(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) and leaf.dtype.kind == "O" and not leaf.ndim
 
 

@@ -341,34 +341,43 @@ def unlike(
         for at, kind in enumerate(kinds):
             if kind != usual and not (is_ragged and ragged_results.fit(kind, usual)):
                 other = kinds.index(usual)
-                what, this, that = _contrast(results[at], results[other])
+                what, this, that = _contrast(results[at], results[other], is_ragged=is_ragged)
                 text = (
                     f"results of elements can't be batched: {what} is {this} in that of element {ids[at]}, and {that} "
                     f"in that of element {ids[other]}; return the same keys, shapes and dtypes for each element, as "
                     "with float(x), and NaN or an empty text instead of None"
                 )
-                if not is_ragged and kind[0] == usual[0] and kind[1] != usual[1]:
+                if not is_ragged and kind[1] != usual[1] and _fit_as_rows(results[at], results[other]):
                     text += ". In a spec, `ragged: lists` or `rows` on the stage keeps different lengths"
                 found.append((at, ValueError(text)))
     return found
 
 
-def _contrast(result: Tree, usual: Tree) -> tuple[str, str, str]:
+def _fit_as_rows(result: Tree, usual: Tree) -> bool:
+    return ragged_results.fit(*(ragged_results.kind_of(x) for x in (result, usual)))
+
+
+def _contrast(result: Tree, usual: Tree, *, is_ragged: bool) -> tuple[str, str, str]:
     """Return the name of the first leaf that two results do not have alike, and what it is in each."""
-    trees_ = (result, usual)
+    trees_ = [ragged_results.with_cells(each) if is_ragged else each for each in (result, usual)]
     leaves, others = (dict(zip(trees.paths(each), trees.flatten(each)[0], strict=True)) for each in trees_)
     for path in {**others, **leaves}:
         found, expected = (
             _kind_text(each[path]) if path in each else "missing or None" for each in (leaves, others)
         )
-        if found != expected:
+        if found != expected and not (
+            is_ragged and path in leaves and path in others and _fit_as_rows(leaves[path], others[path])
+        ):
             return f"`{path}`" if path else "the value", found, expected
-    return "the structure", str(trees.structure(result)), str(trees.structure(usual))
+    found, expected = (trees.excerpt(trees.structure(each)) for each in trees_)
+    return "the structure", found, expected
 
 
 def _kind_text(leaf: object) -> str:
+    if ragged_results.is_cell(leaf):
+        return "a list of records"
     array = np.asarray(leaf)
-    kind = {"U": "text", "O": "text", "T": "text", "S": "bytes"}.get(array.dtype.kind, array.dtype.name)
+    kind = {"U": "text", "O": "text", "T": "text", "S": "bytes"}.get(array.dtype.kind, str(array.dtype))
     return f"{kind}{list(array.shape)}" if array.ndim else kind
 
 

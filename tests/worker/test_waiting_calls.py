@@ -185,11 +185,12 @@ def test_a_batch_is_divided_and_put_together() -> None:
         ),
         ([{"a": 1}, {"a": 1, "b": "x"}, {"a": 1}], "`b`", "text", "missing or None"),
         (["a", np.array(["a"]), "b"], "the value", "text[1]", "text"),
+        ([np.ones(2), np.ones(2, ">f8"), np.ones(2)], "the value", ">f8[2]", "float64[2]"),
         (
             [{"a": [1]}, {"a": (1,)}, {"a": [1]}],
             "the structure",
-            "PyTreeSpec({'a': (*,)})",
-            "PyTreeSpec({'a': [*]})",
+            "{'a': (*,)}",
+            "{'a': [*]}",
         ),
     ],
 )
@@ -201,6 +202,21 @@ def test_a_result_that_differs_from_most_is_a_failure_of_its_element(
         assert position == at
         said = f"{what} is {this} in that of element {6 + at}, and {that} in that of element {other}"
         assert said in str(error)
+
+
+def test_different_lengths_are_no_reason_where_they_are_kept() -> None:
+    alike = {"a": np.ones(2), "rows": [{"n": 1}], "b": 1}
+    other = {"a": np.ones(3), "rows": [{"n": 1}, {"n": 2}], "b": "x"}
+    [(_, error)] = unlike([alike, alike, other], [6, 7, 8], is_ragged=True)
+    assert "`b` is text in that of element 8, and int64 in that of element 6" in str(error)
+    [(_, error)] = unlike([alike, alike, {**alike, "rows": 3}], [6, 7, 8], is_ragged=True)
+    assert "`rows` is int64 in that of element 8, and a list of records in that of element 6" in str(error)
+
+
+@pytest.mark.parametrize(("other", "is_hinted"), [(np.ones(3), True), (1.0, False)])
+def test_ragged_is_recommended_only_where_it_helps(other: Any, is_hinted: bool) -> None:
+    [(_, error)] = unlike([np.ones(2), np.ones(2), other], [6, 7, 8])
+    assert ("ragged" in str(error)) is is_hinted
 
 
 def test_texts_of_all_lengths_are_alike() -> None:
