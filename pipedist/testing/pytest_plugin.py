@@ -128,12 +128,25 @@ class SimulatedRuns:
         self._seeds = seeds
         self._workers = workers
         self.injected: dict[str, int] = {}  # number of faults so far, by kind
+        self._has_run = False
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *raised: object) -> None:
-        """Do nothing: each `run` is complete when it returns."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Check that something was simulated; each `run` is complete when it returns.
+
+        Raises:
+            UsageError: the block called no `run`, so its test would pass without a fault.
+        """
+        __tracebackhide__ = True
+        if kind is None and not self._has_run:
+            from pipedist.errors import UsageError
+
+            raise UsageError(
+                "the block of pipedist_faults simulated no run, so it tested nothing. Call `run` of what `with` "
+                "returns: `pipedist.run` has no faults"
+            )
 
     def run(
         self,
@@ -151,6 +164,7 @@ class SimulatedRuns:
         __tracebackhide__ = True  # a failure shows the line of the test
         from pipedist.testing.spec_simulation import SpecSimulation
 
+        self._has_run = True
         simulation = SpecSimulation(
             spec, workers=self._workers, faults=self._faults, costs=costs, params=params
         )

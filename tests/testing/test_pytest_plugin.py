@@ -62,6 +62,10 @@ def test_wrong(pipedist_faults):
     with pipedist_faults(crush=0.1):
         pass
 
+def test_that_simulates_nothing(pipedist_faults):
+    with pipedist_faults():
+        pass
+
 @pytest.mark.pipedist_faults(0.1)
 def test_wrong_marker(pipedist_faults):
     pass
@@ -103,12 +107,13 @@ def test_under_pytest_asyncio(pytester: pytest.Pytester, mode: str) -> None:
 def test_in_plain_tests(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(PLAIN)
     result = pytester.runpytest_subprocess(*plugin(pytester), "--strict-markers")
-    result.assert_outcomes(passed=7, failed=3, errors=3)
+    result.assert_outcomes(passed=7, failed=4, errors=3)
     for line in (
         "*pipedist_faults() has no argument 'crush'; did you mean 'crash'? There are: drop, *, workers*",
         "*@pytest.mark.pipedist_cluster has no argument 'wrkers'; did you mean 'workers'? There are: *",
         "*@pytest.mark.pipedist_faults has no argument 'sead'; did you mean 'seed'? There are: *",
         "*TypeError: pipedist_cluster() has no argument 'wrkers'; did you mean 'workers'? *",
+        "*UsageError: the block of pipedist_faults simulated no run, so it tested nothing. Call `run` of*",
         "*TypeError: LocalCluster is opened with `async with`, in a coroutine (async def), not with `with`*",
     ):
         result.stdout.fnmatch_lines([line])
