@@ -25,7 +25,7 @@ import threading
 import traceback
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any, ClassVar
@@ -184,12 +184,13 @@ def _named(name: str) -> FunctionRef:
 
 
 def _dumps(value: object) -> bytes:
-    """Pickle a value with cloudpickle, which can't pickle cached functions (`functools.cache`) of `__main__`."""
+    """Pickle a value with cloudpickle, which can't pickle cached functions and properties of `__main__`."""
     import cloudpickle  # only needed for functions without an importable name
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         dispatch_table: ClassVar = ChainMap(
-            {type(_named): _reduce_cached}, cloudpickle.Pickler.dispatch_table
+            {type(_named): _reduce_cached, cached_property: _reduce_property},
+            cloudpickle.Pickler.dispatch_table,
         )
 
     file = io.BytesIO()
@@ -198,9 +199,14 @@ def _dumps(value: object) -> bytes:
 
 
 def _reduce_cached(cached: Any) -> str | tuple[Callable[..., Any], tuple[Any, ...]]:
-    if _is_importable(cached, cached.__module__, cached.__qualname__):
-        return str(cached.__qualname__)
+    name = getattr(cached, "__qualname__", "")  # a `partial` has none
+    if name and _is_importable(cached, cached.__module__, name):
+        return str(name)
     return _with_cache, (cached.__wrapped__, cached.cache_parameters())
+
+
+def _reduce_property(cached: Any) -> tuple[Any, ...]:
+    return cached_property, (cached.func,), {"attrname": cached.attrname}  # without the lock of Python 3.11
 
 
 def _with_cache(fn: Callable[..., Any], parameters: Mapping[str, Any]) -> Callable[..., Any]:

@@ -106,6 +106,20 @@ def test_cached_functions_are_sent_by_value_too() -> None:
     assert load(reference(fibonacci), ())(40) == 102334155
 
 
+def test_cached_properties_and_partials_are_sent_by_value_too() -> None:
+    class Model:
+        @functools.cached_property
+        def weight(self) -> int:
+            return 2
+
+        def __call__(self, x: int) -> int:
+            return self.weight * x
+
+    doubles = functools.lru_cache(functools.partial(lambda a, x: a * x, 2))
+    assert load(reference(Model), ())()(4) == 8
+    assert load(reference(lambda x: doubles(x)), ())(4) == 8
+
+
 def test_functions_that_other_processes_cannot_import_are_sent_by_value() -> None:
     made = types.ModuleType("made_up_here")
     exec("def fn(x): return x", made.__dict__)
