@@ -25,7 +25,7 @@ WAITS_MAX = 20  # waits listed per pass and reason; the longest, or the lowest c
 class Reason(enum.StrEnum):
     RUNNING = "running"
     QUEUED = "queued"  # they wait behind other calls at their worker
-    FREE_WORKER = "free-worker"  # all suitable workers are busy
+    FREE_WORKER = "free-worker"  # all suitable workers are busy, or suspended
     STARTING_WORKER = "starting-worker"  # there is no suitable worker, but some are starting
     JOINING_WORKER = "joining-worker"  # there is no suitable worker, and none is started by the launcher
     TURN = "turn"  # another pass goes first, and waits for workers
@@ -139,7 +139,11 @@ def _lacking(pass_: Pass, passes: Mapping[int, Pass], members: Membership) -> tu
         starting = sum(w.state is WorkerState.STARTING for w in members.workers.values())
         if starting:
             return Reason.STARTING_WORKER, f"none{owns} has joined, {starting} to be started{stuck}"
-        return Reason.JOINING_WORKER, f"no worker{owns} has joined{stuck}"
+        if out:
+            many = f"all {out} workers{own} are in cancelled calls"
+            busy = f"the only worker{owns} is in a cancelled call" if out == 1 else many
+            return Reason.FREE_WORKER, f"{busy}; a worker that stays there is replaced"
+        return Reason.JOINING_WORKER, f"no worker{owns} has joined"
     if pass_.settings.gang:
         size = gang_size(members, pass_.settings.replicas, gpus, pass_.settings.members)
         if idle < size:

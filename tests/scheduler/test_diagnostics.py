@@ -65,6 +65,13 @@ def test_calls_without_any_worker() -> None:
     assert scenario.scheduler.why(0.0).starting == ("w0",)
 
 
+def test_calls_of_which_all_workers_are_in_cancelled_calls() -> None:
+    scenario = begun("w0", "w1")
+    scenario.setup(ev.PassClosed(1), ev.PassOpened(2, PLAIN), ev.StepsAvailable(2, 0, 1, 2))
+    [wait] = waits(scenario)[Reason.FREE_WORKER]
+    assert wait.text == "all 2 workers are in cancelled calls; a worker that stays there is replaced"
+
+
 def test_calls_that_back_off() -> None:
     scenario = begun("w0", steps=1)
     for lease in (1, 2):
