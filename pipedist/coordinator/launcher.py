@@ -50,8 +50,8 @@ class Launcher(Protocol):
         """Kill a worker with SIGKILL, if it lives; None: the latest incarnation."""
         ...
 
-    def watch(self, every_s: float | None) -> None:
-        """Kill workers whose calls exceed their timeout; None: no longer."""
+    def watch(self, every_s: float) -> None:
+        """Kill workers whose calls exceed their timeout."""
         ...
 
     async def close(self, grace_s: float) -> None:

@@ -49,7 +49,7 @@ class OpenPasses:
         self.last = handle.id
         self.handles[handle.id] = handle
         if handle.policy.is_timed:
-            self._pool.watch(enabled=True)
+            self._pool.watch()
         self._post(ev.PassOpened(handle.id, handle.settings))
         for event in self._cached.of_pass(handle.key, handle.id):
             self._post(event)
@@ -62,8 +62,6 @@ class OpenPasses:
             if handle.keeps_results:
                 self._closing[pass_id] = handle
             handle.on_closed(RunCancelled(f"{handle.name} was closed"))
-            if handle.policy.is_timed and not any(x.policy.is_timed for x in self.handles.values()):
-                self._pool.watch(enabled=False)
 
     def settle(self) -> None:
         """Drop the closed passes of which no worker reports results any more."""

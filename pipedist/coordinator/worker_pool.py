@@ -234,10 +234,10 @@ class WorkerPool(WorkerRegistry):
             self._notices.add(line)
         self._post(lost)
 
-    def watch(self, *, enabled: bool) -> None:
-        """Have the launcher kill workers on a timeout of a call, or stop that."""
+    def watch(self) -> None:
+        """Have the launcher kill workers on a timeout of a call from now on, also of one that is cancelled."""
         if self.launcher is not None:  # supervisors watch dialled-in workers
-            self.launcher.watch(_WATCH_S if enabled else None)
+            self.launcher.watch(_WATCH_S)
 
     # -- connections ---------------------------------------------------------------------------
 

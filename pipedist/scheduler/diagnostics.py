@@ -142,7 +142,7 @@ def _lacking(pass_: Pass, passes: Mapping[int, Pass], members: Membership) -> tu
         if out:
             many = f"all {out} workers{own} are in cancelled calls"
             busy = f"the only worker{owns} is in a cancelled call" if out == 1 else many
-            return Reason.FREE_WORKER, f"{busy}; a worker that stays there is replaced"
+            return Reason.FREE_WORKER, f"{busy}, until these return"
         return Reason.JOINING_WORKER, f"no worker{owns} has joined"
     if pass_.settings.gang:
         size = gang_size(members, pass_.settings.replicas, gpus, pass_.settings.members)

@@ -105,8 +105,6 @@ def _check_workers(members: Membership) -> Iterator[str]:
         held = worker.leases
         is_ready = worker.state is WorkerState.READY
         ready += is_ready and not worker.suspended
-        if bool(worker.suspended) != (name in members.suspended):
-            yield f"worker {name} is indexed as suspended in one place only"
         if worker.suspended and held:
             yield f"worker {name} is suspended, and holds leases"
         if not is_ready and (held or worker.bound or worker.unsure or worker.suspended):

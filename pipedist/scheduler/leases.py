@@ -54,7 +54,6 @@ class Worker(Struct, eq=False):
     suspended: int = 0
     """The cancelled lease that it may still run: it gets no calls until it confirms the cancellation. It holds
     no lease then. 0: not suspended. READY only."""
-    suspended_at: float = 0.0  # time of that
 
     @property
     def ordered(self) -> int:

@@ -166,8 +166,6 @@ class Scheduler:
             due.append(self._outcomes.speculation.due)
         if self._members.supervised:
             due.append(self._silent_at(next(iter(self._members.supervised.values()))))
-        if self._members.suspended:
-            due.append(self._stuck_at(next(iter(self._members.suspended.values()))))
         return min([at for at in due if at is not None], default=None) if due else None
 
     def why(self, now: float) -> Explanation:
@@ -193,9 +191,6 @@ class Scheduler:
 
     def _silent_at(self, worker: Worker) -> float:
         return worker.heard_at + self._limits.heartbeat_timeout_s
-
-    def _stuck_at(self, worker: Worker) -> float:
-        return worker.suspended_at + self._limits.cancelled_s_max
 
     # -- workers ---------------------------------------------------------------------
 
@@ -250,9 +245,6 @@ class Scheduler:
         silent = takewhile(lambda w: self._silent_at(w) <= self._now, self._members.supervised.values())
         for worker in list(silent):
             self._evict(worker, f"no heartbeat for {self._limits.heartbeat_timeout_s:g} s")
-        stuck = takewhile(lambda w: self._stuck_at(w) <= self._now, self._members.suspended.values())
-        for worker in list(stuck):
-            self._evict(worker, f"its cancelled call did not end within {self._limits.cancelled_s_max:g} s")
 
     def _evict(self, worker: Worker, cause: str, *, replace: bool = True) -> None:
         self._out.append(cmd.EvictWorker(worker.name, worker.incarnation, cause))

@@ -43,7 +43,6 @@ class Membership:
         self.roomy: set[str] = set()  # those in any mapping of a `CapacityClass`
         self.capacity_classes: dict[float, CapacityClass] = {}  # READY by GPUs, fewest first; not empty
         self.supervised: OrderedDict[str, Worker] = OrderedDict()  # READY; longest silent first
-        self.suspended: OrderedDict[str, Worker] = OrderedDict()  # longest suspended first
         # Unreported calls of each worker with overlapping leases of a pass. A worker moves to the end when it reports
         # calls, and to the front when it gets some: so each worker gets calls in turn, without a search
         self.slots: dict[int, OrderedDict[str, int]] = {}
@@ -142,7 +141,6 @@ class Membership:
         worker.bound.clear()
         worker.unsure = False
         worker.suspended = 0
-        self.suspended.pop(worker.name, None)
         self.supervised.pop(worker.name, None)
         self._sort(worker)
         if worker.state is WorkerState.GONE:
@@ -247,14 +245,12 @@ class Membership:
 
     def suspend(self, worker: Worker, lease: int) -> None:
         """Stop assigning calls to a worker without leases, until it confirms the cancellation of `lease`."""
-        worker.suspended, worker.suspended_at = lease, self.now
-        self.suspended[worker.name] = worker
+        worker.suspended = lease
         self._count(worker, -1)
         self._sort(worker)
 
     def resume(self, worker: Worker) -> None:
         worker.suspended = 0
-        del self.suspended[worker.name]
         worker.unsure = False
         self._count(worker, 1)
         self._sort(worker)

@@ -34,7 +34,6 @@ class SchedulerLimits(Struct, frozen=True):
     start_s: float = 5.0
     failed_starts_max: int = 5  # workers in a row that may die before they join
     heartbeat_timeout_s: float = 16.0  # a supervised worker without a heartbeat for this long is lost
-    cancelled_s_max: float = 10.0  # a suspended worker whose cancelled call takes this long is evicted
 
 
 class PassSettings(Struct, frozen=True):

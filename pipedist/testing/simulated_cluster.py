@@ -201,7 +201,7 @@ class SimulatedLauncher:
         if process is not None and incarnation in (None, process.incarnation):
             self._host.soon(EXIT_REPORT_S_MAX, process.kill)
 
-    def watch(self, _every_s: float | None) -> None:
+    def watch(self, _every_s: float) -> None:
         """Do nothing: in virtual time no call exceeds its timeout."""
 
     def _exited(

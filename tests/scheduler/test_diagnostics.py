@@ -69,7 +69,7 @@ def test_calls_of_which_all_workers_are_in_cancelled_calls() -> None:
     scenario = begun("w0", "w1")
     scenario.setup(ev.PassClosed(1), ev.PassOpened(2, PLAIN), ev.StepsAvailable(2, 0, 1, 2))
     [wait] = waits(scenario)[Reason.FREE_WORKER]
-    assert wait.text == "all 2 workers are in cancelled calls; a worker that stays there is replaced"
+    assert wait.text == "all 2 workers are in cancelled calls, until these return"
 
 
 def test_calls_that_back_off() -> None:

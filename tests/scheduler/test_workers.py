@@ -112,19 +112,6 @@ def test_no_call_waits_behind_a_call_of_an_ended_pass() -> None:
     scenario(ev.CancelConfirmed("w0", 0, 1), cmd.SendBind("w0", 2), cmd.SendAssign("w0", 3, 2, 1, 2, 0))
 
 
-def test_a_worker_that_stays_in_a_cancelled_call_is_replaced() -> None:
-    limits = SchedulerLimits(cancelled_s_max=10.0)
-    scenario = Scenario(limits).with_workers("w0", "w1", "w2").with_pass(PUSHED, 1)
-    scenario.setup(ev.StepsAvailable(1, 0, 3, 1))
-    scenario.at(1.0).setup(ev.PassClosed(1))
-    scenario.at(2.0)(ev.CancelConfirmed("w1", 0, 2))
-    scenario(ev.WorkerLost("w2", 0, "signal 9"), cmd.StartWorker("w2", 1))
-    assert scenario.scheduler.deadline() == 11.0
-    cause = "its cancelled call did not end within 10 s"
-    scenario.at(11.0)(ev.Tick(), cmd.EvictWorker("w0", 0, cause), cmd.StartWorker("w0", 1))
-    assert scenario.scheduler.deadline() is None
-
-
 def test_no_call_waits_behind_a_gang_of_an_ended_pass() -> None:
     gang = PassSettings(2, pulled=False, gang=True)
     scenario = Scenario().with_workers("w0", "w1", "w2").with_pass(gang, 1)

@@ -107,7 +107,6 @@ class WorkerRecord:
     """A lease that it may have been running was cancelled: which call it runs is unknown."""
     suspended: int = 0
     """The cancelled lease that it may still run: it gets no calls until it confirms."""
-    suspended_at: float = 0.0
 
 
 Probe = tuple[int, tuple[int, int]]
@@ -360,9 +359,8 @@ class ReferenceModel:
     def _on_tick(self, _event: ev.Tick) -> list[Command]:
         predicted: list[Command] = []
         for name, worker in self.workers.items():
-            late = worker.supervised and worker.heard_at + self.limits.heartbeat_timeout_s <= self.now
-            stuck = worker.suspended and worker.suspended_at + self.limits.cancelled_s_max <= self.now
-            if worker.ready and (late or stuck):
+            late = worker.heard_at + self.limits.heartbeat_timeout_s <= self.now
+            if worker.supervised and worker.ready and late:
                 predicted += [_evict(name, worker.incarnation), *self._lose(name, graceful=False)]
         return predicted
 
@@ -794,7 +792,7 @@ class ReferenceModel:
 
     def _suspend(self, worker: WorkerRecord, lease: int) -> None:
         self._ready -= worker.ready and not worker.suspended
-        worker.suspended, worker.suspended_at = lease, self.now
+        worker.suspended = lease
 
     def _on_gang_ended(self, command: cmd.GangEnded) -> None:
         gang = self.gangs.pop(command.serial)
@@ -1042,7 +1040,6 @@ class ReferenceModel:
             for w in self.workers.values()
             if w.supervised and w.ready
         ]
-        due += [w.suspended_at + self.limits.cancelled_s_max for w in self.workers.values() if w.suspended]
         for record in self.passes.values():
             if not record.is_closed and record.end != "failed":
                 due += [*(at for at, _ in record.backing_off), *record.probes_backing_off.values()]

@@ -127,9 +127,9 @@ class LocalLauncher:
         if incarnation in alive and self._server is not None:
             self._server.send("kill", worker, incarnation)
 
-    def watch(self, every_s: float | None) -> None:
-        self._check_s = every_s
-        if self._server is not None:
+    def watch(self, every_s: float) -> None:
+        known, self._check_s = self._check_s, every_s
+        if self._server is not None and known != every_s:
             self._server.send("watch", every_s)
 
     async def close(self, grace_s: float) -> None:
