@@ -27,8 +27,13 @@ class ArraySpec:
     A leaf of trees, therefore not a dataclass.
 
     Args:
-        dtype: any NumPy dtype; text and bytes have no width here (`str`, `bytes`).
+        dtype: any NumPy dtype; text and bytes have no width here (`str`, `bytes`). It comes first, where
+            tf.TensorSpec has the shape.
         shape: one entry per dimension, None if it differs between elements.
+
+    Raises:
+        TypeError: the dtype is none, or a shape.
+        ValueError: a dimension is neither None nor an int of at least 0.
 
     Example:
         dataset = pipedist.Dataset.range(10).batch(4)
@@ -41,6 +46,11 @@ class ArraySpec:
     shape: Shape
 
     def __init__(self, dtype: DTypeLike, shape: Sequence[int | None] = ()) -> None:
+        if isinstance(dtype, (tuple, list)) and all(size is None or isinstance(size, int) for size in dtype):
+            raise TypeError(
+                f"ArraySpec takes the dtype first, then the shape, but got the shape {dtype!r} first: write "
+                f"pipedist.ArraySpec(dtype, {dtype!r})"
+            )
         found = np.dtype(dtype)
         object.__setattr__(self, "dtype", np.dtype(found.kind) if found.kind in "US" else found)
         for size in shape:

@@ -269,6 +269,9 @@ class TestElementSpec:
             spec.shape = ()  # type: ignore[misc]
         with pytest.raises(ValueError, match="int >= 0 or None"):
             ArraySpec(int, [-1])
+        for shape in ((None, 3), [2], ()):  # the order of tf.TensorSpec
+            with pytest.raises(TypeError, match="dtype first, then the shape"):
+                ArraySpec(shape, np.float32)  # type: ignore[arg-type]
 
 
 def test_generators_are_called_for_each_iteration() -> None:
