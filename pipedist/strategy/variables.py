@@ -25,8 +25,9 @@ from pipedist.core.types import Tree
 from pipedist.errors import RemoteProtocolError
 from pipedist.protocol.program import StateValue
 from pipedist.strategy.context import NotForReplicas, VariableOwner, current_strategy, require_outside
+from pipedist.worker.context import get_replica_context
 from pipedist.worker.variables.access import AnyVariable, VariableTree, update_copies
-from pipedist.worker.variables.replica import SLOT, ReplicaVariable, state_name, to_state
+from pipedist.worker.variables.replica import SLOT, Assigned, ReplicaVariable, state_name, to_state
 from pipedist.worker.variables.rules import (
     Array,
     AssignMethod,
@@ -146,12 +147,17 @@ class Variable(AnyVariable):
         """The value of each replica, in order of replica id; read-only."""
         return tuple(self._copies if self._traits.copies else self._copies * self._traits.replicas)
 
-    def _change(self, method: AssignMethod, operand: object) -> None:
+    def _change(self, method: AssignMethod, operand: object) -> Any:
         if self._traits.copies:
             self._become(assign_copies(self._traits, self._copies, operand, method))
         else:
             own = operand_of(self._traits, operand, method)
             self._become([updated(self._traits, self._copies[0], method, own)])
+        context = get_replica_context()
+        if context is None:
+            return None
+        # A function of the default strategy, which runs in this process
+        return Assigned(self._copies[0]) if context.is_async else self._copies[0]
 
     def saved(self) -> Array:
         """Return the value for a file, see `Strategy.save`."""
@@ -397,7 +403,7 @@ def restore(
             value = value.view(wanted.dtype)  # such as bfloat16, which NumPy saves as bytes
         if (value.dtype, value.shape) != (wanted.dtype, wanted.shape):
             needs = f", on_read, needs {_kind(wanted)}" if traits.copies else ""
-            axis = "; the first axis is the replicas" if traits.copies else ""
+            axis = "; the first axis is the replicas: use as many as saved it" if traits.copies else ""
             problems.append(f"{traits.label}{needs}: the file has {_kind(value)}{axis}")
         found[name] = value
     if problems:

@@ -128,3 +128,17 @@ class TestDefaultStrategy:
         assert (await default.reduce("sum", x, axis=None)).tolist() == [0, 1, 2, 3]
         assert default.local_results(3) == (3,)
         assert default.num_replicas_in_sync == 1
+
+    async def test_assignments_in_its_functions_return_the_new_value(self) -> None:
+        v = pipedist.Variable(1.0, aggregation="sum")
+        tree = pipedist.Variable({"a": 1.0})
+
+        def step() -> tuple[float, float]:
+            return float(v.assign_add(2)), float(tree.assign({"a": 5.0})["a"])
+
+        async def later() -> tuple[float, float]:
+            return float(await v.assign_sub(1)), float((await tree.assign_add({"a": 1.0}))["a"])
+
+        assert await get_strategy().run(step) == (3, 5)
+        assert await get_strategy().run(later) == (2, 6)
+        assert v.assign(4.0) is None

@@ -177,7 +177,7 @@ class ReplicaVariables:
         own = operand_of(traits, operand, method, is_kept=context.is_async or not is_shared)
         if not is_shared:
             new = self._set(space, traits, method, own)
-            return _Done(new) if context.is_async else new
+            return Assigned(new) if context.is_async else new
         require_aggregation(traits, method)
         label = f"{method} of variable {traits.name!r}"
         if traits.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
@@ -325,7 +325,7 @@ class MergedVariables:
         }
 
 
-class _Done(Coroutine[Any, Any, Array]):
+class Assigned(Coroutine[Any, Any, Array]):
     """An awaitable of a new value that is set already: nothing is lost if it is not awaited."""
 
     def __init__(self, value: Array) -> None:
