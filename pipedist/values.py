@@ -160,7 +160,7 @@ def local_results(tree: Tree, replicas: int) -> tuple[Tree, ...]:
     """
     leaves, treedef = trees.flatten(tree)
     for leaf in leaves:
-        _check_length(leaf, replicas)
+        check_length(leaf, replicas)
     if tree is None or (treedef.is_leaf() and not isinstance(tree, PerReplica)):
         return (tree,)
     return tuple(select(tree, replica) for replica in range(replicas))
@@ -243,7 +243,7 @@ def gather(tree: Tree, axis: int, replicas: int) -> Tree:
     number = axis_of(axis)
 
     def gathered(leaf: Any) -> Any:
-        _check_length(leaf, replicas)
+        check_length(leaf, replicas)
         return concatenate(leaf.components, number) if isinstance(leaf, PerReplica) else leaf
 
     return _leaf_by_leaf(gathered, tree)
@@ -266,7 +266,7 @@ def _leaf_by_leaf(fn: Callable[[Any], Any], tree: Tree) -> Tree:
     return trees.unflatten(treedef, results)
 
 
-def _check_length(leaf: Any, replicas: int) -> None:
+def check_length(leaf: Any, replicas: int) -> None:
     if isinstance(leaf, PerReplica) and len(leaf) != replicas:
         raise ValueError(
             f"a {type(leaf).__name__} of {len(leaf)} components, but there are {replicas} replicas: "
@@ -277,7 +277,7 @@ def _check_length(leaf: Any, replicas: int) -> None:
 def _reduce_leaf(reduction: Reduction, leaf: Any, replicas: int) -> Tree:
     if isinstance(leaf, PerReplica):
         if len(leaf.components) != replicas:
-            _check_length(leaf, replicas)
+            check_length(leaf, replicas)
         return _fold(reduction, leaf.components)
     return _fold(reduction, (leaf,)) if replicas == 1 else _reduce_plain(reduction, leaf)
 

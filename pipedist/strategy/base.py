@@ -229,7 +229,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
             The results, per replica.
 
         Raises:
-            ValueError: the replicas share one value, and an argument is a PerReplica that is not Mirrored;
+            ValueError: the replicas share one value, and an argument is a PerReplica whose components differ;
                 or the number of its components is wrong; or the variable was not made in this strategy's
                 scope.
             TypeError: `variable` is not a variable, or `fn` is not callable.

@@ -209,6 +209,25 @@ class TestUpdate:
         with pytest.raises(ValueError, match="would become different ones"):
             update_copies(traits(1.0), [np.array(1.0)], VariableCopy.assign, (PerReplica([1.0, 2.0]),), {})
 
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [(1, 1.0), (1.0, np.float32(1)), (0.0, -0.0), ([1.0], (1.0,)), (np.ones(2), np.ones(1)), ("a", "b")],
+    )
+    def test_only_the_same_bits_are_one_value(self, one: Any, other: Any) -> None:
+        def update(*components: Any) -> None:
+            update_copies(traits(1.0), [np.array(1.0)], lambda copy, _: None, (PerReplica(components),), {})
+
+        update(one, one)
+        with pytest.raises(ValueError, match="components differ"):
+            update(one, other)
+
+    @pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
+    @pytest.mark.parametrize("given", [PerReplica([1.0] * 3), Mirrored([1.0] * 3)])
+    def test_another_number_of_components_is_refused(self, synchronization: str, given: PerReplica) -> None:
+        made = traits(1.0, synchronization=synchronization)
+        with pytest.raises(ValueError, match="of 3 components, but there are 2 replicas"):
+            update_copies(made, [np.array(1.0)] * 2, VariableCopy.assign, (given,), {})
+
     def test_copies_are_updated_each(self) -> None:
         made = traits(1.0, synchronization="on_read")
         before = [np.array(1.0), np.array(2.0)]

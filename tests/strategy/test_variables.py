@@ -431,6 +431,25 @@ async def test_what_an_async_function_forgets_to_await_fails_it_and_is_not_lost_
     assert "m.assign_add" not in capfd.readouterr().err
 
 
+async def test_a_reduced_gradient_updates_in_a_merge_call() -> None:
+    async with pipedist.LocalCluster(workers=2) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=3)
+        with strategy.scope():
+            w = pipedist.Variable(np.zeros(2), name="w")
+
+        def descend(merged: Any, w: Any, gradient: Any) -> None:
+            merged.update(w, lambda copy, by: copy.assign_sub(by["w"]), args=(gradient,))
+
+        def step(reduced: bool, ctx: Any) -> None:
+            own = {"w": np.array([ctx.replica_id_in_sync_group, np.nan])}
+            ctx.merge_call(descend, args=(w, ctx.all_reduce("sum", own) if reduced else own))
+
+        await strategy.run(step, args=(True,))
+        np.testing.assert_array_equal(w, [-3, np.nan])
+        with pytest.raises(pipedist.CallError, match=r"components differ.*strategy\.reduce\('sum'"):
+            await strategy.run(step, args=(False,))
+
+
 async def test_updates_outside() -> None:
     async with pipedist.LocalCluster(workers=1) as cluster:
         strategy = pipedist.Strategy(cluster, replicas=2)
@@ -445,7 +464,7 @@ async def test_updates_outside() -> None:
         assert type(result) is Mirrored
         assert [part.tolist() for part in result] == [[2, 3]] * 2
         with pytest.raises(ValueError, match="would become different ones"):
-            await strategy.update(v, add, args=(PerReplica([np.ones(2)] * 2),))
+            await strategy.update(v, add, args=(PerReplica([np.ones(2), np.zeros(2)]),))
         reduced = await strategy.reduce_to("sum", PerReplica([np.ones(2)] * 2))
         await strategy.update(v, add, args=(reduced,))
         assert v.numpy().tolist() == [4, 5]

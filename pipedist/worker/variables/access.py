@@ -190,26 +190,41 @@ def update_copies(
     """Call a function for each copy of a variable (StrategyExtended.update).
 
     Return the new copies, and the results with PerReplica leaves. If all replicas have the same value, there is one
-    copy and one call, and a per-replica argument raises ValueError.
+    copy and one call, and an argument that differs among the replicas raises ValueError.
     """
+    given = (tuple(args), dict(kwargs))
+    distributed = [leaf for leaf in trees.flatten(given)[0] if isinstance(leaf, PerReplica)]
+    for leaf in distributed:
+        values.check_length(leaf, traits.replicas)
     if traits.copies:
         sides = [VariableCopy(traits, copy) for copy in copies]
         results = [
-            plain(fn(side, *values.select(tuple(args), at), **values.select(dict(kwargs), at)))
+            plain(fn(side, *values.select(given[0], at), **values.select(given[1], at)))
             for at, side in enumerate(sides)
         ]
         return [side.value() for side in sides], values.per_replica(results)
-    given = (tuple(args), dict(kwargs))
-    for leaf in trees.flatten(given)[0]:
-        if isinstance(leaf, PerReplica) and not isinstance(leaf, Mirrored):
+    for leaf in distributed:
+        if not isinstance(leaf, Mirrored) and not _is_one_value(leaf):
             raise ValueError(
-                f"update of the {traits.label} with a {type(leaf).__name__}: all replicas have the same value, "
-                "which would become different ones. Reduce the argument first, or make the variable on_read"
+                f"update of the {traits.label} with a {type(leaf).__name__} whose components differ: all replicas "
+                "have the same value, which would become different ones. Reduce the argument first, as in "
+                "strategy.reduce('sum', value, axis=None), or make the variable on_read"
             )
     side = VariableCopy(traits, copies[0])
     own_args, own_kwargs = values.select(given, 0)
     result = plain(fn(side, *own_args, **own_kwargs))
     return [side.value()], trees.tree_map(lambda leaf: Mirrored([leaf] * traits.replicas), result)
+
+
+def _is_one_value(value: PerReplica) -> bool:
+    """Return whether all components have the same bits, as those of an `all_reduce` in merge_call."""
+    (leaves, treedef), *others = map(trees.flatten, value)
+    return all(other == treedef and [*map(_bits, own)] == [*map(_bits, leaves)] for own, other in others)
+
+
+def _bits(leaf: Any) -> tuple[Any, ...]:
+    array = np.asarray(leaf)
+    return array.dtype, array.shape, array.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
