@@ -35,6 +35,7 @@ def rows() -> Iterator[list[str]]:
         (pipedist.get_strategy(), "extended", "methods of the strategy itself"),
         (pipedist.Dataset.range(3), "shuffle", "permutation"),
         (pipedist.Variable(1.0), "read_value", "`value()`"),
+        (pipedist.Variable(1.0), "scatter_sub", "`w.assign_sub(d)`"),
     ],
 )
 def test_the_error_for_a_name_of_tensorflow_contains_its_counterpart(

@@ -194,7 +194,7 @@ async def test_a_file_that_does_not_fit_is_refused_with_every_difference(
     assert str(caught.value).splitlines()[1:] == [
         "  variable 'b' (float64[2]): the file has float32[2]",
         "  variable 'r' (float64[]), on_read, needs float64[2]: the file has float64[3]; "
-        "the first axis is the replicas",
+        "the first axis is the replicas: use as many as saved it",
         "  variable 'missing' (float64[]): the file has no such name, but b, r, w",
     ]
     assert np.array_equal(w, np.ones(3)), "all or nothing"

@@ -120,7 +120,12 @@ class AnyVariable(Assignable, TfNames):
 
     __slots__ = ()
 
-    _tf_names: ClassVar = {"read_value": "`value()`", "values": "`local_values`"}
+    _tf_names: ClassVar = {
+        "read_value": "`value()`",
+        "values": "`local_values`",
+        "scatter_add": "`d = np.zeros(w.shape, w.dtype)`, `np.add.at(d, rows, x)`, `w.assign_add(d)`",
+        "scatter_sub": "`d = np.zeros(w.shape, w.dtype)`, `np.add.at(d, rows, x)`, `w.assign_sub(d)`",
+    }
 
     @property
     @abstractmethod
