@@ -20,6 +20,7 @@ from pipedist.transport.keys import ServerKeys, read_key_file, workers_file, wri
 _ANY_ADDRESS = ("tcp://0.0.0.0:", "tcp://[::]:")  # of endpoints that are bound to every address
 REJOIN_S = 60.0  # how long workers wait for a scheduler to come back, by default, seconds
 GATHER_S = 5.0  # how long a resumed run waits for workers, which may hold finished results, seconds
+_LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 LISTEN = "tcp://127.0.0.1:*"  # where workers dial in by default: this host only, any free port
 
 
@@ -28,7 +29,8 @@ class ConnectCluster(Cluster):
 
     Args:
         listen: `tcp://ADDRESS:PORT`; None: loopback, any free port.
-        key_file: the cluster's keys; created (mode 0600) if there is no such file.
+        key_file: the cluster's keys, made by `pipedist keys new`. If `listen` is a loopback address, a missing
+            file is created (mode 0600).
         workers: the number that is expected; the plan and the number of calls that are assigned in advance
             depend on it.
         limits: the scheduler's bounds.
@@ -94,7 +96,7 @@ class ConnectCluster(Cluster):
     def _make(self, stack: AsyncExitStack) -> Coordinator:
         return dial_in(
             self._listen,
-            server_keys(self._key_file),
+            server_keys(self._key_file, self._listen),
             self._limits,
             force=self._force,
             rejoin_s=self._rejoin_s,
@@ -110,11 +112,29 @@ class ConnectCluster(Cluster):
             await self.coordinator.wait_ready(self.workers)
 
 
-def server_keys(key_file: str) -> ServerKeys:
-    """Return the server's keys in a key file; create the file if missing."""
-    keys = read_key_file(key_file) if os.path.exists(key_file) else write_key_file(key_file)
+def server_keys(key_file: str, listen: str) -> ServerKeys:
+    """Return the server's keys in a key file; create the file if it is missing and `listen` is a loopback address.
+
+    For other hosts it is not created: their workers have other keys already if its name is wrong, and should get a
+    file without the run's secret.
+    """
+    if os.path.exists(key_file):
+        keys = read_key_file(key_file)
+    elif is_loopback(listen.removeprefix("tcp://").rpartition(":")[0]):
+        keys = write_key_file(key_file)
+    else:
+        raise UsageError(
+            f"key file {key_file} does not exist, and other hosts can reach {listen}. Create it with "
+            f"`pipedist keys new --output {shlex.quote(key_file)}`, and copy {workers_file(key_file).name} to the "
+            "hosts of workers."
+        )
     if keys.server is None:
         raise UsageError(
             f"key file {key_file} is for workers: it lacks `server_secret`. Use the run's key file."
         )
     return keys.server
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only processes of this host can reach an address."""
+    return host in _LOOPBACK_HOSTS or host.startswith("127.")

@@ -23,7 +23,7 @@ import anyio
 import anyio.to_thread
 
 from pipedist.cluster.base import Cluster, checked_count, dial_in, print_notice
-from pipedist.cluster.remote import server_keys
+from pipedist.cluster.remote import is_loopback, server_keys
 from pipedist.cluster.resolvers import ClusterResolver, ClusterSpec
 from pipedist.cluster.resolvers_environment import TFConfigClusterResolver
 from pipedist.coordinator import Coordinator
@@ -39,8 +39,6 @@ from pipedist.worker.supervisor import Supervisor
 
 KEY_FILE_VARIABLE = "PIPEDIST_KEY_FILE"  # has the path of the key file, if no argument does
 _SCHEDULING = ("chief", "master", "worker")  # task 0 of the first of these jobs that there is schedules
-
-_LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
 
 _JOIN_S = 60.0
 _LEAVE_S = 10.0
@@ -300,7 +298,9 @@ class TaskCluster(Cluster):
         return self._ended == len(self._supervisors)
 
     def _make(self, stack: AsyncExitStack) -> Coordinator:
-        return dial_in(self._listen, server_keys(self._key_file), force=self._force, threads=self._threads)
+        return dial_in(
+            self._listen, server_keys(self._key_file, self._listen), force=self._force, threads=self._threads
+        )
 
     # -- on the event loop -------------------------------------------------------------------
 
@@ -364,11 +364,6 @@ def _tasks_of(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int, str]:
     if job is None:
         raise UsageError(f"no task can schedule: {spec!r} has no chief 0, master 0 or worker 0")
     return spec, role, index, job
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only processes of this host can reach an address."""
-    return host in _LOOPBACK_HOSTS or host.startswith("127.")
 
 
 def loopback_key_file() -> str:

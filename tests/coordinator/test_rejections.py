@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from pipedist import ConnectCluster
-from pipedist.cluster.remote import server_keys
 from pipedist.coordinator.inbound import Rejections
 from pipedist.coordinator.notices import LOGGER
 from pipedist.errors import RemoteProtocolError
 from pipedist.transport.dealer import Dealer
-from pipedist.transport.keys import new_keys
+from pipedist.transport.keys import new_keys, read_key_file
 
 
 def test_many_rejections_are_logged_at_a_limited_rate(caplog: pytest.LogCaptureFixture) -> None:
@@ -66,8 +65,8 @@ def test_text_of_a_peer_is_logged_as_one_short_line(caplog: pytest.LogCaptureFix
 @pytest.mark.asyncio
 async def test_a_run_logs_the_peers_that_it_rejects(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with ConnectCluster(key_file=tmp_path / "cluster.key") as cluster:
-        keys, others = server_keys(str(tmp_path / "cluster.key")), new_keys()
-        stranger = type(others.client)(keys.public, others.client.public, others.client.secret)
+        keys, others = read_key_file(tmp_path / "cluster.key").client, new_keys()
+        stranger = type(others.client)(keys.server_public, others.client.public, others.client.secret)
         with (
             Dealer(cluster.coordinator.endpoint, identity=b"stranger", keys=stranger) as worker,
             pytest.raises(RemoteProtocolError, match="refused this worker's key"),
