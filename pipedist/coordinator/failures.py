@@ -19,6 +19,7 @@ from pipedist.errors import (
     WorkerDied,
 )
 from pipedist.protocol import messages as msg
+from pipedist.protocol.codec import UnsendableError
 from pipedist.protocol.program import Program, StageProgram
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.commands import Failure
@@ -204,6 +205,14 @@ class FailedCalls:
         self._count(message.stage, "timeout" if message.timed_out else "error")
         place = self._place(message.stage, message.call)
         return f"{place}: {message.text}; attempt {message.attempt} begins on worker {worker}"
+
+    def unreadable(self, call: int, lease: int, error: Exception) -> msg.Failed:
+        """Return the failure of a call whose result can't be decoded, because a class is not found here."""
+        text = (
+            f"the result cannot be rebuilt in the driver: {error}. Define the class at the top level of a module, "
+            "and import it there"
+        )
+        return self._failed(lease, call, UnsendableError(text))
 
     def not_sent(self, lo: int, hi: int, lease: int, error: Exception) -> None:
         """Record that calls [lo, hi) could not be sent."""

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from pipedist.coordinator.gang_relay import GangRelay
 from pipedist.coordinator.notices import LOGGER, Notices, as_line
 from pipedist.coordinator.passes import OpenPasses
-from pipedist.coordinator.results import Chunk, FailedElement, open_chunk
+from pipedist.coordinator.results import Chunk, FailedElement, UnknownClass, open_chunk
 from pipedist.coordinator.spans import SpanEnd
 from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.coordinator.worker_registry import Peer
@@ -119,7 +119,14 @@ class Inbound:
         handle = self._passes.of_lease(peer.worker, lease)
         chunk, size = None, 0
         if handle is not None:  # otherwise the scheduler drops them: they need no decoding
-            chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
+            try:
+                chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
+            except UnknownClass as error:
+                for call in range(lo, hi):
+                    if self._passes.of_lease(peer.worker, lease) is not handle:
+                        return  # it has ended, so these calls too; or they were not calls of this lease
+                    self._on_failed(peer, handle.failed.unreadable(call, lease, error))
+                return
             size = chunk.size
             record = handle.record
             if record is not None:

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from pipedist.coordinator.gang_relay import Segment, SegmentPool
 from pipedist.coordinator.pass_handle import PassHandle
-from pipedist.coordinator.results import Chunk, open_chunk
+from pipedist.coordinator.results import Chunk, UnknownClass, open_chunk
 from pipedist.coordinator.worker_pool import WorkerPool
 from pipedist.coordinator.worker_registry import Peer
 from pipedist.core.record_format import frame_bytes
@@ -184,7 +184,10 @@ class PreparedSteps:
         _, _, lo, hi = parts[member]
         if results.lo != lo or results.hi != hi or member in reports:
             return False
-        chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
+        try:
+            chunk = open_chunk(lo, hi, frames, handle.slots, handle.required_slots)
+        except UnknownClass:
+            return False  # its calls have failed, which the scheduler has to see
         if (record := handle.record) is not None:
             record.recorder.later(record.returned, peer.worker, results, chunk.size)
         reports[member] = _Report(peer, results, chunk, time.monotonic())

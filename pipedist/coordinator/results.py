@@ -20,6 +20,7 @@ from pipedist.errors import RemoteProtocolError
 from pipedist.protocol import messages as msg
 from pipedist.protocol.codec import Frame, decode
 from pipedist.protocol.columns import SlotValues
+from pipedist.protocol.layout import ClassNotFound
 from pipedist.protocol.program import StageProgram
 from pipedist.scheduler import events as ev
 from pipedist.scheduler.commands import CallsQuarantined
@@ -41,15 +42,24 @@ class Chunk(Struct, frozen=True):
     size: int  # bytes that they hold, for the limit on unread results
 
 
+class UnknownClass(RemoteProtocolError):
+    """A result has a class that this process can't find: a mistake of the function, not of its worker."""
+
+
 def open_chunk(
     lo: int, hi: int, frames: Sequence[Frame], slots: frozenset[str], required: frozenset[str]
 ) -> Chunk:
     """Decode and check the results in a message, before they are accepted.
 
     Raise RemoteProtocolError if it is malformed, or not one entry per call with these slots; none may lack a `required`
-    one.
+    one. Raise UnknownClass if a class is not found here.
     """
-    calls = decode(frames, stacked=True)
+    try:
+        calls = decode(frames, stacked=True)
+    except RemoteProtocolError as error:
+        if isinstance(error.__cause__, ClassNotFound):
+            raise UnknownClass(str(error.__cause__)) from error
+        raise
     if (type(calls) is not list and type(calls) is not SlotValues) or len(calls) != hi - lo:
         raise RemoteProtocolError(f"the results of calls [{lo}, {hi}) do not have one entry per call")
     for call in calls[:1] if type(calls) is SlotValues else calls:  # SlotValues have one slot

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
@@ -249,3 +251,25 @@ async def test_a_cluster_keeps_nothing_of_strategies_that_are_gone() -> None:
     gc.collect()
     await asyncio.sleep(0)
     assert errors == []
+
+
+@pytest.mark.parametrize("collective", [False, True])
+async def test_a_result_of_an_unknown_class_fails_its_call_only(
+    collective: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    local = namedtuple("local", "a")  # a class that no module has
+
+    def step(is_local: bool, ctx: Any) -> Any:
+        found = ctx.all_reduce("sum", 1) if collective else os.getpid()
+        return local(found) if is_local else found
+
+    async with pipedist.LocalCluster(workers=1) as cluster:
+        strategy = pipedist.Strategy(cluster, replicas=3)
+        before = await strategy.run(os.getpid)
+        for _ in range(3):
+            await strategy.run(step, args=(False,))
+            with pytest.raises(pipedist.CallError, match="top level of a module") as caught:
+                await strategy.run(step, args=(True,))
+            assert isinstance(caught.value.__cause__, TypeError)
+        assert list(await strategy.run(os.getpid)) == list(before)
+    assert "protocol" not in capfd.readouterr().err
