@@ -83,11 +83,15 @@ class DistributedDataset(AsyncIterableOnly):
 class OptionalStep:
     """A step, or no step (tf.experimental.Optional)."""
 
-    __slots__ = ("_value", "has_value")
+    __slots__ = ("_has_value", "_value")
 
     def __init__(self, has_value: bool, value: Tree = None) -> None:
-        self.has_value = has_value
+        self._has_value = has_value
         self._value = value
+
+    def has_value(self) -> bool:
+        """Return whether there is a step."""
+        return self._has_value
 
     def get_value(self) -> Tree:
         """Return the step.
@@ -95,8 +99,8 @@ class OptionalStep:
         Raises:
             ValueError: there is none.
         """
-        if not self.has_value:
-            raise ValueError("this optional has no value: the dataset has ended. Check has_value first")
+        if not self._has_value:
+            raise ValueError("this optional has no value: the dataset has ended. Check has_value() first")
         return self._value
 
 
@@ -124,7 +128,7 @@ class DistributedIterator(AsyncOnly, AsyncIterableOnly):
             ValueError: called inside a replica function.
         """
         found = await self.get_next_as_optional()
-        if not found.has_value:
+        if not found.has_value():
             raise StopAsyncIteration
         return found.get_value()
 
@@ -136,7 +140,7 @@ class DistributedIterator(AsyncOnly, AsyncIterableOnly):
             ValueError: called inside a replica function.
         """
         found = await self.get_next_as_optional()
-        if not found.has_value:
+        if not found.has_value():
             raise OutOfRangeError("the distributed dataset has no more steps")
         return found.get_value()
 

@@ -191,8 +191,8 @@ async def read(dataset: DistributedDataset, iterate: str, steps_max: int) -> dic
                         step = await iterator.get_next()
                     case "optional":
                         optional = await iterator.get_next_as_optional()
-                        has_value.append(Value(np.bool_(optional.has_value)))
-                        if not optional.has_value:
+                        has_value.append(Value(np.bool_(optional.has_value())))
+                        if not optional.has_value():
                             end = {
                                 "optional": "has_value is false",
                                 "get_value": _error_of(optional.get_value),

@@ -85,11 +85,11 @@ async def test_three_ways_to_the_end() -> None:
             with pytest.raises(pipedist.OutOfRangeError, match="no more steps"):
                 await iterator.get_next()
             optional = await iterator.get_next_as_optional()
-            assert not optional.has_value
+            assert optional.has_value() is False
             with pytest.raises(ValueError, match="has_value"):
                 optional.get_value()
     optional = await aiter(dataset).get_next_as_optional()
-    assert optional.has_value
+    assert optional.has_value() is True
     assert lists(optional.get_value()) == [[0], [1]]
 
 
