@@ -56,8 +56,7 @@ _SCRIPT = r"""set -euo pipefail
 
 spec=@spec@
 
-# A folder for the job's keys, on a file system that all nodes share: users that can read them can join.
-umask 077
+# A private folder for the job's keys, on a file system that all nodes share: users that can read them can join.
 keys=$(mktemp -d "${PIPEDIST_SHARED:-$PWD}/.pipedist-keys.XXXXXX")
 run=''
 stopping=''

@@ -133,6 +133,7 @@ def submit(spec: Path, cwd: Path, env: Mapping[str, str], *options: str) -> subp
         ["bash", "-c", done.stdout],
         cwd=cwd,
         env=env,
+        umask=0o022,
         capture_output=True,
         text=True,
         timeout=100,
@@ -149,6 +150,7 @@ def test_the_batch_script_runs_to_its_end_on_two_nodes(
     assert done.returncode == 0, done.stderr
     (total,) = work.glob("out/*/total.json")
     assert json.loads(total.read_text()) == sum(k * k for k in range(40))
+    assert total.stat().st_mode & 0o777 == 0o644, "outputs have the mode that the user's umask gives them"
     steps = Path(slurm["SRUN_LOG"]).read_text().splitlines()
     assert len(steps) == 2
     assert any("--nodelist=127.0.0.1 pipedist run" in step for step in steps)
