@@ -198,7 +198,8 @@ class TaskCluster(Cluster):
         while number > self._shared.last:
             if self._all_ended():
                 raise self._error or RunCancelled(
-                    f"{self._scheduling} at {self._endpoint} has sent no result: it ended or never replied"
+                    f"{self._scheduling} at {self._endpoint} has sent no result: it ended, never replied, or "
+                    "rejected this program's workers, which print why on standard error"
                 )
             await self._changed.wait()
         try:

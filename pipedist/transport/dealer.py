@@ -297,6 +297,7 @@ class Dealer:
             if self._handshakes_failed >= self._settings.handshakes_failed_max:
                 return RemoteProtocolError(
                     f"{self._endpoint} closed the connection in {self._handshakes_failed} handshakes: "
-                    "its key is another one than the key file says, or it is no pipedist scheduler"
+                    "the key file is that of another cluster, or the run's keys were made again, or another "
+                    "program listens there. Copy the workers' key file from the host of the run."
                 )
         return None

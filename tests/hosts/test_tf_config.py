@@ -306,6 +306,22 @@ def test_missing_settings_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path
         pipedist.open_cluster()
 
 
+@pytest.mark.asyncio
+async def test_a_program_with_other_keys_is_not_left_with_a_driver_that_never_replied(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    write_key_file(tmp_path / "other.key")
+    config(monkeypatch, {"worker": [listen, "127.0.0.1:9"]}, index=1)
+    async with (
+        pipedist.ConnectCluster(listen=f"tcp://{listen}", key_file=tmp_path / "cluster.key"),
+        pipedist.open_cluster(key_file=tmp_path / "other.key") as cluster,
+    ):
+        with pytest.raises(RunCancelled, match="rejected this program's workers, which print why"):
+            await asyncio.wait_for(cluster.everywhere(anyio.sleep), 60)  # type: ignore[arg-type]
+    supervisors_end()
+
+
 def test_keys_of_a_loopback_address_are_this_users_alone(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
