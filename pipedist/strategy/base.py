@@ -29,6 +29,7 @@ from pipedist.strategy.distributed import InputStrategy
 from pipedist.strategy.function_references import require_callable
 from pipedist.strategy.variables import Variable
 from pipedist.values import Mirrored, PerReplica, ReduceOp
+from pipedist.worker.context import check_call_arguments
 from pipedist.worker.strategy_views import ReplicaStrategy
 from pipedist.worker.variables.access import VariableTree
 from pipedist.worker.variables.access import component as component_of
@@ -231,8 +232,8 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         Raises:
             ValueError: the replicas share one value, and an argument is a PerReplica whose components differ;
                 or the number of its components is wrong; or the variable was not made in this strategy's
-                scope.
-            TypeError: `variable` is not a variable, or `fn` is not callable.
+                scope; or `args` is neither tuple nor list.
+            TypeError: `variable` is not a variable, `fn` is not callable, or `kwargs` is not a mapping.
             RuntimeError: called inside a replica function, or while a run uses the variable.
         """
         require_cross_replica("Strategy.update")
@@ -354,12 +355,7 @@ class BaseStrategy(InputStrategy, VariableOwner, TfNames):
         argument: Callable[[Variable], Any] | None = None,
     ) -> list[Tree]:
         """Return the arguments (args, kwargs) of each replica, with `argument(v)` in place of a variable v."""
-        if not isinstance(args, list | tuple):
-            raise ValueError(
-                f"args is {args!r} of type {type(args).__name__}; expected a tuple: args=(value,)"
-            )
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(f"kwargs is {kwargs!r} of type {type(kwargs).__name__}; expected a dict")
+        check_call_arguments(args, kwargs)
         if args and not kwargs and _FLAT.issuperset(map(type, args)):  # the common case, cheaper
             columns, replicas = [], self._replicas
             for value in args:

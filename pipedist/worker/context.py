@@ -289,10 +289,7 @@ class ReplicaContext:
             raise TypeError(f"merge_call needs a function, not {fn!r} of type {type(fn).__name__}")
         if inspect.iscoroutinefunction(fn):
             raise TypeError("merge_call needs a plain function, not an async one")
-        if not isinstance(args, (list, tuple)):
-            raise ValueError(f"args is {args!r} of type {type(args).__name__}; expected a tuple: args=(x,)")
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(f"kwargs is {kwargs!r} of type {type(kwargs).__name__}; expected a dict")
+        check_call_arguments(args, kwargs)
         given, named = tuple(args), dict(kwargs or {})
         if self.variables is not None:
             fn, given, named = self.variables.merge(fn, given, named)
@@ -380,6 +377,14 @@ def get_replica_context() -> ReplicaContext | None:
     """
     context = current.get()
     return context.get() if isinstance(context, ContextOnDemand) else context
+
+
+def check_call_arguments(args: object, kwargs: object) -> None:
+    """Raise ValueError or TypeError if the arguments of a call are not a sequence and a mapping, or None."""
+    if not isinstance(args, list | tuple):
+        raise ValueError(f"args is {args!r} of type {type(args).__name__}; expected a tuple: args=(value,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs is {kwargs!r} of type {type(kwargs).__name__}; expected a dict")
 
 
 def _in_cross_replica_context(fn: Callable[..., Tree], replicas: int) -> Callable[..., Tree]:

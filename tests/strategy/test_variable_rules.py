@@ -228,6 +228,10 @@ class TestUpdate:
         with pytest.raises(ValueError, match="of 3 components, but there are 2 replicas"):
             update_copies(made, [np.array(1.0)] * 2, VariableCopy.assign, (given,), {})
 
+    def test_arguments_that_are_no_tuple_are_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"expected a tuple: args=\(value,\)"):
+            update_copies(traits(1.0), [np.array(1.0)], VariableCopy.assign, np.ones(1), {})  # type: ignore[arg-type]
+
     def test_copies_are_updated_each(self) -> None:
         made = traits(1.0, synchronization="on_read")
         before = [np.array(1.0), np.array(2.0)]

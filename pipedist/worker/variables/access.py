@@ -18,7 +18,7 @@ from pipedist.core.misuse_hints import TfNames
 from pipedist.core.names import few
 from pipedist.core.types import Tree
 from pipedist.values import Mirrored, PerReplica
-from pipedist.worker.context import get_replica_context
+from pipedist.worker.context import check_call_arguments, get_replica_context
 from pipedist.worker.variables.rules import (
     Array,
     AssignMethod,
@@ -197,6 +197,7 @@ def update_copies(
     Return the new copies, and the results with PerReplica leaves. If all replicas have the same value, there is one
     copy and one call, and an argument that differs among the replicas raises ValueError.
     """
+    check_call_arguments(args, kwargs)
     given = (tuple(args), dict(kwargs))
     distributed = [leaf for leaf in trees.flatten(given)[0] if isinstance(leaf, PerReplica)]
     for leaf in distributed:
