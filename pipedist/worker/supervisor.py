@@ -33,6 +33,7 @@ import os
 import secrets
 import select
 import signal
+import string
 import sys
 import threading
 import time
@@ -89,14 +90,18 @@ def run_worker(
         0: the worker was stopped by the scheduler, or by a signal; 1: it was refused, no scheduler
         replied (any more), or it kept dying; 2: the endpoint or the key file can't be used.
     """
+    gpus = len(accelerators.named())
     supervisor = Supervisor(
         endpoint,
         os.path.abspath(os.fspath(key_file)),
         threads=threads,
         join_s=join_s,
         leave_s=leave_s,
-        gpus=len(accelerators.named()),
+        gpus=gpus,
     )
+    wanted = os.environ.get(accelerators.VISIBLE, "")
+    if not gpus and wanted.startswith((*string.digits, "GPU-", "MIG-")):  # not "-1" or "NoDevFiles"
+        print(f"pipedist worker owns no GPU: {accelerators.found().how}", file=sys.stderr)  # noqa: T201
     before = handle_signals(lambda _number, _frame: supervisor.leave())
     try:
         return supervisor.run()

@@ -56,6 +56,18 @@ def started(*args: str | Path, cwd: Path, **environment: str) -> Iterator[subpro
         process.communicate()
 
 
+def test_a_worker_whose_gpus_are_not_found_says_so(tmp_path: Path) -> None:
+    """It joins, and would never get a call that needs one."""
+    write_key_file(tmp_path / "cluster.key")
+    worker = ("worker", "--connect", "tcp://127.0.0.1:1", "--key-file", "cluster.key")
+    with started(*worker, cwd=tmp_path, CUDA_VISIBLE_DEVICES="63") as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+    assert line.startswith("pipedist worker owns no GPU: ")
+    assert "CUDA_VISIBLE_DEVICES" in line
+    assert "'63'" in line
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "cubes.py").write_text(FUNCTIONS)
