@@ -223,6 +223,7 @@ def test_a_port_that_is_taken_is_a_usage_error(folder: Path) -> None:
 def test_a_run_whose_cluster_did_not_open_leaves_nothing_to_resume(folder: Path, pipedist: Command) -> None:
     spec = SPEC + "outputs: {total: total.json}\n"
     (folder / "cubes.yaml").write_text(spec.replace("tcp://127.0.0.1:0", "tcp://192.0.2.1:5555"))
+    write_key_file(folder / "cluster.key")
     (folder / "died").touch()
     refused = pipedist("run", "cubes.yaml")
     assert refused.returncode == 2, refused.stderr
