@@ -157,7 +157,10 @@ async def unknown_key(live: Live, _folder: Path) -> None:
 async def wrong_server_key(live: Live, _folder: Path) -> None:
     client = live.keys.client
     wrong = ClusterKeys(type(client)(new_keys().client.server_public, client.public, client.secret), None)
-    with live.dealer(wrong, SOON) as rogue, pytest.raises(RemoteProtocolError, match="another one"):
+    with (
+        live.dealer(wrong, SOON) as rogue,
+        pytest.raises(RemoteProtocolError, match="key file is that of another cluster"),
+    ):
         await blocking(rogue.poll, WAIT_S)
     await live.logged("rejected")
 
