@@ -184,7 +184,14 @@ def _named(name: str) -> FunctionRef:
 
 
 def _dumps(value: object) -> bytes:
-    """Pickle a value with cloudpickle, which can't pickle cached functions and properties of `__main__`."""
+    file = io.BytesIO()
+    _pickler()(file).dump(value)
+    return file.getvalue()
+
+
+@lru_cache(maxsize=1)
+def _pickler() -> Callable[[io.BytesIO], pickle.Pickler]:
+    """Return cloudpickle's class, which can't pickle cached functions and properties of `__main__`, with those."""
     import cloudpickle  # only needed for functions without an importable name
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -193,9 +200,7 @@ def _dumps(value: object) -> bytes:
             cloudpickle.Pickler.dispatch_table,
         )
 
-    file = io.BytesIO()
-    Pickler(file).dump(value)
-    return file.getvalue()
+    return Pickler
 
 
 def _reduce_cached(cached: Any) -> str | tuple[Callable[..., Any], tuple[Any, ...]]:
