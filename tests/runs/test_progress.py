@@ -195,14 +195,19 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[bold]a line" in shown
 
 
-def test_a_narrow_terminal_shows_the_bar_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = terminal_of(monkeypatch, columns=80)
+def last_line(monkeypatch: pytest.MonkeyPatch, columns: int) -> str:
+    """Return what follows the name in the last line of a run that is 20% done."""
+    terminal = terminal_of(monkeypatch, columns=columns)
     reporter = LiveReporter("circle")
     monkeypatch.setattr(reporter._pacer, "pace", lambda totals, now_s: Pace(2.0, 10_000_000.0, 100.0, 8.0))
     reporter.update(ProgressTotals(20_000_000, 100_000_000, 200, 2, calls_total=1000))
     reporter._bar.refresh()
     reporter.close()
-    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()).strip().split("circle ")[-1]
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()).strip().split("circle ")[-1]
+
+
+def test_a_narrow_terminal_shows_the_bar_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = last_line(monkeypatch, columns=80)
     assert last.startswith("━" * 4 + "╺" + "━" * 15)
     assert "20% 200 of 1,000 calls, about 8.0 s left" in last
 
@@ -210,13 +215,7 @@ def test_a_narrow_terminal_shows_the_bar_and_the_time_left(monkeypatch: pytest.M
 def test_a_very_narrow_terminal_cuts_neither_the_name_nor_the_time_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    terminal = terminal_of(monkeypatch, columns=40)
-    reporter = LiveReporter("circle")
-    monkeypatch.setattr(reporter._pacer, "pace", lambda totals, now_s: Pace(2.0, 10_000_000.0, 100.0, 8.0))
-    reporter.update(ProgressTotals(20_000_000, 100_000_000, 200, 2, calls_total=1000))
-    reporter._bar.refresh()
-    reporter.close()
-    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue()).strip().split("circle ")[-1]
+    last = last_line(monkeypatch, columns=40)
     assert last.rstrip().endswith(" 20% about 8.0 s left")
 
 
